@@ -1,0 +1,169 @@
+"""PPO: clipped surrogate with GAE (Schulman et al., 2017, https://arxiv.org/abs/1707.06347).
+
+Where we differ: the values that advantages and value clipping start from are computed by the learner when the batch
+arrives, not stored by the actor, so actors need no value head and lagging data gets fresh values. With `correct_lag`
+(async-ppo) advantages and targets are V-trace's, which are GAE's where the data does not lag (rho = c = 1), and the
+surrogate's ratio is taken against the policy that acted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from echelon.algorithms.model import Model
+from echelon.algorithms.protocol import Loss
+from echelon.algorithms.rewards import RewardScale
+from echelon.config import PpoConfig
+from echelon.errors import ConfigError
+from echelon.networks import action_mask
+from echelon.objectives.losses import (
+    clipped_surrogate,
+    clipped_value_loss,
+    masked_mean,
+    masked_normalize,
+    value_loss,
+)
+from echelon.objectives.returns import gae, vtrace
+from echelon.schema import Batch, Tree, map_tree
+
+
+@dataclass(slots=True)
+class Minibatch:
+    """Sequences to learn from: (T, B, ...), or (1, N, ...) when the network keeps no state."""
+
+    observation: Tree
+    first: torch.Tensor
+    action: torch.Tensor
+    log_prob: torch.Tensor
+    valid: torch.Tensor
+    state: tuple[torch.Tensor, ...]
+    advantage: torch.Tensor
+    target: torch.Tensor
+    old_value: torch.Tensor
+
+
+class Ppo:
+    """Several epochs of minibatches over each batch."""
+
+    def __init__(self, config: PpoConfig, model: Model, seed: int) -> None:
+        self.config, self.model = config, model
+        self.generator = torch.Generator().manual_seed(seed)
+        self.rewards = RewardScale(
+            clip=config.reward_clip, normalize=config.normalize_reward, discount=config.discount
+        )
+
+    def minibatches(self, batch: Batch) -> Iterator[Minibatch]:
+        whole = self._with_advantages(batch)
+        if not self.model.network.state_shapes:
+            whole = _as_one_row(whole)
+        lanes = whole.valid.shape[1]
+        if lanes < self.config.minibatches:
+            raise ConfigError(
+                f"algorithm.minibatches={self.config.minibatches} exceeds the {lanes} sequences of a batch. Lower it, "
+                "or raise --envs-per-actor."
+            )
+        for _ in range(self.config.epochs):
+            order = torch.randperm(lanes, generator=self.generator).to(whole.valid.device)
+            for index in order.tensor_split(self.config.minibatches):
+                yield _lanes(whole, index)
+
+    def _with_advantages(self, batch: Batch) -> Minibatch:
+        config = self.config
+        with torch.no_grad():
+            output = self.model.evaluate(batch.observation, batch.state, batch.first)
+            observation = map_tree(lambda x: x[:-1], batch.observation)
+            reward_TB, discount_TB = self.rewards(batch.reward), config.discount * (~batch.terminated)
+            value_XB = output.value
+            if config.correct_lag:
+                mask = action_mask(observation)
+                now_TB = self.model.distribution.log_prob(output.params[:-1], batch.action, mask)
+                trace = vtrace(
+                    now_TB - batch.log_prob,
+                    reward_TB,
+                    discount_TB,
+                    value_XB,
+                    batch.valid,
+                    rho_clip=1.0,
+                    c_clip=1.0,
+                    trace_lambda=config.gae_lambda,
+                )
+                target_TB = trace.target_TB
+                advantage_TB = target_TB - value_XB[:-1]
+            else:
+                advantage_TB = gae(reward_TB, discount_TB, value_XB, batch.valid, config.gae_lambda)
+                target_TB = advantage_TB + value_XB[:-1]
+        return Minibatch(
+            observation=observation,
+            first=batch.first[:-1],
+            action=batch.action,
+            log_prob=batch.log_prob,
+            valid=batch.valid,
+            state=batch.state,
+            advantage=advantage_TB,
+            target=target_TB,
+            old_value=value_XB[:-1],
+        )
+
+    def losses(self, minibatch: Minibatch) -> Iterator[Loss]:
+        config, distribution = self.config, self.model.distribution
+        output = self.model.evaluate(minibatch.observation, minibatch.state, minibatch.first)
+        mask = action_mask(minibatch.observation)
+        log_prob = distribution.log_prob(output.params, minibatch.action, mask)
+        advantage = minibatch.advantage
+        if config.normalize_advantage:
+            advantage = masked_normalize(advantage, minibatch.valid)
+        policy = clipped_surrogate(log_prob, minibatch.log_prob, advantage, minibatch.valid, config.clip)
+        if config.value_clip > 0:
+            value = clipped_value_loss(
+                output.value, minibatch.old_value, minibatch.target, minibatch.valid, config.value_clip
+            )
+        else:
+            value = value_loss(output.value, minibatch.target, minibatch.valid)
+        entropy = masked_mean(distribution.entropy(output.params, mask), minibatch.valid)
+        total = policy + config.value_weight * value - config.entropy_weight * entropy
+        with torch.no_grad():
+            log_ratio = log_prob - minibatch.log_prob
+            ratio = log_ratio.exp()
+            divergence = masked_mean(ratio - 1 - log_ratio, minibatch.valid)
+        yield Loss(
+            total, {"policy_loss": policy, "value_loss": value, "entropy": entropy, "divergence": divergence}
+        )
+
+    def finish(self, batch: Batch) -> None:
+        self.rewards.observe(batch)
+        self.model.network.update_normalizer(map_tree(lambda x: x[:-1], batch.observation), batch.valid)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rewards": self.rewards.state_dict(), "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rewards.load_state_dict(state["rewards"])
+        self.generator.set_state(state["generator"])
+
+
+def _map(minibatch: Minibatch, sequence: Any, lane: Any) -> Minibatch:
+    """`minibatch` with `sequence` applied to its (T, B, ...) tensors and `lane` to its (B, ...) ones."""
+    return Minibatch(
+        observation=map_tree(sequence, minibatch.observation),
+        first=sequence(minibatch.first),
+        action=sequence(minibatch.action),
+        log_prob=sequence(minibatch.log_prob),
+        valid=sequence(minibatch.valid),
+        state=tuple(lane(leaf) for leaf in minibatch.state),
+        advantage=sequence(minibatch.advantage),
+        target=sequence(minibatch.target),
+        old_value=sequence(minibatch.old_value),
+    )
+
+
+def _lanes(minibatch: Minibatch, index: torch.Tensor) -> Minibatch:
+    return _map(minibatch, lambda x: x.index_select(1, index), lambda x: x.index_select(0, index))
+
+
+def _as_one_row(minibatch: Minibatch) -> Minibatch:
+    """Steps of a network without state are independent: (T, B, ...) becomes (1, T*B, ...)."""
+    return _map(minibatch, lambda x: x.flatten(0, 1).unsqueeze(0), lambda x: x)

@@ -1,0 +1,53 @@
+"""`echelon doctor`: what this machine offers and what dead runs left on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Sequence
+
+from echelon.cli.main import Parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    parser = Parser(prog="echelon doctor", description="Look at this machine: cores, GPU, shared memory, leftovers.")
+    parser.add_argument("--shm-dir", default="/dev/shm", metavar="DIR", help="where shared memory lives")
+    parser.add_argument("--sweep", action="store_true", help="remove what dead runs left behind")
+    known = parser.parse_args(list(arguments))
+    for name, text in _machine(known.shm_dir):
+        print(f"{name:<14}{text}")
+    return _leftovers(known.shm_dir, sweep_them=known.sweep)
+
+
+def _machine(shm_dir: str) -> list[tuple[str, str]]:
+    import torch
+
+    from echelon.runs.folder import versions
+
+    cores = len(os.sched_getaffinity(0))
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    rows = [("cores", f"{cores} usable of {os.cpu_count()} ({platform.machine()})"), ("gpu", ", ".join(gpus) or "none")]
+    if os.path.isdir(shm_dir):
+        usage = shutil.disk_usage(shm_dir)
+        rows.append(("shared memory", f"{usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f} at {shm_dir}"))
+    else:
+        rows.append(("shared memory", f"{shm_dir} is not there: name another folder with --shm-dir"))
+    order = "kept (fast path)" if platform.machine().lower() in ("x86_64", "amd64") else "weak: use --engine inline"
+    rows.append(("store order", order))
+    rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions().items() if version)))
+    return rows
+
+
+def _leftovers(shm_dir: str, *, sweep_them: bool) -> int:
+    from echelon.transport.session import leftovers, sweep
+
+    found = sweep(shm_dir) if sweep_them else leftovers(shm_dir)
+    verb = "removed" if sweep_them else "left behind"
+    for leftover in found:
+        print(f"{verb:<14}{leftover.path} ({leftover.nbytes / 2**20:.1f} MiB, of process {leftover.owner_pid})")
+    if not found:
+        print(f"{'leftovers':<14}none")
+    elif not sweep_them:
+        print("The next run removes them; `echelon doctor --sweep` does so now.")
+    return 0

@@ -1,0 +1,28 @@
+"""`echelon eval RUN`: greedy episodes with the newest weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from echelon.cli.main import Parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    from echelon.training import evaluate
+
+    parser = Parser(prog="echelon eval", description="Play greedy episodes with a run's newest weights.")
+    parser.add_argument("run", metavar="RUN", help="the run folder")
+    parser.add_argument("--episodes", type=int, default=10, metavar="N", help="how many (default 10)")
+    parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of the environments (default 1)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    known = parser.parse_args(list(arguments))
+    score = evaluate(known.run, episodes=known.episodes, seed=known.seed)
+    if known.json:
+        print(json.dumps(score))
+    else:
+        print(
+            f"return {score['return_mean']:,.1f} ± {score['return_std']:.1f} (min {score['return_min']:,.1f}, max "
+            f"{score['return_max']:,.1f}) over {score['episodes']} episodes, {score['length_mean']:,.1f} steps each"
+        )
+    return 0

@@ -1,0 +1,62 @@
+"""`echelon`: one command, a subcommand for each thing to do; exit code 2 for a mistake of the user's, 1 for a failed run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from echelon.errors import ConfigError, DivergedError, EchelonError
+
+COMMANDS = {
+    "train": "train a policy: echelon train PRESET ENV",
+    "resume": "go on with a run: echelon resume RUN",
+    "eval": "play greedy episodes with a run's newest weights: echelon eval RUN",
+    "bench": "measure: echelon bench train",
+    "doctor": "look at this machine: cores, GPU, shared memory, leftovers",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are ConfigErrors, so that every mistake is told in one way."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ConfigError(f"{message}. `{self.prog} --help` shows what there is.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print(_overview())
+            return 0
+        if arguments[0] == "--version":
+            from echelon import __version__
+
+            print(f"echelon {__version__}")
+            return 0
+        if arguments[0] not in COMMANDS:
+            raise ConfigError(f"there is no command {arguments[0]!r}; there are {', '.join(COMMANDS)}.")
+        code: int = import_module(f"echelon.cli.{arguments[0]}").run(arguments[1:])
+        return code
+    except (ConfigError, DivergedError) as error:
+        print(f"echelon: {error}", file=sys.stderr)
+        return 2
+    except EchelonError as error:
+        print(f"echelon: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("echelon: interrupted", file=sys.stderr)
+        return 130
+
+
+def _overview() -> str:
+    lines = [f"  {name:<8} {text}" for name, text in COMMANDS.items()]
+    head = "Echelon trains reinforcement-learning policies with many processes, on PyTorch.\n\ncommands:"
+    return "\n".join([head, *lines, "", "`echelon COMMAND --help` says more."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""`echelon resume RUN`: go on from the newest checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from echelon.cli.main import Parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    from echelon.training import resume
+
+    parser = Parser(prog="echelon resume", description="Go on with a run from its newest checkpoint.")
+    parser.add_argument("run", metavar="RUN", help="the run folder")
+    parser.add_argument("--steps", type=int, default=0, metavar="TOTAL", help="new total of environment steps")
+    parser.add_argument("--minutes", type=float, default=0.0, metavar="TOTAL", help="new total of minutes")
+    parser.add_argument("--until-return", type=float, default=None, metavar="R", help="new return to stop at")
+    known = parser.parse_args(list(arguments))
+    resume(known.run, steps=known.steps, minutes=known.minutes, until_return=known.until_return)
+    return 0

@@ -1,0 +1,82 @@
+"""`echelon train PRESET ENV`: the everyday options by name, every other field as --section.field."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from echelon.cli.main import Parser
+from echelon.config import TrainConfig
+from echelon.config_io import fields_of, set_fields
+from echelon.errors import ConfigError
+from echelon.presets import PRESETS, preset
+
+SHORT = {
+    "actors": ("actor.num_actors", "N", "actor processes"),
+    "envs-per-actor": ("actor.envs", "K", "environments each actor steps"),
+    "engine": ("engine", "inline|local", "all roles in one process, or a process each"),
+    "seed": ("seed", "S", "seed of everything drawn"),
+    "steps": ("stop.steps", "N", "stop after N environment steps"),
+    "minutes": ("stop.minutes", "M", "stop after M minutes"),
+    "until-return": ("stop.until_return", "R", "stop when the last 100 episodes return R on average"),
+    "run-dir": ("run.dir", "DIR", "the run folder (default: runs/PRESET-ENV-TIME)"),
+    "device": ("learner.device", "auto|cpu|cuda", "where the learner learns"),
+    "init-from": ("run.init_from", "RUN|FILE", "start from saved weights"),
+    "env-kwargs": ("env.kwargs", "JSON", "keyword arguments of the environment"),
+    "on-env-error": ("env.on_error", "stop|restart", "what an environment that raises does to the run"),
+    "shm-dir": ("shm_dir", "DIR", "where shared memory lives"),
+}
+
+
+def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the positional arguments and short options of a training."""
+    parser = Parser(
+        prog=prog,
+        description=description,
+        epilog=_fields_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("preset", metavar="PRESET", help=", ".join(PRESETS))
+    parser.add_argument("env", metavar="ENV", help="gymnasium id, module:factory, file.py:factory or envpool:ID")
+    for name, (_, metavar, text) in SHORT.items():
+        parser.add_argument(f"--{name}", metavar=metavar, help=text)
+    return parser
+
+
+def _fields_help() -> str:
+    lines = ["every field (defaults are the impala preset's base; presets set their own):"]
+    for info in fields_of(TrainConfig()):
+        lines.append(f"  --{info.path.replace('_', '-')} {info.type}  (default {info.default}) {info.comment}".rstrip())
+    return "\n".join(lines)
+
+
+def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> TrainConfig:
+    """The configuration that the preset and the options make together."""
+    known, rest = parser.parse_known_args(list(arguments))
+    texts = {path: value for name, (path, _, _) in SHORT.items() if (value := vars(known)[name.replace("-", "_")])}
+    return set_fields(preset(known.preset, known.env), {**texts, **_field_options(rest)})
+
+
+def _field_options(rest: Sequence[str]) -> dict[str, str]:
+    """--section.field VALUE and --section.field=VALUE as a mapping of paths to texts."""
+    texts: dict[str, str] = {}
+    words = iter(rest)
+    for word in words:
+        if not word.startswith("--"):
+            raise ConfigError(f"{word!r} is neither an option nor the value of one.")
+        name, equals, value = word[2:].partition("=")
+        if not equals:
+            found = next(words, None)
+            if found is None:
+                raise ConfigError(f"{word} needs a value.")
+            value = found
+        texts[name.replace("-", "_")] = value
+    return texts
+
+
+def run(arguments: Sequence[str]) -> int:
+    from echelon.training import train
+
+    train(parse_config(make_parser("echelon train", "Train a policy; everything it leaves lies in the run folder."), arguments))
+    return 0

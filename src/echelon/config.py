@@ -1,0 +1,199 @@
+"""What a user can set: frozen dataclasses, one section a part; a field is read in one module."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from echelon.errors import ConfigError
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvConfig:
+    """Which environment, and how it is made and stepped."""
+
+    id: str | Callable[..., Any] = "CartPole-v1"  # gymnasium id, "module:factory", "file.py:factory", "envpool:ID"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    wrappers: tuple[str, ...] = ()  # "module:callable", applied in order to each environment
+    vector: Literal["auto", "loop", "vector_entry_point"] = "auto"  # auto: vectorised where the package offers it for pixels, else our loop
+    on_error: Literal["stop", "restart"] = "stop"  # what an environment that raises does to the run
+
+
+@dataclass(frozen=True, slots=True)
+class ActorConfig:
+    """How experience is collected."""
+
+    num_actors: int = 2
+    envs: int = 16  # K, environments per actor
+    trajectory: int = 20  # T, steps per trajectory
+    slots: int = 4  # trajectories each actor may have written and unread
+
+    def __post_init__(self) -> None:
+        for name in ("num_actors", "envs", "trajectory", "slots"):
+            value = getattr(self, name)
+            require(value >= 1, f"actor.{name}={value} must be at least 1.")
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerConfig:
+    """How batches become weights."""
+
+    batch: int = 0  # trajectories per batch; 0: one from every actor
+    max_lag: int | None = None  # versions; 0: synchronous, None: bounded only by actor.slots
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    threads: int = 0  # torch threads of the learner; 0: the cores the actors leave free, at least 1
+    precision: Literal["float32", "bfloat16"] = "float32"
+    compile: bool = False  # torch.compile of the loss
+
+    def __post_init__(self) -> None:
+        require(self.batch >= 0, f"learner.batch={self.batch} must be 0 (one trajectory per actor) or more.")
+        require(self.max_lag is None or self.max_lag >= 0, f"learner.max_lag={self.max_lag} must be None, 0 or more.")
+        require(self.threads >= 0, f"learner.threads={self.threads} must be 0 (automatic) or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkConfig:
+    """The shape of the policy and value network."""
+
+    name: str = "auto"  # auto: encoders chosen by the observation space; or "module:factory"
+    hidden: tuple[int, ...] = (64, 64)
+    activation: Literal["tanh", "relu"] = "tanh"
+    core: Literal["none", "lstm", "gru"] = "none"
+    core_size: int = 128
+    shared: bool = False  # one torso for policy and value (always so for images and recurrent cores)
+    normalize_observation: bool = False
+    initial_log_std: float = 0.0  # continuous actions, in units of half the action range
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """How gradients become steps."""
+
+    name: Literal["adam", "rmsprop"] = "adam"
+    learning_rate: float = 5e-4
+    schedule: Literal["constant", "linear"] = "constant"  # linear: to 0 at the end of the run
+    epsilon: float = 1e-5
+    clip_norm: float = 0.5  # global gradient norm; 0: no clipping
+
+    def __post_init__(self) -> None:
+        require(self.learning_rate > 0, f"optimizer.learning_rate={self.learning_rate} must be above 0.")
+
+
+@dataclass(frozen=True, slots=True)
+class ImpalaConfig:
+    """V-trace actor-critic (Espeholt et al., 2018)."""
+
+    name: Literal["impala"] = "impala"
+    discount: float = 0.99
+    rho_clip: float = 1.0
+    c_clip: float = 1.0
+    trace_lambda: float = 1.0
+    value_weight: float = 0.5
+    entropy_weight: float = 0.01
+    normalize_advantage: bool = False
+    reward_clip: float = 0.0  # 0: none; 1: to [-1, 1] as on Atari
+    normalize_reward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PpoConfig:
+    """Clipped PPO with GAE (Schulman et al., 2017)."""
+
+    name: Literal["ppo"] = "ppo"
+    discount: float = 0.99
+    gae_lambda: float = 0.95
+    clip: float = 0.2
+    value_clip: float = 0.0  # 0: off
+    epochs: int = 4
+    minibatches: int = 4
+    value_weight: float = 0.5
+    entropy_weight: float = 0.0
+    normalize_advantage: bool = True
+    reward_clip: float = 0.0
+    normalize_reward: bool = False
+    correct_lag: bool = False  # V-trace targets and advantages in place of GAE, for data that lags
+
+
+AlgorithmConfig = ImpalaConfig | PpoConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationConfig:
+    """Greedy evaluation beside training, with seeds of its own."""
+
+    interval_s: float = 60.0  # 0: never
+    episodes: int = 10
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """The run folder."""
+
+    dir: str = ""  # "": runs/<preset>-<env>-<time>
+    checkpoint_interval_s: float = 60.0
+    keep_checkpoints: int = 3
+    init_from: str = ""  # run folder or weights file to start from
+
+
+@dataclass(frozen=True, slots=True)
+class StopConfig:
+    """When to stop; the first condition that holds."""
+
+    steps: int = 0
+    minutes: float = 0.0
+    until_return: float | None = None  # mean return of the last 100 episodes
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisionConfig:
+    """What the coordinator does about roles that die or hang."""
+
+    hang_timeout_s: float = 30.0
+    max_same_failures: int = 3  # the same exception this often ...
+    failure_window_s: float = 60.0  # ... within this time ends the run
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """One training run, whole."""
+
+    preset: str = "impala"
+    engine: Literal["inline", "local"] = "local"
+    seed: int = 0
+    shm_dir: str = "/dev/shm"
+    env: EnvConfig = field(default_factory=EnvConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=ImpalaConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    stop: StopConfig = field(default_factory=StopConfig)
+    supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
+
+    @property
+    def batch_trajectories(self) -> int:
+        return self.learner.batch or self.actor.num_actors
+
+    @property
+    def learner_threads(self) -> int:
+        return self.learner.threads or max(1, len(os.sched_getaffinity(0)) - self.actor.num_actors)
+
+
+def replace(config: TrainConfig, **changes: Any) -> TrainConfig:
+    """`config` with dotted fields changed: replace(config, **{"actor.envs": 8, "seed": 1})."""
+    for path, value in changes.items():
+        head, _, rest = path.partition(".")
+        if rest:
+            value = dataclasses.replace(getattr(config, head), **{rest: value})
+        config = dataclasses.replace(config, **{head: value})
+    return config

@@ -1,0 +1,180 @@
+"""The fork server: a small process that has imported the heavy modules and forks ready-made workers in milliseconds.
+
+It talks JSON lines over one Unix socket with the engine that started it: in come `start` and `signal`, out go `started`
+and `exited`. Workers are its children, so it alone reaps them: a process number is never reused under the engine. When
+the socket closes without a `close` before (the engine's process was killed), it kills its workers and removes the
+session folder: nothing survives. If the server itself is killed, the kernel kills its workers (PR_SET_PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from echelon.engines.process import ProcessSpec, failure_of, run_role
+
+PR_SET_PDEATHSIG = 1
+MAX_FAILURE_BYTES = 60_000  # under the 64 KiB a pipe holds, so a failing worker never blocks on it
+
+
+@dataclass(slots=True)
+class Worker:
+    name: str
+    pid: int
+    pidfd: int
+    failure_pipe: int
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
+
+
+def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
+    """What a forked worker does, until its end."""
+    die_with_parent(parent)
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    log = os.open(spec.log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(file=sys.stderr)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    if spec.nice:
+        os.nice(spec.nice)
+    code = 0
+    try:
+        run_role(spec)
+    except BaseException as error:  # the last frame of the process: whatever ended it is told
+        failure = failure_of(error)
+        print(failure.traceback, file=sys.stderr)
+        payload = json.dumps(dataclasses.asdict(failure))
+        if len(payload) > MAX_FAILURE_BYTES:
+            half = MAX_FAILURE_BYTES // 8
+            short = dataclasses.replace(
+                failure, message=failure.message[:half], traceback="...\n" + failure.traceback[-4 * half :]
+            )
+            payload = json.dumps(dataclasses.asdict(short))[:MAX_FAILURE_BYTES]
+        os.write(failure_pipe, payload.encode())
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class ForkServer:
+    """Forks on request and tells who ended."""
+
+    def __init__(self, control: socket.socket, session: str) -> None:
+        self.control, self.session = control, session
+        self.workers: dict[int, Worker] = {}  # by pidfd
+        self.buffer = b""
+
+    def run(self) -> None:
+        poller = select.poll()
+        poller.register(self.control, select.POLLIN)
+        while True:
+            for descriptor, _ in poller.poll():
+                if descriptor == self.control.fileno():
+                    for request in self._requests():
+                        if request["do"] == "start":
+                            poller.register(self._start(ProcessSpec(**request["spec"])), select.POLLIN)
+                        elif request["do"] == "signal":
+                            self._signal(request["name"], request["number"])
+                        else:
+                            self._abandon(remove_session=request["do"] == "lost")
+                            return
+                elif descriptor in self.workers:
+                    poller.unregister(descriptor)
+                    self._reap(self.workers.pop(descriptor))
+
+    def _requests(self) -> list[dict[str, Any]]:
+        try:
+            data = self.control.recv(1 << 20)
+        except ConnectionError:
+            data = b""
+        if not data:
+            return [{"do": "lost"}]
+        *lines, self.buffer = (self.buffer + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def _tell(self, **message: Any) -> None:
+        try:
+            self.control.sendall(json.dumps(message).encode() + b"\n")
+        except (BrokenPipeError, ConnectionError):
+            pass  # the engine is gone; the next read says so
+
+    def _start(self, spec: ProcessSpec) -> int:
+        reader, writer = os.pipe()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self.control.close()
+            os.close(reader)
+            for worker in self.workers.values():
+                os.close(worker.pidfd)
+                os.close(worker.failure_pipe)
+            gc.unfreeze()
+            work(spec, writer, parent)
+        os.close(writer)
+        pidfd = os.pidfd_open(pid)
+        self.workers[pidfd] = Worker(spec.name, pid, pidfd, reader)
+        self._tell(event="started", name=spec.name, pid=pid)
+        return pidfd
+
+    def _signal(self, name: str, number: int) -> None:
+        for worker in self.workers.values():
+            if worker.name == name:
+                signal.pidfd_send_signal(worker.pidfd, number)
+
+    def _reap(self, worker: Worker) -> None:
+        _, status = os.waitpid(worker.pid, 0)
+        failure = os.read(worker.failure_pipe, MAX_FAILURE_BYTES)
+        os.close(worker.failure_pipe)
+        os.close(worker.pidfd)
+        self._tell(
+            event="exited",
+            name=worker.name,
+            pid=worker.pid,
+            code=os.WEXITSTATUS(status) if os.WIFEXITED(status) else -1,
+            signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
+            failure=json.loads(failure) if failure else None,
+        )
+
+    def _abandon(self, *, remove_session: bool) -> None:
+        for worker in self.workers.values():
+            signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+        for worker in self.workers.values():
+            os.waitpid(worker.pid, 0)
+        if remove_session:
+            shutil.rmtree(self.session, ignore_errors=True)
+
+
+def main() -> None:
+    descriptor, session, *preload = sys.argv[1:]
+    for module in preload:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # keeps the shared pages of what was imported out of the workers' collections
+    ForkServer(socket.socket(fileno=int(descriptor)), session).run()
+
+
+if __name__ == "__main__":
+    main()

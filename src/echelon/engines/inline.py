@@ -1,0 +1,47 @@
+"""The inline engine: every role in the caller's process, one step each in a fixed order, for debuggers and repeats."""
+
+from __future__ import annotations
+
+from echelon.engines.process import Exit, ProcessSpec, Role, make_role
+
+
+class InlineEngine:
+    """Steps the roles round-robin; an exception in a role reaches the caller as it is, for a debugger to stop at."""
+
+    def __init__(self) -> None:
+        self._roles: dict[str, Role] = {}
+        self._exits: list[Exit] = []
+        self.descriptor = -1
+
+    def start(self, spec: ProcessSpec) -> None:
+        self._roles[spec.name] = make_role(spec)
+
+    def exits(self) -> list[Exit]:
+        exits, self._exits = self._exits, []
+        return exits
+
+    def pid(self, name: str) -> int | None:
+        del name
+        return None
+
+    def signal(self, name: str, number: int) -> None:
+        del name, number  # roles of the caller's own process are never killed
+
+    def running(self) -> bool:
+        return bool(self._roles) and not self._exits
+
+    def turn(self, timeout_s: float) -> None:
+        del timeout_s  # nobody sleeps here: whom would the sleeper wait for?
+        for name, role in list(self._roles.items()):
+            if not role.finished:
+                role.step(0.0)
+            if role.finished:
+                role.close()
+                del self._roles[name]
+                self._exits.append(Exit(name, 0, 0, 0))
+
+    def close(self, timeout_s: float) -> None:
+        del timeout_s
+        for role in self._roles.values():
+            role.close()
+        self._roles.clear()

@@ -1,0 +1,105 @@
+"""The local engine: one process per role on this machine, forked from a warm server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from echelon.engines.process import Exit, Failure, ProcessSpec
+from echelon.errors import RunError
+
+
+class LocalEngine:
+    """Starts roles as processes of this machine.
+
+    The fork server imports `preload` while the caller goes on; `start` returns at once. `session` is the folder that
+    the server removes should this process be killed.
+    """
+
+    def __init__(self, session: str, preload: Sequence[str] = ()) -> None:
+        mine, theirs = socket.socketpair()
+        self._socket = mine
+        self._buffer = b""
+        self._pids: dict[str, int] = {}
+        self._exits: list[Exit] = []
+        package_root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+        path = os.pathsep.join([package_root, *(entry for entry in sys.path if entry)])
+        command = [sys.executable, "-m", "echelon.engines.forkserver", str(theirs.fileno()), session, *preload]
+        self._server = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+        )
+        theirs.close()
+
+    def _send(self, **request: Any) -> None:
+        try:
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+        except (BrokenPipeError, ConnectionError) as error:
+            raise RunError(f"the fork server left with code {self._server.poll()}; see its messages above") from error
+
+    def start(self, spec: ProcessSpec) -> None:
+        self._send(do="start", spec=dataclasses.asdict(spec))
+
+    def _receive(self, timeout_s: float) -> None:
+        ready, _, _ = select.select([self._socket], [], [], timeout_s)
+        if not ready:
+            return
+        data = self._socket.recv(1 << 20)
+        if not data:
+            raise RunError(f"the fork server left with code {self._server.wait(5.0)}; see its messages above")
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if message.pop("event") == "started":
+                self._pids[message["name"]] = message["pid"]
+                continue
+            if self._pids.get(message["name"]) == message["pid"]:
+                del self._pids[message["name"]]
+            failure = message.pop("failure")
+            self._exits.append(Exit(**message, failure=Failure(**failure) if failure else None))
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when a process started or ended."""
+        return self._socket.fileno()
+
+    def exits(self) -> list[Exit]:
+        self._receive(0.0)
+        exits, self._exits = self._exits, []
+        return exits
+
+    def pid(self, name: str) -> int | None:
+        return self._pids.get(name)
+
+    def signal(self, name: str, number: int) -> None:
+        self._send(do="signal", name=name, number=number)
+
+    def turn(self, timeout_s: float) -> None:
+        """Nothing to do here: every role has a process of its own."""
+
+    def close(self, timeout_s: float) -> None:
+        """Waits `timeout_s` for the roles to leave, then kills what is left, and ends the server."""
+        deadline = time.monotonic() + timeout_s
+        while self._pids and time.monotonic() < deadline:
+            self._receive(0.05)
+        try:
+            for name in list(self._pids):
+                self.signal(name, signal.SIGKILL)
+            self._send(do="close")
+            self._server.wait(10.0)
+        except (RunError, subprocess.TimeoutExpired):
+            self._server.kill()
+            self._server.wait()
+        self._socket.close()

@@ -1,0 +1,99 @@
+"""What an engine is asked to start, what it answers, and the loop that a started process runs."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from echelon.errors import EchelonError
+
+STEP_TIMEOUT_S = 0.1  # the longest a role may sleep inside one step
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process: `entry` names a function that makes its role out of `config` (plain JSON values)."""
+
+    name: str
+    entry: str  # "module:function"
+    config: dict[str, Any]
+    log: str = ""  # file for its standard output and errors
+    nice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a role gave up: the exception it raised."""
+
+    kind: str  # class name
+    message: str
+    traceback: str
+    expected: bool  # one of Echelon's own errors: its message says it all
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """A process that ended: by itself (code), by a signal, or by an exception (failure)."""
+
+    name: str
+    pid: int
+    code: int
+    signal: int
+    failure: Failure | None = None
+
+
+class Role(Protocol):
+    """What one process does, a step at a time."""
+
+    finished: bool
+
+    def step(self, timeout_s: float) -> bool:
+        """Does one piece of work, or waits at most `timeout_s` for some; tells whether it worked."""
+
+    def close(self) -> None: ...
+
+
+class Engine(Protocol):
+    """Starts and ends processes; decides nothing."""
+
+    def start(self, spec: ProcessSpec) -> None: ...
+
+    def exits(self) -> list[Exit]:
+        """The processes that ended since the last call."""
+
+    def pid(self, name: str) -> int | None: ...
+
+    def signal(self, name: str, number: int) -> None: ...
+
+    def turn(self, timeout_s: float) -> None:
+        """Gives roles that live in the caller's process their turn, or waits for an exit."""
+
+    def close(self, timeout_s: float) -> None:
+        """Ends what still runs: politely for `timeout_s`, then not."""
+
+
+def make_role(spec: ProcessSpec) -> Role:
+    """Calls the entry of `spec`."""
+    module, _, function = spec.entry.partition(":")
+    entry: Callable[[dict[str, Any]], Role] = getattr(importlib.import_module(module), function)
+    return entry(spec.config)
+
+
+def run_role(spec: ProcessSpec) -> None:
+    """The whole life of a process: make the role, step it until it is finished, close it."""
+    role = make_role(spec)
+    try:
+        while not role.finished:
+            role.step(STEP_TIMEOUT_S)
+    finally:
+        role.close()
+
+
+def failure_of(error: BaseException) -> Failure:
+    text = "".join(traceback.format_exception(error))
+    return Failure(type(error).__name__, str(error), text, isinstance(error, EchelonError))
+
+

@@ -1,0 +1,228 @@
+"""Groups: K environments stepped as one, written straight into the rows of a trajectory.
+
+Autoreset is gymnasium's NEXT_STEP everywhere. The step that ends an episode writes its true final observation; the
+next step ignores the action, resets that environment and writes the first observation of the new episode with reward
+0, no ends and `valid=False`. An environment replaced after an error (`on_error="restart"`) writes such a row too.
+
+Shapes: K environments of a group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+
+from echelon.errors import ConfigError, EchelonError, EnvError
+from echelon.schema import Spaces, Tree, action_leaf, flatten, space_leaves
+
+Array = np.ndarray[Any, Any]
+OnError = Literal["stop", "restart"]
+
+MAX_FAILURES = 3  # this often in a row, without one step between, and a restart will not mend it
+
+
+@dataclass(slots=True)
+class StepRows:
+    """The arrays one step of a group writes in place (usually views into shared memory)."""
+
+    observation: list[Array]  # leaves (K, ...), in the order of schema.space_leaves
+    reward: Array  # (K,) float32
+    terminated: Array  # (K,) bool
+    truncated: Array  # (K,) bool
+    valid: Array  # (K,) bool
+
+
+@dataclass(frozen=True, slots=True)
+class EnvFailure:
+    """What an environment raised, in text that can cross a process."""
+
+    index: int  # in its group; -1: one of a vector environment's, which does not say which
+    seed: int
+    step: int  # steps this environment had made when it raised
+    error: str
+    traceback: str
+
+
+class EnvFailed(EnvError):
+    """An environment raised, and the run was not told to go on without it."""
+
+    def __init__(self, failure: EnvFailure, num_envs: int, remedy: str) -> None:
+        who = f"environment {failure.index}" if failure.index >= 0 else f"one of {num_envs} vectorised environments"
+        super().__init__(
+            f"{who} (seed {failure.seed}) raised {failure.error} at its step {failure.step}. {remedy}\n"
+            f"{failure.traceback}"
+        )
+        self.failure = failure
+
+
+class Group(Protocol):
+    """K environments behind one `step`."""
+
+    spaces: Spaces
+    num_envs: int
+    seeds: list[int]  # of the environments as they are now: a restarted one has a new seed
+    failures: list[EnvFailure]  # environments restarted since the caller last cleared it
+
+    def reset(self, observation: list[Array]) -> None:
+        """Start an episode everywhere; seeded the first time."""
+        ...
+
+    def step(self, action: Array, rows: StepRows) -> None:
+        """Step every environment with its row of `action` (K, ...), as the environment receives it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def reset_seed(env: VectorEnv[Any, Any, Any], seeds: list[int]) -> Any:
+    """What `env.reset(seed=)` takes: one seed per environment where gymnasium says so, else the first."""
+    return list(seeds) if isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv) else seeds[0]
+
+
+class VectorGroup:
+    """A gymnasium VectorEnv that autoresets in NEXT_STEP mode."""
+
+    def __init__(
+        self,
+        make: Callable[[list[int]], VectorEnv[Any, Any, Any]],
+        seeds: list[int],
+        on_error: OnError = "stop",
+        reset_seed: Callable[[VectorEnv[Any, Any, Any], list[int]], Any] = reset_seed,
+    ) -> None:
+        self.num_envs = len(seeds)
+        self.seeds = list(seeds)
+        self.failures: list[EnvFailure] = []
+        self._make = make
+        self._on_error = on_error
+        self._reset_seed = reset_seed
+        self._ended = np.zeros(self.num_envs, np.bool_)
+        self._ticks = 0
+        self._streak = 0
+        self._seeded = False
+        try:
+            self._env = make(self.seeds)
+        except EchelonError:
+            raise
+        except Exception as error:
+            remedy = "It could not be made: check env.id and env.kwargs."
+            raise EnvFailed(describe_failure(-1, self.seeds[0], 0, error), self.num_envs, remedy) from error
+        try:
+            _check_vector(self._env, self.num_envs)
+            self.spaces = Spaces(self._env.single_observation_space, self._env.single_action_space)
+            space_leaves(self.spaces.observation)
+            action_leaf(self.spaces.action)
+        except ConfigError:
+            self.close()
+            raise
+        self._env.action_space.seed(self.seeds[0])
+
+    def reset(self, observation: list[Array]) -> None:
+        try:
+            tree, _ = self._env.reset(seed=None if self._seeded else self._reset_seed(self._env, self.seeds))
+        except Exception as error:
+            tree = self._recover(error)
+        self._seeded = True
+        self._ended[:] = False
+        self._write(tree, observation)
+
+    def step(self, action: Array, rows: StepRows) -> None:
+        try:
+            tree, reward, terminated, truncated, _ = self._env.step(action)
+        except Exception as error:
+            self._write(self._recover(error), rows.observation)
+            rows.reward[:] = 0.0
+            for flags in (rows.terminated, rows.truncated, rows.valid, self._ended):
+                flags[:] = False
+            return
+        self._ticks += 1
+        self._write(tree, rows.observation)
+        rows.reward[:] = reward
+        rows.terminated[:] = terminated
+        rows.truncated[:] = truncated
+        np.logical_not(self._ended, out=rows.valid)
+        ended = rows.terminated | rows.truncated
+        if (ended & self._ended).any():
+            raise EnvError(
+                f"environments {np.flatnonzero(ended & self._ended).tolist()} of {self._env} ended twice in a row: "
+                "the vector environment claims NEXT_STEP autoreset, but its reset step ends an episode. Correct it, "
+                "or give a factory of single environments."
+            )
+        rows.reward[self._ended] = 0.0
+        self._ended = ended
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # the run is over; nobody could do anything about it
+            self._env.close()
+
+    def _write(self, tree: Tree, out: list[Array]) -> None:
+        for leaf, value in zip(out, flatten(self.spaces.observation, tree), strict=True):
+            if np.shape(value) != leaf.shape:
+                raise EnvError(
+                    f"{self._env} returned an observation of shape {np.shape(value)}; its space says {leaf.shape} for "
+                    f"{self.num_envs} environments. Correct its single_observation_space, or the observation."
+                )
+            leaf[:] = value
+
+    def _recover(self, error: Exception) -> Tree:
+        """Make the whole vector environment anew; returns its first observations."""
+        while True:
+            failure = describe_failure(-1, self.seeds[0], self._ticks, error)
+            self._streak = 0 if failure.step else self._streak + 1
+            raise_unless_restartable(failure, self.num_envs, self._streak, self._on_error, error)
+            self.failures.append(failure)
+            self.close()
+            self.seeds = [next_seed(seed) for seed in self.seeds]
+            self._ticks = 0
+            try:
+                self._env = self._make(self.seeds)
+                self._env.action_space.seed(self.seeds[0])
+                return self._env.reset(seed=self._reset_seed(self._env, self.seeds))[0]
+            except EchelonError:
+                raise
+            except Exception as again:
+                error = again
+
+
+def _check_vector(env: VectorEnv[Any, Any, Any], num_envs: int) -> None:
+    mode = env.metadata.get("autoreset_mode")
+    if mode != AutoresetMode.NEXT_STEP:
+        named = f"autoreset_mode={mode}" if mode is not None else "no autoreset_mode in its metadata"
+        raise ConfigError(
+            f"the vector environment {env} has {named}; Echelon needs AutoresetMode.NEXT_STEP, which keeps the final "
+            "observation in the stream. Make it with autoreset_mode=AutoresetMode.NEXT_STEP (and say so in its "
+            "metadata), or give a factory of single environments."
+        )
+    if env.num_envs != num_envs:
+        raise ConfigError(
+            f"the vector environment {env} holds {env.num_envs} environments where {num_envs} were asked for. Its "
+            "factory must make as many as its num_envs parameter says; set actor.envs, not env.kwargs."
+        )
+
+
+def describe_failure(index: int, seed: int, step: int, error: Exception) -> EnvFailure:
+    """`error` as an EnvFailure."""
+    text = "".join(traceback.format_exception(error))
+    return EnvFailure(index, seed, step, f"{type(error).__name__}: {error}", text)
+
+
+def raise_unless_restartable(
+    failure: EnvFailure, num_envs: int, streak: int, on_error: OnError, error: Exception
+) -> None:
+    """Raise EnvFailed where the environment that failed must not, or cannot, be replaced."""
+    if on_error == "stop":
+        remedy = 'Correct the environment, or set env.on_error="restart" to replace one that raises.'
+        raise EnvFailed(failure, num_envs, remedy) from error
+    if streak >= MAX_FAILURES:
+        remedy = f"It failed {streak} times in a row without making a step, so a restart does not mend it."
+        raise EnvFailed(failure, num_envs, remedy) from error
+
+
+def next_seed(seed: int) -> int:
+    """The seed of the environment that replaces one seeded with `seed`; repeatable."""
+    return int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]) >> 1

@@ -1,0 +1,229 @@
+"""The layers networks are made of: an encoder per kind of observation leaf, an MLP, a recurrent core.
+
+Shapes: T steps, B lanes, N rows, F features.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+State = tuple[Tensor, ...]
+NATURE_SIDE = 36  # pixels: the smallest side that the three convolutions of the Nature CNN can read
+IMAGE_SIDE = 8  # pixels: smaller planes of other types than uint8 are tables, not images
+ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu}
+
+
+def initialize(layer: nn.Linear, gain: float) -> nn.Linear:
+    """`layer` with orthogonal weights of `gain` and zero bias."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Normalizer(nn.Module):
+    """Shifts and scales features by their running mean and standard deviation, clipped to +-10.
+
+    The statistics are buffers (`count` in float64), changed in place: they travel with the weights and follow them into
+    shared memory. Before the first update nothing is changed but the clip.
+    """
+
+    CLIP = 10.0
+    SMALLEST_STD = 1e-4
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.count: Tensor
+        self.mean: Tensor
+        self.std: Tensor
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("std", torch.ones(size))
+
+    def forward(self, x_NF: Tensor) -> Tensor:
+        return ((x_NF - self.mean) / self.std).clamp(-self.CLIP, self.CLIP)
+
+    @torch.no_grad()
+    def update(self, x_NF: Tensor, valid_N: Tensor) -> None:
+        """Merge the valid rows (Chan et al., 1979); without any, nothing changes."""
+        valid_N1 = valid_N.unsqueeze(-1)
+        num_valid = valid_N.sum()
+        divisor = num_valid.clamp(min=1)
+        x_NF = torch.where(valid_N1, x_NF.double(), 0.0)
+        batch_mean = x_NF.sum(0) / divisor
+        batch_variance = torch.where(valid_N1, x_NF - batch_mean, 0.0).square().sum(0) / divisor
+        self.count += num_valid
+        weight = num_valid / self.count.clamp(min=1)
+        shift = batch_mean - self.mean
+        variance = self.std.double().square().lerp(batch_variance, weight) + shift.square() * (weight * (1.0 - weight))
+        self.mean += shift * weight
+        self.std.copy_(torch.where(num_valid > 0, variance.sqrt().clamp(min=self.SMALLEST_STD), self.std))
+
+
+class Flat(nn.Module):
+    """Numbers as they are, in one row; bytes scaled to 0..1."""
+
+    def __init__(self, shape: tuple[int, ...], scale: float = 1.0, normalize: bool = False) -> None:
+        super().__init__()
+        self.out_size = math.prod(shape)
+        self.scale = scale
+        self.normalizer = Normalizer(self.out_size) if normalize else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 2:
+            x = x.reshape(len(x), -1)
+        if x.dtype != torch.float32:
+            x = x.float()
+        if self.scale != 1.0:
+            x = x * self.scale
+        return x if self.normalizer is None else self.normalizer(x)
+
+
+class OneHot(nn.Module):
+    """Choices as one-hot vectors, side by side."""
+
+    def __init__(self, num_choices: list[int], start: list[int]) -> None:
+        super().__init__()
+        self.out_size = sum(num_choices)
+        begin = np.cumsum([0, *num_choices[:-1]]) - np.asarray(start)  # where each vector begins
+        self.begin: Tensor
+        self.register_buffer("begin", torch.as_tensor(begin, dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = x.reshape(len(x), -1).long() + self.begin
+        return torch.zeros(len(x), self.out_size, device=x.device).scatter_(1, index, 1.0)
+
+
+class Image(nn.Module):
+    """Pixels through convolutions: the Nature CNN (Mnih et al., 2015), or two 3x3 layers for images too small for it.
+
+    Reads channels first, or last where `channels_last` says so.
+    """
+
+    def __init__(self, shape: tuple[int, ...], scale: float) -> None:
+        super().__init__()
+        self.channels_last = channels_last(shape)
+        channels, height, width = (shape[2], shape[0], shape[1]) if self.channels_last else shape
+        self.scale = scale
+        if min(height, width) >= NATURE_SIDE:
+            convolutions = [nn.Conv2d(channels, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3, 1)]
+            self.out_size = 512
+        else:
+            convolutions = [nn.Conv2d(channels, 32, 3, 1, padding=1), nn.Conv2d(32, 64, 3, 2, padding=1)]
+            self.out_size = 256
+        for convolution in convolutions:
+            nn.init.orthogonal_(convolution.weight, math.sqrt(2.0))
+            assert convolution.bias is not None
+            nn.init.zeros_(convolution.bias)
+            height, width = _side(convolution, height), _side(convolution, width)
+        self.convolutions = nn.ModuleList(convolutions)
+        self.linear = initialize(nn.Linear(64 * height * width, self.out_size), math.sqrt(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
+        if self.scale != 1.0:
+            x = x * self.scale
+        if self.channels_last:
+            x = x.permute(0, 3, 1, 2)
+        for convolution in self.convolutions:
+            x = torch.relu(convolution(x))
+        return torch.relu(self.linear(x.flatten(1)))
+
+
+def _side(convolution: nn.Conv2d, side: int) -> int:
+    """How many pixels `convolution` leaves of a side."""
+    padding = int(convolution.padding[0])
+    return (side + 2 * padding - convolution.kernel_size[0]) // convolution.stride[0] + 1
+
+
+def channels_last(shape: tuple[int, ...]) -> bool:
+    """Whether a 3-D image is height, width, channels: fewest last, and 1, 3 or 4 of them or a square before."""
+    return shape[2] < shape[0] and (shape[2] in (1, 3, 4) or shape[0] == shape[1])
+
+
+def make_encoder(space: gym.Space[Any], normalize: bool) -> Flat | OneHot | Image:
+    """The encoder for one leaf of an observation space; `normalize` is for leaves of floats that are no image."""
+    match space:
+        case gym.spaces.Discrete():
+            return OneHot([int(space.n)], [int(space.start)])
+        case gym.spaces.MultiDiscrete():
+            return OneHot([int(n) for n in space.nvec.flat], [int(n) for n in space.start.flat])
+        case gym.spaces.MultiBinary():
+            return Flat(tuple(space.shape))
+        case gym.spaces.Box():
+            is_bytes = space.dtype == np.uint8
+            scale = 1.0 / 255.0 if is_bytes else 1.0
+            shape = tuple(space.shape)
+            if len(shape) == 3 and (is_bytes or sorted(shape)[1] >= IMAGE_SIDE):
+                return Image(shape, scale)
+            return Flat(shape, scale, normalize and np.issubdtype(space.dtype, np.floating))
+        case _:
+            raise AssertionError(f"space_leaves accepted {space}, which has no encoder")
+
+
+class Mlp(nn.Module):
+    """Linear layers with an activation after each; without any it passes its input on."""
+
+    def __init__(self, in_size: int, hidden: tuple[int, ...], activation: str) -> None:
+        super().__init__()
+        sizes = (in_size, *hidden)
+        self.in_size, self.out_size = in_size, sizes[-1]
+        self.activation = ACTIVATIONS[activation]
+        layers = [initialize(nn.Linear(a, b), math.sqrt(2.0)) for a, b in pairwise(sizes)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.activation(layer(x))
+        return x
+
+
+class Core(nn.Module):
+    """A recurrent layer (LSTM or GRU) whose state restarts with every episode; always in float32."""
+
+    def __init__(self, kind: str, in_size: int, size: int) -> None:
+        super().__init__()
+        self.is_lstm = kind == "lstm"
+        self.rnn = (nn.LSTM if self.is_lstm else nn.GRU)(in_size, size)
+        self.state_shapes = ((size,),) * (2 if self.is_lstm else 1)
+        for name, parameter in self.rnn.named_parameters():
+            if name.startswith("weight"):
+                nn.init.orthogonal_(parameter)
+            else:
+                nn.init.zeros_(parameter)
+
+    def step(self, x: Tensor, state: State, first: Tensor) -> State:
+        """One step: x (B, in_size), first (B); the output is the first leaf of the new state."""
+        restart = first.unsqueeze(-1)
+        weights = self.rnn.all_weights[0]  # of input and state, biases of input and state
+        kept = [leaf.masked_fill(restart, 0.0) for leaf in state]
+        with torch.autocast(x.device.type, enabled=False):
+            if self.is_lstm:
+                return tuple(torch.lstm_cell(x.float(), kept, *weights))
+            return (torch.gru_cell(x.float(), kept[0], *weights),)
+
+    def forward(self, x_TBF: Tensor, state: State, first_TB: Tensor) -> tuple[Tensor, State]:
+        # Looking into `first` is free on a CPU only; elsewhere it would wait for the device.
+        if x_TBF.device.type == "cpu" and not torch.compiler.is_compiling() and not first_TB[1:].any():
+            return self._fused(x_TBF, state, first_TB[0])
+        outputs = []
+        for x, first in zip(x_TBF.unbind(), first_TB.unbind(), strict=True):
+            state = self.step(x, state, first)
+            outputs.append(state[0])
+        return torch.stack(outputs), state
+
+    def _fused(self, x_TBF: Tensor, state: State, first: Tensor) -> tuple[Tensor, State]:
+        """The whole sequence in one call, for episodes that go on to its end."""
+        kept = [leaf.masked_fill(first.unsqueeze(-1), 0.0).unsqueeze(0) for leaf in state]
+        with torch.autocast(x_TBF.device.type, enabled=False):
+            if self.is_lstm:
+                output, (hidden, cell) = self.rnn(x_TBF.float(), (kept[0], kept[1]))
+                return output, (hidden.squeeze(0), cell.squeeze(0))
+            output, hidden = self.rnn(x_TBF.float(), kept[0])
+            return output, (hidden.squeeze(0),)

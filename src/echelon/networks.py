@@ -1,0 +1,284 @@
+"""Networks: from an observation tree to action parameters and a value.
+
+`build_network` reads the spaces and the config and returns an `ActorCritic`: our own (`EncoderNetwork`: an encoder per
+observation leaf, an MLP, an optional recurrent core, two heads) or a user's module (`CustomNetwork`). The hot path is
+`act`, one small batch on one CPU thread, where the number of operations is what costs.
+
+Shapes: T steps, B lanes, N any number of rows (T * B, or B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from echelon.config import NetworkConfig
+from echelon.errors import ConfigError
+from echelon.layers import Core, Flat, Image, Mlp, State, initialize, make_encoder
+from echelon.schema import Spaces, Tree, map_tree, space_leaves
+
+MASK = "action_mask"
+
+
+class NetworkOutput(NamedTuple):
+    """What a network says about a sequence: params (T, B, num_params), value (T, B), and the state after it."""
+
+    params: Tensor
+    value: Tensor
+    state: State
+
+
+class ActOutput(NamedTuple):
+    """What a network says about one step, without its value: params (B, num_params), and the state after it."""
+
+    params: Tensor
+    value: None
+    state: State
+
+
+class ActorCritic(nn.Module):
+    """What every network offers; the state is zeroed where `first`, before the step."""
+
+    state_shapes: tuple[tuple[int, ...], ...] = ()  # per leaf of the recurrent state, without B
+
+    def initial_state(self, batch_size: int, device: torch.device | str) -> State:
+        """The state before anything was seen."""
+        return tuple(torch.zeros(batch_size, *shape, device=device) for shape in self.state_shapes)
+
+    def forward(self, observation: Tree, state: State, first: Tensor) -> NetworkOutput:
+        """A sequence: leaves (T, B, ...), state leaves (B, ...), first (T, B)."""
+        raise NotImplementedError
+
+    def act(self, observation: Tree, state: State, first: Tensor) -> ActOutput:
+        """One step: leaves (B, ...), state leaves (B, ...), first (B)."""
+        raise NotImplementedError
+
+    def update_normalizer(self, observation: Tree, valid: Tensor) -> None:
+        """Merge the valid observations into the running statistics, where the network keeps any."""
+
+
+def action_mask(observation: Tree) -> Tensor | None:
+    """The mask of allowed actions that the observation carries under the key "action_mask", or None."""
+    return observation.get(MASK) if isinstance(observation, Mapping) else None
+
+
+def build_network(config: NetworkConfig, spaces: Spaces, num_params: int) -> ActorCritic:
+    """The network `config` asks for; weights are drawn from torch's global generator, so seed it first."""
+    space_leaves(spaces.observation)  # refuses what Echelon cannot carry
+    _check_mask(spaces, num_params)
+    if config.name == "auto":
+        return EncoderNetwork(config, spaces, num_params)
+    network = CustomNetwork(_load_module(config.name, spaces, num_params))
+    _check_output(config.name, network, spaces, num_params)
+    return network
+
+
+def _check_mask(spaces: Spaces, num_params: int) -> None:
+    if not isinstance(spaces.observation, gym.spaces.Dict) or MASK not in spaces.observation.spaces:
+        return
+    shape = tuple(spaces.observation[MASK].shape or ())
+    if isinstance(spaces.action, gym.spaces.Box) or shape != (num_params,):
+        expected = "none" if isinstance(spaces.action, gym.spaces.Box) else (num_params,)
+        raise ConfigError(
+            f'observation["{MASK}"] of shape {shape} does not mask the action space {spaces.action}: expected shape '
+            f"{expected}. Give it one entry per choice (1 = allowed), or use another key if it is not a mask."
+        )
+
+
+def _observed(space: gym.Space[Any], path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], gym.Space[Any]]]:
+    """Where each encoded leaf hangs (keys from the root) and its space, in the order of the schema; not the mask."""
+    match space:
+        case gym.spaces.Dict():
+            keys = [key for key in sorted(space.spaces) if (*path, key) != (MASK,)]
+            return [entry for key in keys for entry in _observed(space[key], (*path, key))]
+        case gym.spaces.Tuple():
+            return [entry for i, sub in enumerate(space.spaces) for entry in _observed(sub, (*path, i))]
+        case _:
+            return [(path, space)]
+
+
+def _leaf(tree: Tree, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+class EncoderNetwork(ActorCritic):
+    """Encoders for every leaf, an MLP, an optional core, and heads for policy and value.
+
+    Policy and value have MLPs of their own unless the config shares them, an image is seen, or a core remembers. An
+    image seen alone goes from its encoder (512 or 256 features) straight to core and heads; `hidden` is for the rest.
+    Continuous actions: the head emits the mean, and the log standard deviation is a parameter that sees nothing.
+    """
+
+    def __init__(self, config: NetworkConfig, spaces: Spaces, num_params: int) -> None:
+        super().__init__()
+        observed = _observed(spaces.observation)
+        if not observed:
+            raise ConfigError(f'the observation space {spaces.observation} holds nothing beside "{MASK}" to act on.')
+        self.paths = [path for path, _ in observed]
+        encoders = [make_encoder(space, config.normalize_observation) for _, space in observed]
+        self.encoders = nn.ModuleList(encoders)
+        has_image = any(isinstance(encoder, Image) for encoder in encoders)
+        hidden = () if has_image and len(encoders) == 1 else config.hidden
+
+        self.torso = Mlp(sum(encoder.out_size for encoder in encoders), hidden, config.activation)
+        self.core = Core(config.core, self.torso.out_size, config.core_size) if config.core != "none" else None
+        shared = config.shared or has_image or self.core is not None
+        self.value_torso = None if shared else Mlp(self.torso.in_size, hidden, config.activation)
+        self.state_shapes = self.core.state_shapes if self.core is not None else ()
+
+        out_size = config.core_size if self.core is not None else self.torso.out_size
+        is_gaussian = isinstance(spaces.action, gym.spaces.Box)
+        num_means = num_params // 2 if is_gaussian else num_params
+        self.policy_head = initialize(nn.Linear(out_size, num_means), 0.01)
+        self.value_head = initialize(nn.Linear(out_size, 1), 1.0)
+        self.log_std = nn.Parameter(torch.full((num_means,), config.initial_log_std)) if is_gaussian else None
+
+    def _encode(self, observation: Tree, num_leading: int) -> Tensor:
+        """All leaves as features (N, F)."""
+        features = []
+        for path, encoder in zip(self.paths, self.encoders, strict=True):
+            leaf = _leaf(observation, path)
+            features.append(encoder(leaf if num_leading == 1 else leaf.flatten(0, num_leading - 1)))
+        return features[0] if len(features) == 1 else torch.cat(features, -1)
+
+    def _params(self, hidden: Tensor) -> Tensor:
+        params: Tensor = self.policy_head(hidden).float()
+        if self.log_std is None:
+            return params
+        return torch.cat((params, self.log_std.expand_as(params)), -1)
+
+    def forward(self, observation: Tree, state: State, first: Tensor) -> NetworkOutput:
+        features = self._encode(observation, 2)
+        policy = self.torso(features).unflatten(0, first.shape)
+        if self.core is not None:
+            policy, state = self.core(policy, state, first)
+        value = policy if self.value_torso is None else self.value_torso(features).unflatten(0, first.shape)
+        return NetworkOutput(self._params(policy), self.value_head(value).squeeze(-1).float(), state)
+
+    def act(self, observation: Tree, state: State, first: Tensor) -> ActOutput:
+        hidden = self.torso(self._encode(observation, 1))
+        if self.core is not None:
+            state = self.core.step(hidden, state, first)
+            hidden = state[0]
+        return ActOutput(self._params(hidden), None, state)
+
+    @torch.no_grad()
+    def update_normalizer(self, observation: Tree, valid: Tensor) -> None:
+        for path, encoder in zip(self.paths, self.encoders, strict=True):
+            if isinstance(encoder, Flat) and encoder.normalizer is not None:
+                encoder.normalizer.update(_leaf(observation, path).flatten(valid.dim()).flatten(0, -2), valid.flatten())
+
+
+class CustomNetwork(ActorCritic):
+    """A user's module behind the common interface.
+
+    Without `state_shapes` its `forward(observation) -> (params, value)` sees a plain batch: leaves (N, ...), params
+    (N, num_params), value (N,). With `state_shapes` its `forward(observation, state, first) -> (params, value, state)`
+    sees sequences as ours does, and may bring its own `act` (else: a sequence of one step) and `update_normalizer`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.is_sequence = hasattr(module, "state_shapes")
+        shapes = getattr(module, "state_shapes", ())
+        self.state_shapes = tuple(tuple(int(n) for n in shape) for shape in shapes)
+
+    def forward(self, observation: Tree, state: State, first: Tensor) -> NetworkOutput:
+        if self.is_sequence:
+            params, value, state = self.module(observation, state, first)
+            return NetworkOutput(params.float(), value.float(), tuple(state))
+        params, value = self.module(map_tree(lambda leaf: leaf.flatten(0, 1), observation))
+        return NetworkOutput(params.float().unflatten(0, first.shape), value.float().unflatten(0, first.shape), state)
+
+    def act(self, observation: Tree, state: State, first: Tensor) -> ActOutput:
+        if not self.is_sequence:
+            return ActOutput(self.module(observation)[0].float(), None, state)
+        act = getattr(self.module, "act", None)
+        if act is not None:
+            step = act(observation, state, first)
+            return ActOutput(step[0].float(), None, tuple(step[-1]))
+        output = self(map_tree(lambda leaf: leaf.unsqueeze(0), observation), state, first.unsqueeze(0))
+        return ActOutput(output.params.squeeze(0), None, output.state)
+
+    def update_normalizer(self, observation: Tree, valid: Tensor) -> None:
+        update = getattr(self.module, "update_normalizer", None)
+        if update is not None:
+            update(observation, valid)
+
+
+def _load_module(name: str, spaces: Spaces, num_params: int) -> nn.Module:
+    """The module that the factory named "module:factory" makes."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f'network.name="{name}" must be "auto" or "module:factory".')
+    try:
+        factory = getattr(import_module(module_name), attribute)
+    except ImportError as error:
+        raise ConfigError(
+            f'network.name="{name}": importing {module_name} failed ({error}). Check the spelling, and that it can be '
+            "imported from where the run starts (install it, or set PYTHONPATH)."
+        ) from error
+    except AttributeError as error:
+        raise ConfigError(f'network.name="{name}": {module_name} has no attribute {attribute}.') from error
+    module = factory(spaces, num_params)
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f'network.name="{name}" returned a {type(module).__name__}; return a torch.nn.Module.')
+    return module
+
+
+def _blank(space: gym.Space[Any], leading: tuple[int, ...]) -> Tree:
+    """An observation of `space` that says nothing: zeros, or the first choice of discrete leaves."""
+    match space:
+        case gym.spaces.Dict():
+            return {key: _blank(space[key], leading) for key in sorted(space.spaces)}
+        case gym.spaces.Tuple():
+            return tuple(_blank(sub, leading) for sub in space.spaces)
+        case _:
+            leaf = space_leaves(space)[0]
+            array = np.zeros((*leading, *leaf.shape), leaf.dtype)
+            array += getattr(space, "start", 0)
+            return torch.from_numpy(array)
+
+
+@torch.no_grad()
+def _check_output(name: str, network: CustomNetwork, spaces: Spaces, num_params: int) -> None:
+    """Run a user's network once on a blank sequence and refuse outputs that do not fit."""
+    T, B = 2, 3
+    was_training = network.training
+    network.eval()  # so that no statistic of the module (batch norm) learns from it
+    state, first = network.initial_state(B, "cpu"), torch.ones(T, B, dtype=torch.bool)
+    steps = _blank(spaces.observation, (T, B))
+    try:
+        output = network(steps, state, first)
+        step = network.act(map_tree(lambda leaf: leaf[0], steps), state, first[0])
+    except Exception as error:
+        raise ConfigError(
+            f'network.name="{name}" failed on an observation of {spaces.observation} with {num_params} action '
+            f"parameters: {type(error).__name__}: {error}. Its forward must return (params, value), or (params, value, "
+            "state) if it has state_shapes."
+        ) from error
+    network.train(was_training)
+    states = tuple((B, *shape) for shape in network.state_shapes)
+    checks = {
+        "params": (output.params.shape, (T, B, num_params)),
+        "value": (output.value.shape, (T, B)),
+        "params of act": (step.params.shape, (B, num_params)),
+        "state": (tuple(tuple(leaf.shape) for leaf in output.state), states),
+        "state of act": (tuple(tuple(leaf.shape) for leaf in step.state), states),
+    }
+    for what, (got, expected) in checks.items():
+        if tuple(got) != expected:
+            raise ConfigError(
+                f'network.name="{name}" does not fit the action space {spaces.action}: {what} has the shape '
+                f"{tuple(got)}, expected {expected} for {T} steps of {B} lanes. Give params a last dimension of "
+                f"num_params={num_params} and value none beyond the leading ones (value.squeeze(-1))."
+            )

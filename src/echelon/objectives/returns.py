@@ -1,0 +1,87 @@
+"""Returns and advantages: backward recursions over one batch of trajectories.
+
+Shapes: T steps, X = T + 1 rows (the last is the bootstrap), B lanes. `discount_TB` is gamma where the episode goes on
+and 0 where it terminated. Autoreset is NEXT_STEP: after an episode ends at step t, row t+1 holds its true last
+observation and step t+1 only resets (`valid_TB` is False there). Every recursion is cut at invalid steps, so a step
+that truncates bootstraps from the value of its true last observation and one that terminates from nothing.
+
+The tensors are small on a CPU and the number of operations is what costs: everything but the recursion itself is
+vectorised over T, and the recursion is one operation a step. No gradient flows through any result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class VTrace:
+    """Value targets and policy-gradient advantages; at invalid steps the target is the value and the advantage 0."""
+
+    target_TB: Tensor
+    advantage_TB: Tensor
+
+
+def _accumulate_(delta_TB: Tensor, decay_TB: Tensor) -> Tensor:
+    """acc_t = delta_t + decay_t * acc_{t+1}, written over `delta_TB`."""
+    deltas, decays = delta_TB.unbind(), decay_TB.unbind()
+    for t in range(len(deltas) - 2, -1, -1):
+        deltas[t].addcmul_(decays[t], deltas[t + 1])
+    return delta_TB
+
+
+@torch.no_grad()
+def gae(reward_TB: Tensor, discount_TB: Tensor, value_XB: Tensor, valid_TB: Tensor, trace_lambda: float) -> Tensor:
+    """Generalised advantage estimates (Schulman et al., 2016, eq. 16); 0 at invalid steps."""
+    delta_TB = torch.addcmul(reward_TB, discount_TB, value_XB[1:]).sub_(value_XB[:-1])
+    invalid_TB = ~valid_TB
+    decay_TB = (discount_TB * trace_lambda).masked_fill_(invalid_TB, 0.0)
+    return _accumulate_(delta_TB.masked_fill_(invalid_TB, 0.0), decay_TB)
+
+
+@torch.no_grad()
+def vtrace(
+    log_rho_TB: Tensor,
+    reward_TB: Tensor,
+    discount_TB: Tensor,
+    value_XB: Tensor,
+    valid_TB: Tensor,
+    *,
+    rho_clip: float,
+    c_clip: float,
+    trace_lambda: float,
+) -> VTrace:
+    """V-trace targets and advantages (Espeholt et al., 2018, eq. 1 and section 4.2).
+
+    `log_rho_TB` is log pi(a|x) - log mu(a|x), the learner's policy over the one that acted. The eight parameters are
+    the equation's own.
+    """
+    rho_TB = log_rho_TB.exp().masked_fill_(~valid_TB, 0.0)  # 0 there makes delta, decay and advantage 0 too
+    clipped_rho_TB = rho_TB.clamp(max=rho_clip)
+    delta_TB = torch.addcmul(reward_TB, discount_TB, value_XB[1:]).sub_(value_XB[:-1]).mul_(clipped_rho_TB)
+    decay_TB = rho_TB.clamp_(max=c_clip).mul_(discount_TB)
+    if trace_lambda != 1.0:
+        decay_TB *= trace_lambda
+    advantage_TB = delta_TB.clone()
+    correction_TB = _accumulate_(delta_TB, decay_TB)  # v_t - V_t
+    # rho (r + discount v_{t+1} - V_t) = delta + rho discount (v_{t+1} - V_{t+1}); the correction of row T is 0.
+    clipped_rho_TB *= discount_TB
+    advantage_TB[:-1].addcmul_(clipped_rho_TB[:-1], correction_TB[1:])
+    return VTrace(correction_TB + value_XB[:-1], advantage_TB)
+
+
+@torch.no_grad()
+def n_step_returns(reward_TB: Tensor, discount_TB: Tensor, value_XB: Tensor, valid_TB: Tensor, n: int) -> Tensor:
+    """Bootstrapped n-step returns, shorter where the episode or the trajectory ends; the value at invalid steps."""
+    assert n >= 1, f"n_step_returns needs n >= 1, got {n}"
+    base_TB = torch.where(valid_TB, reward_TB, value_XB[:-1])
+    discount_TB = discount_TB.masked_fill(~valid_TB, 0.0)
+    # The k-step return at t is one reward and the (k-1)-step return at t+1; the 0-step return is the value.
+    return_XB, next_XB = value_XB.clone(), value_XB.clone()
+    for _ in range(min(n, len(reward_TB))):
+        torch.addcmul(base_TB, discount_TB, return_XB[1:], out=next_XB[:-1])
+        return_XB, next_XB = next_XB, return_XB
+    return return_XB[:-1]

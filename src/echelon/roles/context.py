@@ -1,0 +1,115 @@
+"""What every role is told when it starts, and how it stays in touch: its place in the world, its clock, its phases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon import config_io
+from echelon.config import TrainConfig
+from echelon.schema import Spaces, TrajectorySchema
+from echelon.world.world import World
+
+COORDINATOR = "coordinator"
+BEAT_INTERVAL_S = 0.25
+PHASES = ("env", "act", "wait", "transfer", "learn")
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Everything a role is made of; plain values, so that it crosses to any process."""
+
+    name: str
+    index: int
+    incarnation: int
+    epoch: int  # how often the run was resumed: part of every seed, so that no resumed run repeats its past
+    train: TrainConfig
+    spaces: Spaces
+    state_shapes: tuple[tuple[int, ...], ...]
+    session: Path
+    address: str
+    run_dir: Path
+    started_at: float  # wall clock; minus the seconds of earlier parts of the run
+
+    def to_config(self, *, keep_objects: bool) -> dict[str, Any]:
+        """As a process specification carries it; `keep_objects` leaves the train config as it is (inline engine)."""
+        return {
+            "name": self.name,
+            "index": self.index,
+            "incarnation": self.incarnation,
+            "epoch": self.epoch,
+            "train": self.train if keep_objects else config_io.to_json(self.train),
+            "spaces": self.spaces.to_json(),
+            "state_shapes": [list(shape) for shape in self.state_shapes],
+            "session": str(self.session),
+            "address": self.address,
+            "run_dir": str(self.run_dir),
+            "started_at": self.started_at,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Context:
+        train = config["train"]
+        return cls(
+            name=config["name"],
+            index=config["index"],
+            incarnation=config["incarnation"],
+            epoch=config["epoch"],
+            train=train if isinstance(train, TrainConfig) else config_io.from_json(train),
+            spaces=Spaces.from_json(config["spaces"]),
+            state_shapes=tuple(tuple(shape) for shape in config["state_shapes"]),
+            session=Path(config["session"]),
+            address=config["address"],
+            run_dir=Path(config["run_dir"]),
+            started_at=config["started_at"],
+        )
+
+    @property
+    def schema(self) -> TrajectorySchema:
+        actor = self.train.actor
+        return TrajectorySchema(self.spaces, actor.trajectory, actor.envs, self.state_shapes)
+
+
+class Station:
+    """A role's place in the world: it hears `stop`, beats with its progress, and tells where its time goes."""
+
+    def __init__(self, context: Context) -> None:
+        self.world = World.join(context.address, context.name)
+        self.stop_requested = False
+        self.progress = 0
+        self.phases = dict.fromkeys(PHASES, 0.0)
+        self._next_beat = 0.0
+        self.world.serve("stop", self._stop)
+        self.tick(time.perf_counter())
+
+    def _stop(self) -> None:
+        self.stop_requested = True
+
+    def tick(self, now: float) -> None:
+        """Keeps in touch; cheap when nothing is due."""
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_INTERVAL_S
+            self.world.beat(self.progress)
+            self.world.post(COORDINATOR, "phases", self.world.name, self.phases)
+            self.world.poll(0.0)
+
+    def wait(self, timeout_s: float, descriptors: Sequence[int]) -> None:
+        """Sleeps until a descriptor is readable, a call came in, or `timeout_s` passed; counted as waiting.
+
+        Somebody who waits for others makes no progress of his own but is not hung, so waiting counts as progress.
+        """
+        start = time.perf_counter()
+        self.world.poll(timeout_s, descriptors)
+        now = time.perf_counter()
+        self.phases["wait"] += now - start
+        self.progress += 1
+        self.tick(now)
+
+    def report(self, function: str, *args: Any) -> None:
+        self.world.post(COORDINATOR, function, *args)
+
+    def close(self) -> None:
+        self.world.close()

@@ -1,0 +1,134 @@
+"""The evaluator: plays greedily with the newest weights now and then, on seeds of its own; its steps are never learned.
+
+Waits for: its next turn (time). Wakes nobody. If it dies, the coordinator starts another.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from echelon.algorithms.model import Model
+from echelon.algorithms.policy import Policy
+from echelon.config import EnvConfig
+from echelon.envs.make import env_seeds, make_group
+from echelon.envs.vector import StepRows
+from echelon.roles.acting import LocalActing
+from echelon.roles.context import Context, Station
+from echelon.roles.plan import Plan
+from echelon.schema import space_leaves, unflatten
+
+EVALUATION_SEED = 1 << 20  # an actor number that no actor has: evaluation shares no seed with training
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a number of greedy episodes came to."""
+
+    returns: list[float]
+    lengths: list[int]
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "episodes": len(self.returns),
+            "return_mean": float(np.mean(self.returns)),
+            "return_std": float(np.std(self.returns)),
+            "return_min": float(np.min(self.returns)),
+            "return_max": float(np.max(self.returns)),
+            "length_mean": float(np.mean(self.lengths)),
+        }
+
+
+class Match:
+    """A number of episodes, one environment each, stepped together until every one has ended."""
+
+    def __init__(self, config: EnvConfig, model: Model, episodes: int, seeds: list[int]) -> None:
+        self.group = make_group(config, seeds[:episodes])
+        self.model, self.num_envs = model, episodes
+        leaves = space_leaves(self.group.spaces.observation)
+        observation = [np.zeros((episodes, *leaf.shape), leaf.dtype) for leaf in leaves]
+        flags = [np.zeros(episodes, np.bool_) for _ in range(3)]
+        self.rows = StepRows(observation, np.zeros(episodes, np.float32), *flags)
+        self.observation = unflatten(
+            self.group.spaces.observation, iter([torch.from_numpy(leaf) for leaf in observation])
+        )
+        self.first = torch.zeros(episodes, dtype=torch.bool)
+
+    def begin(self, seed: int) -> None:
+        """Starts a new match; the environments go on with their own random streams."""
+        self.policy = Policy(self.model, self.num_envs, seed)
+        self.returns, self.lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
+        self.playing = np.ones(self.num_envs, np.bool_)
+        self.group.reset(self.rows.observation)
+        self.first.fill_(True)
+
+    def step(self) -> Score | None:
+        """One step of every environment; the score once all episodes have ended."""
+        action = self.policy.act(self.observation, self.first, greedy=True).action
+        self.group.step(self.model.distribution.to_env(action.numpy()), self.rows)
+        self.first.copy_(torch.from_numpy(~self.rows.valid))
+        self.returns += self.rows.reward * self.playing
+        self.lengths += self.playing
+        self.playing &= ~(self.rows.terminated | self.rows.truncated)
+        if self.playing.any():
+            return None
+        return Score(self.returns.tolist(), self.lengths.tolist())
+
+    def play(self, seed: int) -> Score:
+        """A whole match."""
+        self.begin(seed)
+        while (score := self.step()) is None:
+            pass
+        return score
+
+    def close(self) -> None:
+        self.group.close()
+
+
+class Evaluator:
+    """Plays a match every `interval_s`."""
+
+    def __init__(self, context: Context) -> None:
+        torch.set_num_threads(1)
+        config = context.train
+        self.config, self.station, self.finished = config.evaluation, Station(context), False
+        plan = Plan(context)
+        seeds = env_seeds(config.seed, EVALUATION_SEED, context.epoch, self.config.episodes)
+        self.acting = LocalActing(plan.model, plan.board(), [], [])
+        self.match = Match(config.env, plan.model, self.config.episodes, seeds)
+        self.seed, self.playing = config.seed, False
+        self.next_match = time.monotonic() + self.config.interval_s
+
+    def step(self, timeout_s: float) -> bool:
+        if self.station.stop_requested:
+            self.finished = True
+            return False
+        now = time.monotonic()
+        if not self.playing:
+            if now < self.next_match:
+                self.station.wait(min(timeout_s, self.next_match - now), [])
+                return False
+            self.next_match = now + self.config.interval_s
+            self.acting.refresh()
+            self.match.begin(self.seed)
+            self.playing = True
+        score = self.match.step()
+        self.station.progress += 1
+        if score is not None:
+            self.station.report("evaluation", {"version": self.acting.mirror.version, **score.summary()})
+            self.playing = False
+        self.station.tick(time.perf_counter())
+        return True
+
+    def close(self) -> None:
+        self.match.close()
+        self.station.close()
+
+
+def evaluator(config: dict[str, Any]) -> Evaluator:
+    """The entry of an evaluator process."""
+    return Evaluator(Context.from_config(config))

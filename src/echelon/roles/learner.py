@@ -1,0 +1,294 @@
+"""The learner: batches in, weights out, and the run's account of itself.
+
+Waits for: a batch (the ring's `ready` doorbell, rung by actors). Wakes: actors, by publishing and admitting.
+If it dies, its successor starts from the newest checkpoint; the actors wait meanwhile, as nobody admits them.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.algorithms import Algorithm, build_algorithm
+from echelon.config import StopConfig
+from echelon.errors import ConfigError, DivergedError
+from echelon.roles.context import Context, Station
+from echelon.roles.plan import Plan
+from echelon.roles.source import RETURN_WINDOW, QueueSource
+from echelon.roles.update import LocalUpdate
+from echelon.runs.checkpoint import (
+    load_checkpoint,
+    load_weights,
+    newest_intact,
+    save_checkpoint,
+    save_weights,
+    weights_sha256,
+)
+from echelon.schema import Batch
+
+REPORT_INTERVAL_S = 0.5
+WARM_UP_S = 2.0  # after the first batch; not part of the steady rate
+
+
+def pick_device(name: str) -> str:
+    """The device that `name` stands for; ConfigError if it is not there."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={name}, but torch {torch.__version__} sees no GPU here. Use --device cpu or auto.")
+    try:
+        return str(torch.device(name))
+    except RuntimeError as error:
+        raise ConfigError(f"device={name} is not a device: use auto, cpu, cuda or cuda:N.") from error
+
+
+def learn_once(algorithm: Algorithm, batch: Batch, update: LocalUpdate, losses: list[dict[str, torch.Tensor]]) -> None:
+    """One batch, the same for every learning rule: minibatches, their losses in order, an update each."""
+    for minibatch in algorithm.minibatches(batch):
+        for loss in algorithm.losses(minibatch):
+            update(loss)
+            losses.append({"loss": loss.value.detach(), **{k: v.detach() for k, v in loss.metrics.items()}})
+    algorithm.finish(batch)
+
+
+class Rate:
+    """Environment steps per second, over the last interval and in the steady state."""
+
+    def __init__(self) -> None:
+        self.first: tuple[float, int] | None = None
+        self.steady: tuple[float, int] | None = None
+        self.last: tuple[float, int] | None = None
+
+    def note(self, now: float, env_steps: int) -> None:
+        self.first = self.first or (now, env_steps)
+        if self.steady is None and now - self.first[0] >= WARM_UP_S:
+            self.steady = (now, env_steps)
+
+    def recent(self, now: float, env_steps: int) -> float:
+        then, self.last = self.last or self.first or (now, env_steps), (now, env_steps)
+        return (env_steps - then[1]) / max(now - then[0], 1e-9)
+
+    def steady_state(self, now: float, env_steps: int) -> float:
+        """From the end of the warm-up on; of a run too short for one, from its first batch."""
+        start = self.steady if self.steady and now - self.steady[0] >= WARM_UP_S else self.first
+        return (env_steps - start[1]) / max(now - start[0], 1e-9) if start else 0.0
+
+
+class Learner:
+    """Learns from one batch a step."""
+
+    def __init__(self, context: Context) -> None:
+        config = context.train
+        self.context, self.stop = context, config.stop
+        self.threads = config.learner_threads
+        torch.set_num_threads(self.threads)
+        self.station = Station(context)
+        self.finished = False
+        plan = Plan(context, device=pick_device(config.learner.device))
+        self.model = plan.model
+        self.algorithm = build_algorithm(config.algorithm, self.model, config.seed)
+        self.update = LocalUpdate(config.optimizer, self.model)
+        self.ring, self.board = plan.ring(), plan.board()
+        self.source = QueueSource(config, plan.schema, self.ring, self.model.device)
+        self.counters = self.source.counters
+        self.checkpoints = context.run_dir / "checkpoints"
+        self.rate = Rate()
+        self.losses: list[dict[str, torch.Tensor]] = []
+        self.next_report = 0.0
+        self._restore()
+        self.next_checkpoint = time.monotonic() + config.run.checkpoint_interval_s
+        self._publish()
+
+    def _restore(self) -> None:
+        """Goes on from the newest checkpoint, or starts from the weights that the user named."""
+        found = newest_intact(self.checkpoints)
+        if found is not None:
+            path, message = found
+            tree = load_checkpoint(path)
+            self.model.load_weights(tree["model"], str(path))
+            self.update.load_state_dict(tree["optimizer"])
+            self.algorithm.load_state_dict(tree["algorithm"])
+            self.counters.load_state_dict(tree["counters"])
+            if message:
+                self.station.report("message", message)
+            if self.context.incarnation > 0:
+                self.station.report(
+                    "message", f"the learner goes on from {path.name} ({self.counters.env_steps:,} steps)"
+                )
+        elif self.context.train.run.init_from:
+            source = self.context.train.run.init_from
+            self.model.load_weights(find_weights(source), source)
+
+    def step(self, timeout_s: float) -> bool:
+        """Learns from one batch and publishes; waits if there is none yet."""
+        if self.station.stop_requested or self._stop_reason():
+            self._finish()
+            return True
+        phases, start = self.station.phases, time.perf_counter()
+        batch = self.source.take(self.board.version)
+        if batch is None:
+            self.ring.ready.clear()
+            batch = self.source.take(self.board.version)
+        taken = time.perf_counter()
+        phases["transfer"] += taken - start
+        if batch is None:
+            self._report_if_due()
+            self.station.wait(timeout_s, [self.ring.ready.descriptor])
+            return False
+        self.rate.note(taken, self.counters.env_steps)
+        self.update.schedule(self._progress())
+        learn_once(self.algorithm, batch, self.update, self.losses)
+        self.counters.updates += 1
+        self.source.prefetch(self.board.version + 1)
+        self._check_loss()
+        learned = time.perf_counter()
+        self._publish()
+        published = time.perf_counter()
+        phases["learn"] += learned - taken
+        phases["transfer"] += published - learned
+        self.station.progress += 1
+        self._report_if_due()
+        if time.monotonic() >= self.next_checkpoint:
+            self.checkpoint()
+        self.station.tick(published)
+        return True
+
+    def _publish(self) -> None:
+        """The version goes up here only."""
+        self.board.publish(self.model.parts(), self.board.version + 1)
+        self.source.admit()
+
+    def _check_loss(self) -> None:
+        loss = float(self.losses[-1]["loss"])
+        if loss != loss or loss in (float("inf"), float("-inf")):
+            rate = self.update.optimizer.param_groups[0]["lr"]
+            raise DivergedError(
+                f"the loss became {loss} at update {self.counters.updates} ({self.counters.env_steps:,} steps). Lower "
+                f"--optimizer.learning-rate (now {rate:g}) or --optimizer.clip-norm, or scale the rewards."
+            )
+
+    def _progress(self) -> float:
+        stop, fractions = self.stop, [0.0]
+        if stop.steps:
+            fractions.append(self.counters.env_steps / stop.steps)
+        if stop.minutes:
+            fractions.append((time.time() - self.context.started_at) / (60 * stop.minutes))
+        return min(max(fractions), 1.0)
+
+    def _stop_reason(self) -> str:
+        return stop_reason(self.stop, self.counters.env_steps, list(self.counters.returns), self.context.started_at)
+
+    def _report_if_due(self) -> None:
+        now = time.perf_counter()
+        if now < self.next_report:
+            return
+        self.next_report = now + REPORT_INTERVAL_S
+        self.station.report("train", self._row(now))
+
+    def _row(self, now: float) -> dict[str, Any]:
+        """Where the run stands: one row of the metrics."""
+        counters, lags = self.counters, self.source.fresh_lag
+        row = {
+            "env_steps": counters.env_steps,
+            "episodes": counters.episodes,
+            "updates": counters.updates,
+            "version": self.board.version,
+            "wall_s": time.time() - self.context.started_at,
+            "env_steps_per_s": self.rate.recent(now, counters.env_steps),
+            "return_mean": counters.return_mean,
+            "return_max": counters.return_max,
+            "length_mean": sum(counters.lengths) / len(counters.lengths) if counters.lengths else None,
+            "lag_mean": sum(mean for mean, _ in lags) / len(lags) if lags else counters.lag_mean,
+            "lag_max": max(peak for _, peak in lags) if lags else counters.lag_max,
+            "dropped": counters.dropped,
+            "learning_rate": self.update.optimizer.param_groups[0]["lr"],
+            "progress": self._progress(),
+        }
+        names = self.losses[0] if self.losses else ()
+        row["loss"] = {name: float(torch.stack([entry[name] for entry in self.losses]).mean()) for name in names}
+        self.losses.clear()
+        lags.clear()
+        return row
+
+    def checkpoint(self) -> Path:
+        """Writes everything a successor needs; atomic."""
+        config = self.context.train.run
+        self.next_checkpoint = time.monotonic() + config.checkpoint_interval_s
+        tree = {
+            "model": self.model.weights(),
+            "optimizer": self.update.state_dict(),
+            "algorithm": self.algorithm.state_dict(),
+            "counters": self.counters.state_dict(),
+            "version": self.board.version,
+            "epoch": self.context.epoch,
+            "wall_s": time.time() - self.context.started_at,
+        }
+        return save_checkpoint(
+            self.checkpoints, tree, step=self.counters.env_steps, keep=config.keep_checkpoints
+        )
+
+    def _finish(self) -> None:
+        """Leaves a final checkpoint and the summary's figures, and ends."""
+        now, counters = time.perf_counter(), self.counters
+        row = self._row(now)
+        checkpoint = self.checkpoint()
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.model.weights().items()}
+        save_weights(self.context.run_dir / "weights.safetensors", weights, {"env_steps": str(counters.env_steps)})
+        self.station.report("train", row)
+        self.station.report(
+            "finished",
+            {
+                "reason": self._stop_reason() or "stopped",
+                "env_steps": counters.env_steps,
+                "episodes": counters.episodes,
+                "updates": counters.updates,
+                "env_steps_per_s": self.rate.steady_state(now, counters.env_steps),
+                "return_mean": counters.return_mean,
+                "return_max": counters.return_max,
+                "lag_mean": counters.lag_mean,
+                "lag_max": counters.lag_max,
+                "dropped": counters.dropped,
+                "weights_sha256": weights_sha256(weights),
+                "checkpoint": str(checkpoint),
+                "device": str(self.model.device),
+            },
+        )
+        self.finished = True
+
+    def close(self) -> None:
+        self.station.tick(float("inf"))
+        self.ring.close()
+        self.station.close()
+
+
+def stop_reason(stop: StopConfig, env_steps: int, returns: list[float], started_at: float) -> str:
+    """Why the run is over, or "" while it is not."""
+    if stop.steps and env_steps >= stop.steps:
+        return "steps"
+    if stop.minutes and time.time() - started_at >= 60 * stop.minutes:
+        return "minutes"
+    if stop.until_return is not None and len(returns) >= RETURN_WINDOW:
+        if sum(returns) / len(returns) >= stop.until_return:
+            return "return"
+    return ""
+
+
+def find_weights(path: str) -> dict[str, torch.Tensor]:
+    """The weights in a file, or those of a run folder: its newest checkpoint's, or what it ended with."""
+    where = Path(path)
+    if where.is_file():
+        return load_weights(where)
+    found = newest_intact(where / "checkpoints")
+    if found is not None:
+        return dict(load_checkpoint(found[0])["model"])
+    if (where / "weights.safetensors").is_file():
+        return load_weights(where / "weights.safetensors")
+    raise ConfigError(f"init_from={path} is neither a weights file nor a run folder with a checkpoint.")
+
+
+def learner(config: dict[str, Any]) -> Learner:
+    """The entry of a learner process."""
+    return Learner(Context.from_config(config))

@@ -1,0 +1,212 @@
+"""The queue source: trajectories out of the slot ring, side by side in one batch, with everything counted on the way.
+
+The learner waits on `ready`, which actors ring when they commit. Slots are copied and released at once; admission of
+new trajectories follows when the weights learned from them are published (`admit`), which is what bounds the lag. If an
+actor dies, its unread slots stay readable; if it stalls, what it brings too late is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from echelon.config import TrainConfig
+from echelon.errors import DivergedError
+from echelon.roles.plan import window
+from echelon.schema import Batch, TrajectorySchema, unflatten
+from echelon.transport.shared_memory import SlotRing
+
+Array = np.ndarray[Any, Any]
+BATCH_FIELDS = ("first", "action", "log_prob", "reward", "terminated", "truncated", "valid")
+RETURN_WINDOW = 100  # episodes
+
+
+@dataclass(slots=True)
+class Counters:
+    """What was consumed so far: the run's own account of itself."""
+
+    env_steps: int = 0
+    episodes: int = 0
+    updates: int = 0
+    dropped: int = 0  # trajectories that came too late
+    lag_sum: float = 0.0
+    lag_max: int = 0
+    return_max: float | None = None
+    returns: collections.deque[float] = field(default_factory=lambda: collections.deque(maxlen=RETURN_WINDOW))
+    lengths: collections.deque[int] = field(default_factory=lambda: collections.deque(maxlen=RETURN_WINDOW))
+
+    @property
+    def return_mean(self) -> float | None:
+        return float(np.mean(self.returns)) if self.returns else None
+
+    @property
+    def lag_mean(self) -> float:
+        return self.lag_sum / self.env_steps if self.env_steps else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        names = ("env_steps", "episodes", "updates", "dropped", "lag_sum", "lag_max", "return_max")
+        state: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return {**state, "returns": list(self.returns), "lengths": list(self.lengths)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            if name in ("returns", "lengths"):
+                value = collections.deque(value, maxlen=RETURN_WINDOW)
+            setattr(self, name, value)
+
+
+class Staging:
+    """One batch worth of memory on the CPU, page-locked where a GPU reads it, and the same fields on the device."""
+
+    def __init__(self, schema: TrajectorySchema, trajectories: int, device: torch.device) -> None:
+        self.device, self.num_envs = device, schema.num_envs
+        self.arrays: dict[str, Array] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        lanes = trajectories * schema.num_envs
+        for entry in schema.fields:
+            axis = 0 if entry.name.startswith("state.") else 1
+            if entry.name == "version":
+                shape: tuple[int, ...] = (entry.shape[0], trajectories)
+            else:
+                shape = (*entry.shape[:axis], lanes, *entry.shape[axis + 1 :])
+            dtype = torch.from_numpy(np.zeros(0, entry.dtype)).dtype
+            tensor = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+            self.tensors[entry.name], self.arrays[entry.name] = tensor, tensor.numpy()
+        self.lanes = torch.zeros(lanes, dtype=torch.int64)
+
+    def put(self, position: int, stream: int, views: dict[str, Array]) -> None:
+        """Copies one slot into the lanes of its position."""
+        lanes = slice(position * self.num_envs, (position + 1) * self.num_envs)
+        for name, array in self.arrays.items():
+            if name == "version":
+                array[:, position] = views[name]
+            elif name.startswith("state."):
+                array[lanes] = views[name]
+            else:
+                array[:, lanes] = views[name]
+        self.lanes[lanes] = torch.arange(stream * self.num_envs, (stream + 1) * self.num_envs)
+
+    def batch(self, schema: TrajectorySchema) -> Batch:
+        move = {name: self._move(tensor) for name, tensor in self.tensors.items() if not name.startswith("episode")}
+        observation = unflatten(schema.spaces.observation, iter([move[n] for n in schema.observation_names()]))
+        state = tuple(move[f"state.{i}"] for i in range(len(schema.state_shapes)))
+        return Batch(observation, **{name: move[name] for name in BATCH_FIELDS}, state=state, lanes=self.lanes)
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+
+
+class QueueSource:
+    """Batches of trajectories in the order that the lag bound asks for."""
+
+    def __init__(self, config: TrainConfig, schema: TrajectorySchema, ring: SlotRing, device: torch.device) -> None:
+        self.schema, self.ring, self.device = schema, ring, device
+        self.max_lag, self.batch_size = config.learner.max_lag, config.batch_trajectories
+        self.window = window(config)
+        self.counters = Counters()
+        num_stagings = 1 if device.type == "cpu" else 2  # a GPU reads one while the next is filled
+        self.stagings = collections.deque(Staging(schema, self.batch_size, device) for _ in range(num_stagings))
+        self.next_stream = 0
+        self.fresh_lag: list[tuple[float, int]] = []  # lag mean and max of batches since the last report
+        self.prefetched: Batch | None = None
+
+    def take(self, version: int) -> Batch | None:
+        """The next batch for a learner at `version`, or None when it is not there yet."""
+        if self.prefetched is not None:
+            batch, self.prefetched = self.prefetched, None
+            return batch
+        self._drop_late(version)
+        streams = self._choose()
+        if streams is None:
+            return None
+        staging = self.stagings[0]
+        self.stagings.rotate()
+        for position, stream in enumerate(streams):
+            staging.put(position, stream, self.ring.readable(stream))
+            self.ring.release(stream)
+        if self.max_lag is None:
+            self.admit()
+        self._check(staging)
+        self._count(staging, version)
+        return staging.batch(self.schema)
+
+    def prefetch(self, version: int) -> None:
+        """Fetches the next batch while the device still learns from this one; for unbounded lag on a GPU."""
+        if self.prefetched is None and self.device.type == "cuda" and self.max_lag is None:
+            self.prefetched = self.take(version)
+
+    def admit(self) -> None:
+        """Lets every actor start what the window allows; rings those that may go on."""
+        for stream in range(self.ring.num_streams):
+            self.ring.grant(stream, self.window)
+
+    def _drop_late(self, version: int) -> None:
+        if self.max_lag is None:
+            return
+        late = 0
+        for stream in range(self.ring.num_streams):
+            while self.ring.num_ready(stream) and version - self.ring.readable(stream)["version"][0] > self.max_lag:
+                self.ring.release(stream)
+                late += 1
+        if late:
+            self.counters.dropped += late
+            self.admit()
+
+    def _choose(self) -> list[int] | None:
+        """Which stream fills each position of the batch; None if too few are ready.
+
+        Lock-step takes equal shares in the order of the actors; otherwise whoever is ready, in turns.
+        """
+        num_streams = self.ring.num_streams
+        ready = [self.ring.num_ready(stream) for stream in range(num_streams)]
+        if self.max_lag == 0:
+            share = self.batch_size // num_streams
+            return [s for s in range(num_streams) for _ in range(share)] if min(ready) >= share else None
+        if sum(ready) < self.batch_size:
+            return None
+        chosen: list[int] = []
+        while len(chosen) < self.batch_size:
+            if ready[self.next_stream]:
+                ready[self.next_stream] -= 1
+                chosen.append(self.next_stream)
+            self.next_stream = (self.next_stream + 1) % num_streams
+        return chosen
+
+    def _check(self, staging: Staging) -> None:
+        """Refuses NaN and infinity before anything learns from them."""
+        for name in ("reward", *self.schema.observation_names()):
+            array = staging.arrays[name]
+            if not np.issubdtype(array.dtype, np.floating) or np.isfinite(array.sum()):
+                continue
+            bad = np.argwhere(~np.isfinite(array))
+            if len(bad):
+                step, column = int(bad[0][0]), int(bad[0][1])
+                actor, env = divmod(int(staging.lanes[column]), self.schema.num_envs)
+                raise DivergedError(
+                    f"{name} is {array[tuple(bad[0])]} at step {step} of a trajectory of actor {actor}, environment "
+                    f"{env} (index {bad[0][2:].tolist()} of the value). The environment must give finite numbers: "
+                    "check it, or wrap it to clip what it gives."
+                )
+
+    def _count(self, staging: Staging, version: int) -> None:
+        counters, arrays = self.counters, staging.arrays
+        valid = arrays["valid"]
+        lag = version - arrays["version"]
+        steps = int(valid.sum())
+        weights = valid.reshape(*lag.shape, -1).sum(-1)  # valid steps per row of each trajectory
+        lag_sum, lag_max = float((lag * weights).sum()), int(lag.max())
+        counters.env_steps += steps
+        counters.lag_sum += lag_sum
+        counters.lag_max = max(counters.lag_max, lag_max)
+        self.fresh_lag.append((lag_sum / max(steps, 1), lag_max))
+        length = arrays["episode_length"]
+        for t, lane in np.argwhere(length).tolist():
+            value = float(arrays["episode_return"][t, lane])
+            counters.episodes += 1
+            counters.returns.append(value)
+            counters.lengths.append(int(length[t, lane]))
+            counters.return_max = value if counters.return_max is None else max(counters.return_max, value)

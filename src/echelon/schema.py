@@ -1,0 +1,245 @@
+"""Every message that crosses a process: observation trees, trajectories, their layout in memory.
+
+A tree is what the environment's space says: an array for Box and Discrete, a dict for Dict, a tuple for Tuple. In
+memory a tree is a list of *leaves* in a fixed order (Dict by sorted key, Tuple by index), each a plain array.
+
+Shapes: T steps of a trajectory, K environments of a group, B lanes of a batch (trajectories x K).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from echelon.errors import ConfigError
+
+Tree = Any  # an array or tensor, or a dict / tuple of trees
+ALIGNMENT = 64  # bytes: a cache line, so that no two fields share one
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of a tree: where it hangs, its shape without leading dimensions, its dtype."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def space_leaves(space: gym.Space[Any], path: str = "observation") -> list[Leaf]:
+    """The leaves of `space` in their fixed order; raises ConfigError on a space Echelon cannot carry."""
+    match space:
+        case gym.spaces.Dict():
+            return [leaf for key in sorted(space.spaces) for leaf in space_leaves(space[key], f"{path}.{key}")]
+        case gym.spaces.Tuple():
+            return [leaf for i, sub in enumerate(space.spaces) for leaf in space_leaves(sub, f"{path}.{i}")]
+        case gym.spaces.Box():
+            dtype = np.dtype(np.float32) if space.dtype == np.float64 else np.dtype(space.dtype)
+            return [Leaf(path, tuple(space.shape), dtype)]
+        case gym.spaces.Discrete():
+            return [Leaf(path, (), np.dtype(np.int64))]
+        case gym.spaces.MultiDiscrete() | gym.spaces.MultiBinary():
+            return [Leaf(path, tuple(space.shape), np.dtype(np.int64))]
+        case _:
+            raise ConfigError(
+                f"{path} has the space {space}, which Echelon cannot carry. Use Box, Discrete, MultiDiscrete, "
+                "MultiBinary, or a Dict or Tuple of them (a gymnasium wrapper can convert it)."
+            )
+
+
+def flatten(space: gym.Space[Any], tree: Tree) -> list[Any]:
+    """The leaves of `tree`, in the order of `space_leaves`."""
+    match space:
+        case gym.spaces.Dict():
+            return [leaf for key in sorted(space.spaces) for leaf in flatten(space[key], tree[key])]
+        case gym.spaces.Tuple():
+            return [leaf for i, sub in enumerate(space.spaces) for leaf in flatten(sub, tree[i])]
+        case _:
+            return [tree]
+
+
+def unflatten(space: gym.Space[Any], leaves: Iterator[Any]) -> Tree:
+    """The tree of `space` made of `leaves` (consumed in order)."""
+    match space:
+        case gym.spaces.Dict():
+            return {key: unflatten(space[key], leaves) for key in sorted(space.spaces)}
+        case gym.spaces.Tuple():
+            return tuple(unflatten(sub, leaves) for sub in space.spaces)
+        case _:
+            return next(leaves)
+
+
+def map_tree(function: Callable[[Any], Any], tree: Tree) -> Tree:
+    """`function` applied to every leaf of `tree`."""
+    if isinstance(tree, Mapping):
+        return {key: map_tree(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(map_tree(function, value) for value in tree)
+    return function(tree)
+
+
+def action_leaf(space: gym.Space[Any]) -> Leaf:
+    """How actions of `space` are stored; raises ConfigError on an action space no policy of ours can fill."""
+    match space:
+        case gym.spaces.Discrete():
+            return Leaf("action", (), np.dtype(np.int64))
+        case gym.spaces.MultiDiscrete() if space.nvec.ndim == 1:
+            return Leaf("action", tuple(space.shape), np.dtype(np.int64))
+        case gym.spaces.Box() if np.issubdtype(space.dtype, np.floating) and len(space.shape) == 1:
+            return Leaf("action", tuple(space.shape), np.dtype(np.float32))
+        case _:
+            raise ConfigError(
+                f"the action space {space} does not fit: Echelon acts in Discrete, one-dimensional MultiDiscrete and "
+                "one-dimensional floating-point Box spaces. Wrap the environment (gymnasium.wrappers) to convert it."
+            )
+
+
+def space_to_json(space: gym.Space[Any]) -> dict[str, Any]:
+    """`space` in plain JSON values, so that it can travel and rest."""
+    match space:
+        case gym.spaces.Dict():
+            return {"kind": "dict", "spaces": {key: space_to_json(sub) for key, sub in space.spaces.items()}}
+        case gym.spaces.Tuple():
+            return {"kind": "tuple", "spaces": [space_to_json(sub) for sub in space.spaces]}
+        case gym.spaces.Box():
+            bounds = {"low": _compact(space.low), "high": _compact(space.high)}
+            return {"kind": "box", "shape": list(space.shape), "dtype": str(space.dtype), **bounds}
+        case gym.spaces.Discrete():
+            return {"kind": "discrete", "n": int(space.n), "start": int(space.start)}
+        case gym.spaces.MultiDiscrete():
+            return {"kind": "multi_discrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
+        case gym.spaces.MultiBinary():
+            return {"kind": "multi_binary", "shape": list(space.shape)}
+        case _:
+            raise ConfigError(f"the space {space} cannot travel between processes.")
+
+
+def _compact(bound: np.ndarray[Any, Any]) -> Any:
+    """One number where all are equal: a camera's bounds are not written out pixel by pixel."""
+    same = bound.size > 0 and bool((bound == bound.flat[0]).all())
+    return bound.flat[0].item() if same else bound.tolist()
+
+
+def space_from_json(data: Mapping[str, Any]) -> gym.Space[Any]:
+    """The space that `space_to_json` wrote."""
+    match data["kind"]:
+        case "dict":
+            return gym.spaces.Dict({key: space_from_json(sub) for key, sub in data["spaces"].items()})
+        case "tuple":
+            return gym.spaces.Tuple([space_from_json(sub) for sub in data["spaces"]])
+        case "box":
+            dtype, shape = np.dtype(data["dtype"]), tuple(data["shape"])
+            low, high = (np.broadcast_to(np.asarray(data[key], dtype), shape) for key in ("low", "high"))
+            return gym.spaces.Box(low, high, shape, dtype.type)
+        case "discrete":
+            return gym.spaces.Discrete(data["n"], start=data["start"])
+        case "multi_discrete":
+            return gym.spaces.MultiDiscrete(np.asarray(data["nvec"]), start=np.asarray(data["start"]))
+        case _:
+            return gym.spaces.MultiBinary(data["shape"])
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A named array inside a slot."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Spaces:
+    """What an environment sees and does, for one environment (not the vector)."""
+
+    observation: gym.Space[Any]
+    action: gym.Space[Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"observation": space_to_json(self.observation), "action": space_to_json(self.action)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Spaces:
+        return cls(space_from_json(data["observation"]), space_from_json(data["action"]))
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectorySchema:
+    """The layout of one trajectory slot, computed once from the spaces.
+
+    `observation*` and `first` have T+1 rows (the last one is what the policy would act on next); everything else has T.
+    `first` marks the first observation of an episode; `valid=0` marks the step that only resets (never learned from).
+    `version` counts the weights that chose each action. `episode_return` and `episode_length` are set on the step that
+    ends an episode and 0 elsewhere. `state*` is the recurrent state before row 0.
+    """
+
+    spaces: Spaces
+    num_steps: int
+    num_envs: int
+    state_shapes: tuple[tuple[int, ...], ...] = ()  # per leaf of the recurrent state, without K
+    fields: tuple[Field, ...] = field(init=False)
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        T, K = self.num_steps, self.num_envs
+        action = action_leaf(self.spaces.action)
+        plan: list[tuple[str, tuple[int, ...], Any]] = []
+        plan += [(leaf.path, (T + 1, K, *leaf.shape), leaf.dtype) for leaf in space_leaves(self.spaces.observation)]
+        plan += [
+            ("first", (T + 1, K), np.bool_),
+            ("action", (T, K, *action.shape), action.dtype),
+            ("log_prob", (T, K), np.float32),
+            ("reward", (T, K), np.float32),
+            ("terminated", (T, K), np.bool_),
+            ("truncated", (T, K), np.bool_),
+            ("valid", (T, K), np.bool_),
+            ("version", (T,), np.int64),
+            ("episode_return", (T, K), np.float32),
+            ("episode_length", (T, K), np.int32),
+        ]
+        plan += [(f"state.{i}", (K, *shape), np.float32) for i, shape in enumerate(self.state_shapes)]
+        fields, offset = [], 0
+        for name, shape, dtype in plan:
+            entry = Field(name, shape, np.dtype(dtype), offset)
+            fields.append(entry)
+            offset += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
+        object.__setattr__(self, "fields", tuple(fields))
+        object.__setattr__(self, "nbytes", offset)
+
+    def views(self, memory: memoryview | np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+        """Every field as an array over `memory` (one slot); nothing is copied."""
+        raw = np.frombuffer(memory, np.uint8)
+        return {f.name: raw[f.offset : f.offset + f.nbytes].view(f.dtype).reshape(f.shape) for f in self.fields}
+
+    def observation_names(self) -> list[str]:
+        return [leaf.path for leaf in space_leaves(self.spaces.observation)]
+
+
+@dataclass(slots=True)
+class Batch:
+    """What a learner learns from: trajectories side by side, as tensors on the learner's device.
+
+    Shapes: observation and first (T+1, B, ...), version (T, B), state leaves (B, ...), everything else (T, B, ...).
+    """
+
+    observation: Tree
+    first: torch.Tensor
+    action: torch.Tensor
+    log_prob: torch.Tensor
+    reward: torch.Tensor
+    terminated: torch.Tensor
+    truncated: torch.Tensor
+    valid: torch.Tensor
+    state: tuple[torch.Tensor, ...]
+    lanes: torch.Tensor  # (B,) which environment of the whole run each column is, for statistics that span batches

@@ -1,0 +1,235 @@
+"""Train, resume and evaluate: what the command line does, as functions.
+
+Nothing heavy is imported at the top: the fork server imports torch while this process does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from echelon.config import StopConfig, TrainConfig
+from echelon.engines.inline import InlineEngine
+from echelon.engines.local import LocalEngine
+from echelon.errors import ConfigError, EchelonError
+from echelon.transport.session import check_room, create_session
+
+if TYPE_CHECKING:
+    from echelon.roles.context import Context
+    from echelon.schema import Spaces
+
+PRELOAD = ("echelon.roles.learner", "echelon.roles.actor", "echelon.roles.evaluator")
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run came to: its summary, and the folder with everything else."""
+
+    status: str  # solved, finished, stopped
+    run_dir: Path
+    summary: dict[str, Any]
+
+    @property
+    def return_mean(self) -> float | None:
+        value: float | None = self.summary["return_mean"]
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What a resumed run has behind it."""
+
+    epoch: int = 0
+    wall_s: float = 0.0
+
+
+def train(config: TrainConfig, *, output: TextIO | None = None) -> RunResult:
+    """Trains as `config` says and returns when a stop condition holds or the user interrupts."""
+    return _run(config, Past(), output)
+
+
+def resume(
+    run_dir: str | Path,
+    *,
+    steps: int = 0,
+    minutes: float = 0.0,
+    until_return: float | None = None,
+    output: TextIO | None = None,
+) -> RunResult:
+    """Goes on with the run in `run_dir` from its newest checkpoint; what is given replaces the old stop condition."""
+    from echelon import config_io
+    from echelon.runs.checkpoint import load_checkpoint, newest_intact
+    from echelon.runs.folder import RunFolder
+
+    folder = RunFolder.open(Path(run_dir))
+    config = config_io.from_json(folder.read_config())
+    found = newest_intact(folder.checkpoints)
+    if found is None:
+        raise ConfigError(f"{run_dir} has no checkpoint to go on from. Train anew with another --run-dir.")
+    tree = load_checkpoint(found[0])
+    done = tree["counters"]["env_steps"]
+    if steps or minutes or until_return is not None:
+        config = replace(config, stop=StopConfig(steps, minutes, until_return))
+    if config.stop.steps and done >= config.stop.steps:
+        raise ConfigError(
+            f"{run_dir} already has {done:,} of {config.stop.steps:,} steps. Give a larger total with --steps."
+        )
+    config = replace(config, run=replace(config.run, dir=str(run_dir)))
+    return _run(config, Past(epoch=int(tree["epoch"]) + 1, wall_s=tree["wall_s"]), output)
+
+
+def _run(config: TrainConfig, past: Past, output: TextIO | None) -> RunResult:
+    """The whole life of a run: session, engine, validation, folder, coordinator, summary."""
+    began = time.time()
+    _check_stop(config)
+    session = create_session(config.shm_dir)
+    engine = InlineEngine() if config.engine == "inline" else LocalEngine(str(session), PRELOAD)
+    try:
+        context = _context(config, session, past, began)
+        return _train_in(context, engine, resumed=past.epoch > 0, output=output or sys.stdout)
+    finally:
+        engine.close(0.0)
+        shutil.rmtree(session, ignore_errors=True)
+
+
+def _check_stop(config: TrainConfig) -> None:
+    stop = config.stop
+    for name, value in (("steps", stop.steps), ("minutes", stop.minutes)):
+        if value < 0:
+            raise ConfigError(f"stop.{name}={value} must not be negative.")
+    if not (stop.steps or stop.minutes or stop.until_return is not None):
+        raise ConfigError("the run would never end: give --steps N, --minutes M or --until-return R.")
+
+
+def _context(config: TrainConfig, session: Path, past: Past, began: float) -> Context:
+    """Checks everything that can be checked before a folder or a process exists."""
+    from echelon.envs.make import probe_spaces
+    from echelon.envs.names import describe_callable
+    from echelon.roles.context import Context
+    from echelon.roles.learner import find_weights, pick_device
+    from echelon.roles.plan import Plan, shared_bytes
+    from echelon.runs.folder import default_run_dir
+    from echelon.transport.shared_memory import check_platform
+
+    env_text = config.env.id if isinstance(config.env.id, str) else getattr(config.env.id, "__qualname__", "callable")
+    if config.engine != "inline":
+        check_platform()
+        if not isinstance(config.env.id, str):
+            config = replace(config, env=replace(config.env, id=describe_callable(config.env.id)))
+    pick_device(config.learner.device)
+    spaces: Spaces = probe_spaces(config.env)
+    run_dir = Path(config.run.dir) if config.run.dir else default_run_dir(config.preset, env_text)
+    context = Context(
+        name="coordinator",
+        index=0,
+        incarnation=0,
+        epoch=past.epoch,
+        train=config,
+        spaces=spaces,
+        state_shapes=(),
+        session=session,
+        address=f"ipc://{session}/world" if config.engine != "inline" else f"inproc://{session.name}",
+        run_dir=run_dir.absolute(),
+        started_at=began - past.wall_s,
+    )
+    plan = Plan(context)
+    context = replace(context, state_shapes=plan.model.network.state_shapes)
+    if config.run.init_from and past.epoch == 0:
+        plan.model.load_weights(find_weights(config.run.init_from), config.run.init_from)
+    check_room(session, shared_bytes(config, context.schema, plan.model))
+    plan = Plan(context)
+    plan.ring()
+    plan.board()
+    return context
+
+
+def _train_in(context: Context, engine: InlineEngine | LocalEngine, *, resumed: bool, output: TextIO) -> RunResult:
+    from echelon import config_io
+    from echelon.roles.coordinator import Coordinator
+    from echelon.runs.console import Console, final_summary
+    from echelon.runs.folder import RunFolder
+    from echelon.runs.metrics import MetricsWriter
+    from echelon.world.world import World
+
+    config = context.train
+    env_text = config.env.id if isinstance(config.env.id, str) else getattr(config.env.id, "__qualname__", "callable")
+    folder = RunFolder.open(context.run_dir) if resumed else RunFolder.create(context.run_dir)
+    folder.write_config(config_io.to_json(config, env_text))
+    console = Console(f"{config.preset} on {env_text}", context.run_dir, output)
+    world = World.host(context.address)
+    metrics = MetricsWriter(folder.path, append=resumed)
+    coordinator = Coordinator(context, engine, world, console, metrics)
+    try:
+        figures = coordinator.run()
+    except BaseException as error:
+        if isinstance(error, ConfigError) and not resumed and not coordinator.row.get("env_steps"):
+            shutil.rmtree(folder.path, ignore_errors=True)  # nothing was learned: leave nothing half-written
+        elif isinstance(error, EchelonError):
+            folder.write_summary({"status": "failed", "error": str(error), **_base(context), **coordinator.row})
+        raise
+    finally:
+        console.close()
+        world.close()
+        metrics.close()
+    summary = _summary(context, coordinator, figures)
+    folder.write_summary(summary)
+    final_summary(summary, output)
+    return RunResult(summary["status"], folder.path, summary)
+
+
+def _base(context: Context) -> dict[str, Any]:
+    from echelon.runs.folder import versions
+
+    return {"seed": context.train.seed, "versions": versions(), "run_dir": str(context.run_dir)}
+
+
+def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dict[str, Any]:
+    from echelon.runs.bottleneck import bottleneck
+    from echelon.runs.report import draw_curve
+
+    status = {"steps": "finished", "minutes": "finished", "return": "solved"}.get(figures["reason"], "stopped")
+    shares = coordinator.shares()
+    evaluation = coordinator.evaluation
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "status": status,
+        **figures,
+        "wall_s": time.time() - context.started_at,
+        "evaluation_return": evaluation["return_mean"] if evaluation else None,
+        "restarts": coordinator.restarts,
+        "time": shares,
+        "bottleneck": bottleneck(shares, num_cores=cores, num_processes=len(shares)) if shares else "",
+        "curve": str(draw_curve(context.run_dir)),
+        **_base(context),
+    }
+
+
+def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1, output: TextIO | None = None) -> dict[str, Any]:
+    """Plays greedy episodes with the newest weights of a run; returns their statistics."""
+    import torch
+
+    from echelon import config_io
+    from echelon.algorithms.model import Model
+    from echelon.envs.make import env_seeds, probe_spaces
+    from echelon.roles.evaluator import EVALUATION_SEED, Match
+    from echelon.roles.learner import find_weights
+    from echelon.runs.folder import RunFolder
+
+    del output
+    if episodes < 1:
+        raise ConfigError(f"episodes={episodes} must be at least 1.")
+    folder = RunFolder.open(Path(run_dir))
+    config = config_io.from_json(folder.read_config())
+    torch.set_num_threads(1)
+    model = Model(config.network, probe_spaces(config.env), seed=config.seed)
+    model.load_weights(find_weights(str(run_dir)), str(run_dir))
+    match = Match(config.env, model, episodes, env_seeds(seed, EVALUATION_SEED + 1, 0, episodes))
+    try:
+        return match.play(seed).summary()
+    finally:
+        match.close()

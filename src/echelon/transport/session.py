@@ -1,0 +1,89 @@
+"""A session: the private folder that holds everything one run puts into shared memory.
+
+Segments, doorbells and sockets of a run lie in one folder under `shm_dir`, owned by the process that made it. Whoever
+ends the run removes the folder; if that process was killed, the fork server or the next `sweep` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.errors import ConfigError
+
+PREFIX = "echelon-"
+OWNER = "owner.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A session folder whose owner is dead."""
+
+    path: Path
+    owner_pid: int
+    nbytes: int
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When process `pid` started, in clock ticks since boot: tells a process from a later one with its number."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def create_session(shm_dir: str) -> Path:
+    """A new session folder under `shm_dir`, after sweeping away what dead runs left there."""
+    root = Path(shm_dir)
+    if not root.is_dir() or not os.access(root, os.W_OK):
+        raise ConfigError(f"shm_dir={shm_dir} is not a folder that can be written. Name another with --shm-dir.")
+    sweep(shm_dir)
+    path = root / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+    path.mkdir(mode=0o700)
+    owner = {"pid": os.getpid(), "start_ticks": _start_ticks(os.getpid())}
+    (path / OWNER).write_text(json.dumps(owner))
+    return path
+
+
+def check_room(session: Path, nbytes: int) -> None:
+    """Raises ConfigError unless `nbytes` fit into the memory that holds `session`."""
+    stats = os.statvfs(session)
+    free = stats.f_bavail * stats.f_frsize
+    if nbytes > free:
+        raise ConfigError(
+            f"the run needs {nbytes / 2**20:.1f} MiB of shared memory, but {session.parent} has {free / 2**20:.1f} MiB "
+            "free. Lower --envs-per-actor, --actor.trajectory or --actor.slots, enlarge the mount, or name another "
+            "--shm-dir."
+        )
+
+
+def leftovers(shm_dir: str) -> list[Leftover]:
+    """The session folders under `shm_dir` whose owner is dead."""
+    found = []
+    for path in sorted(Path(shm_dir).glob(f"{PREFIX}*")):
+        if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+            continue  # another user's
+        try:
+            owner = json.loads((path / OWNER).read_text())
+            pid, ticks = int(owner["pid"]), owner["start_ticks"]
+        except (OSError, ValueError, KeyError, TypeError):
+            pid = int(path.name.split("-")[1]) if path.name.split("-")[1].isdigit() else 0
+            ticks = None  # being made just now, or damaged: judged by its name alone
+        alive = pid > 0 and _start_ticks(pid) is not None and ticks in (None, _start_ticks(pid))
+        if not alive:
+            nbytes = sum(entry.stat().st_size for entry in path.rglob("*") if entry.is_file())
+            found.append(Leftover(path, pid, nbytes))
+    return found
+
+
+def sweep(shm_dir: str) -> list[Leftover]:
+    """Removes what dead runs left under `shm_dir`; says what."""
+    found = leftovers(shm_dir)
+    for leftover in found:
+        shutil.rmtree(leftover.path, ignore_errors=True)
+    return found

@@ -1,0 +1,213 @@
+"""Shared memory between processes of one host: segments, doorbells, the slot ring and the weights board.
+
+Every shared word has one writer at a time; nothing here takes a lock, so no dead process can keep one. Stores become
+visible in program order (x86), which `check_platform` makes sure of.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import select
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echelon.errors import ConfigError, TransportError
+from echelon.schema import ALIGNMENT, TrajectorySchema
+
+Array = np.ndarray[Any, Any]
+WORDS_PER_LINE = ALIGNMENT // 8
+
+
+def check_platform() -> None:
+    """Refuses processors that reorder stores: the rings publish a row by a later plain store."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        raise ConfigError(
+            f"shared memory between processes needs a processor that keeps store order (x86-64); this is "
+            f"{platform.machine()}. Use --engine inline here."
+        )
+
+
+def create_segment(path: Path, nbytes: int) -> Array:
+    """A new segment of `nbytes` zeros at `path`, with its pages reserved: writing to it later cannot fail."""
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+    except OSError as error:
+        os.unlink(path)
+        raise TransportError(f"cannot reserve {nbytes / 2**20:.1f} MiB at {path}: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def open_segment(path: Path) -> Array:
+    """The segment that another process made at `path`."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransportError(f"segment {path} cannot be joined: {error.strerror}; its run has ended") from error
+    try:
+        return np.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), np.uint8)
+    finally:
+        os.close(descriptor)
+
+
+class Doorbell:
+    """A named FIFO that one process sleeps on and any process rings.
+
+    `ring` never blocks: a full pipe means that a wake-up is pending already. If the sleeper dies, rings are kept for
+    its successor; if a ringer dies, nobody else notices.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            os.mkfifo(path, 0o600)
+        self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def ring(self) -> None:
+        try:
+            os.write(self.descriptor, b"\0")
+        except BlockingIOError:
+            pass
+
+    def clear(self) -> None:
+        """Forgets past rings; call it before looking at what they announced, so that none is missed."""
+        try:
+            while len(os.read(self.descriptor, 65536)) == 65536:
+                pass
+        except BlockingIOError:
+            pass
+
+    def wait(self, timeout_s: float) -> bool:
+        ready, _, _ = select.select([self.descriptor], [], [], timeout_s)
+        return bool(ready)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class SlotRing:
+    """A fixed ring of trajectory slots in shared memory: many actors write, one learner reads.
+
+    A *stream* is one group of environments of one actor; it owns `num_slots` slots, which its actor alone writes, in
+    ring order. Words, one cache line each: `head` (trajectories committed, written by the actor), `released`
+    (trajectories read, written by the learner) and `granted` (trajectories the actor may start in all, written by the
+    learner: this is the admission ticket that bounds the lag, and the backpressure). An actor at its grant waits on its
+    `free` doorbell, rung by `grant`. The learner waits on `ready`, rung by `commit`.
+    If an actor dies while writing, its successor begins again at `head`, once the dead one is reaped: the row is unread.
+    If the learner dies, the words stay; its successor reads on at `released`.
+    """
+
+    def __init__(self, folder: Path, schema: TrajectorySchema, num_streams: int, num_slots: int) -> None:
+        self.schema, self.num_streams, self.num_slots = schema, num_streams, num_slots
+        path = folder / "trajectories"
+        nbytes = self.size(schema, num_streams, num_slots)
+        memory = open_segment(path) if path.exists() else create_segment(path, nbytes)
+        if memory.nbytes != nbytes:
+            raise TransportError(f"segment {path} has {memory.nbytes} bytes where {nbytes} are expected")
+        words = memory[: self._words_size(num_streams)].view(np.int64).reshape(3, num_streams, WORDS_PER_LINE)
+        self.head, self.released, self.granted = words[0, :, 0], words[1, :, 0], words[2, :, 0]
+        slots = memory[self._words_size(num_streams) :].reshape(num_streams, num_slots, schema.nbytes)
+        self.slots = [[schema.views(slots[s, i]) for i in range(num_slots)] for s in range(num_streams)]
+        self.ready = Doorbell(folder / "ready")
+        self.free = [Doorbell(folder / f"free-{s}") for s in range(num_streams)]
+
+    @staticmethod
+    def _words_size(num_streams: int) -> int:
+        return 3 * num_streams * ALIGNMENT
+
+    @classmethod
+    def size(cls, schema: TrajectorySchema, num_streams: int, num_slots: int) -> int:
+        return cls._words_size(num_streams) + num_streams * num_slots * schema.nbytes
+
+    # The writer's side.
+
+    def may_begin(self, stream: int) -> bool:
+        return bool(self.head[stream] < self.granted[stream])
+
+    def writable(self, stream: int) -> dict[str, Array]:
+        """The slot that `stream` writes next; allowed when `may_begin`."""
+        return self.slots[stream][int(self.head[stream]) % self.num_slots]
+
+    def commit(self, stream: int) -> None:
+        """Shows the written slot to the learner."""
+        self.head[stream] += 1
+        self.ready.ring()
+
+    # The reader's side.
+
+    def num_ready(self, stream: int) -> int:
+        return int(self.head[stream] - self.released[stream])
+
+    def readable(self, stream: int, ahead: int = 0) -> dict[str, Array]:
+        """The oldest unread slot of `stream`, or the one `ahead` of it."""
+        return self.slots[stream][(int(self.released[stream]) + ahead) % self.num_slots]
+
+    def release(self, stream: int, count: int = 1) -> None:
+        self.released[stream] += count
+
+    def grant(self, stream: int, window: int) -> None:
+        """Lets `stream` run `window` trajectories ahead of what was read."""
+        assert window <= self.num_slots, f"window {window} exceeds the {self.num_slots} slots of stream {stream}"
+        granted = self.released[stream] + window
+        if granted != self.granted[stream]:
+            self.granted[stream] = granted
+            self.free[stream].ring()
+
+    def close(self) -> None:
+        for doorbell in (self.ready, *self.free):
+            doorbell.close()
+
+
+class WeightsBoard:
+    """The newest weights in shared memory: one learner publishes, everybody reads, nobody waits.
+
+    `reserved` is moved before a buffer is overwritten and `latest` after it is whole; a reader copies, then looks at
+    `reserved` again and tries once more if its buffer was taken meanwhile. A learner that dies while publishing leaves
+    `latest` where it was. Version 0 means that nothing was published yet.
+    """
+
+    NUM_BUFFERS = 3
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        path = folder / "weights"
+        total = self.size(nbytes)
+        memory = open_segment(path) if path.exists() else create_segment(path, total)
+        if memory.nbytes != total:
+            raise TransportError(f"segment {path} has {memory.nbytes} bytes where {total} are expected")
+        words = memory[: 2 * ALIGNMENT].view(np.int64)
+        self._latest, self._reserved = words[:1], words[WORDS_PER_LINE : WORDS_PER_LINE + 1]
+        self._buffers = memory[2 * ALIGNMENT :].reshape(self.NUM_BUFFERS, nbytes)
+
+    @classmethod
+    def size(cls, nbytes: int) -> int:
+        return 2 * ALIGNMENT + cls.NUM_BUFFERS * nbytes
+
+    @property
+    def version(self) -> int:
+        return int(self._latest[0])
+
+    def publish(self, parts: Sequence[Array], version: int) -> None:
+        """Makes `parts`, laid end to end, version `version` of the weights."""
+        assert version > self.version, f"version {version} is not above {self.version}"
+        self._reserved[0] = version
+        buffer, offset = self._buffers[version % self.NUM_BUFFERS], 0
+        for part in parts:
+            raw = part.reshape(-1).view(np.uint8)
+            buffer[offset : offset + raw.nbytes] = raw
+            offset += raw.nbytes
+        assert offset == buffer.nbytes, f"{offset} bytes published where the board holds {buffer.nbytes}"
+        self._latest[0] = version
+
+    def read(self, out: Array) -> int:
+        """Copies the newest weights into `out` and returns their version."""
+        while True:
+            version = self.version
+            np.copyto(out, self._buffers[version % self.NUM_BUFFERS])
+            if self._reserved[0] < version + self.NUM_BUFFERS:
+                return version

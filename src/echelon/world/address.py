@@ -1,0 +1,106 @@
+"""Addresses of the world: which there are, and where a member may bind.
+
+Three kinds of address: `ipc://FOLDER/file` (one machine; the folder should be private), `tcp://HOST:PORT` (loopback
+only, until peers are authenticated), `inproc://name` (several members in one thread of one process).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from echelon.errors import ConfigError
+
+IPC_PATH_BYTES = 107  # sockaddr_un holds 108 with the closing zero
+NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError on a name that cannot be part of an address."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{name[:80]!r} is no name for a member: use 1 to 64 letters, digits, or any of '_.:-'.")
+
+
+def check_address(address: str) -> None:
+    """Raises ConfigError on an address nobody of this world may bind."""
+    scheme, _, rest = address.partition("://")
+    if scheme == "ipc":
+        length = len(os.fsencode(rest))
+        if length > IPC_PATH_BYTES or not rest.startswith("/"):
+            raise ConfigError(
+                f"the address {address} has a path of {length} bytes; ipc needs an absolute one of at most "
+                f"{IPC_PATH_BYTES}. Choose a shorter folder, such as one under /tmp."
+            )
+        if not Path(rest).parent.is_dir():
+            raise ConfigError(f"the address {address} lies in a folder that does not exist. Make it first.")
+    elif scheme == "tcp":
+        host, _, port = rest.rpartition(":")
+        if not port.isascii() or not port.isdigit() or int(port) > 65535:
+            raise ConfigError(f"the address {address} has no port: write tcp://127.0.0.1:PORT (0: any free one).")
+        if not is_loopback(host):
+            raise ConfigError(
+                f"the address {address} is not on the loopback, where peers would have to be authenticated, which this "
+                "version cannot do. Use tcp://127.0.0.1:PORT or ipc://."
+            )
+    elif scheme != "inproc" or not rest:
+        raise ConfigError(f"{address!r} is no address: write ipc:///folder/file, tcp://127.0.0.1:PORT or inproc://name.")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is an IPv4 address that only this machine reaches."""
+    with suppress(ValueError):
+        return ipaddress.IPv4Address(host).is_loopback
+    return False
+
+
+def member_address(host_address: str, name: str, incarnation: str) -> str:
+    """Where a member of the world at `host_address` binds: a sibling file, name, or port on the reaching interface."""
+    if path := ipc_path(host_address):
+        return f"ipc://{path.parent}/{name}.{incarnation}"
+    if host_address.startswith("inproc://"):
+        return f"{host_address}/{name}.{incarnation}"
+    host, _, port = host_address.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: asks the routing table
+        try:
+            probe.connect((host, int(port)))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"no interface of this machine reaches {host_address}: {error}.") from error
+        return f"tcp://{probe.getsockname()[0]}:0"
+
+
+def is_sibling(host_address: str, address: str) -> bool:
+    """Whether a member at `address` belongs to the world at `host_address`: nobody makes others connect elsewhere."""
+    try:
+        check_address(address)
+    except ConfigError:
+        return False
+    path, own = ipc_path(address), ipc_path(host_address)
+    if path and own:
+        return path.parent == own.parent and path != own
+    return path is None and own is None and address.partition("://")[0] == host_address.partition("://")[0]
+
+
+def ipc_path(address: str) -> Path | None:
+    """The socket file of an ipc address."""
+    return Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
+
+
+def remove(address: str) -> None:
+    """Removes the socket file of an address, where it has one."""
+    if path := ipc_path(address):
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def is_taken(path: Path) -> bool:
+    """Whether somebody listens at the socket file `path`."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,156 @@
+"""The sockets of one member: raw frames in, raw frames out; what they mean is the world's business."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from echelon.errors import ConfigError
+from echelon.transport.codec import Buffer
+from echelon.world.address import check_address, ipc_path, is_taken, remove
+
+QUEUED_MESSAGES = 20_000  # per peer and direction
+LINGER_MS = 200  # how long `close` waits for what was sent last
+BURST = 1000  # messages taken from one socket before the others get their turn
+IGNORED_CONNECTIONS = 10_000  # the oldest are forgotten
+
+Socket = zmq.Socket[bytes]
+
+
+def make_socket(context: zmq.Context[Socket], kind: int, max_frame_bytes: int) -> Socket:
+    """A socket with the world's rules on it; authentication is to be set here, for binding and connecting alike."""
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)  # libzmq hangs up on a peer that sends a longer frame
+    return socket
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message that came in: a request on the `connection` of our door, or an answer from the peer at `address`."""
+
+    frames: list[bytes]
+    connection: bytes = b""
+    address: str = ""
+
+
+class Endpoint:
+    """One ROUTER, the door, where requests come in and answers go out, and one DEALER, a link, to each peer.
+
+    Each queue holds `QUEUED_MESSAGES`; nobody blocks on a full one: `send` says False, an answer is lost. A link that
+    is dropped takes its queue with it. Sockets survive no fork, so a forked copy of an endpoint refuses to work.
+    """
+
+    def __init__(self, address: str, max_frame_bytes: int) -> None:
+        """Binds the door at `address` (tcp with port 0: any free one; a dead ipc file is replaced)."""
+        check_address(address)
+        self.shared = address.startswith("inproc://")  # such peers must have one context
+        self.max_frame_bytes = max_frame_bytes
+        self.closed = False
+        self.pid = os.getpid()
+        self._context: zmq.Context[Socket] = zmq.Context.instance() if self.shared else zmq.Context()
+        self._door = make_socket(self._context, zmq.ROUTER, max_frame_bytes)
+        self._links: dict[str, Socket] = {}
+        self._ignored: dict[bytes, None] = {}
+        try:
+            self.address = _bind(self._door, address)
+        except ConfigError:
+            self._shut(0)
+            raise
+
+    def send(self, address: str, frames: list[Buffer]) -> bool:
+        """Queues a copy of `frames` for the peer at `address`; False when its queue is full."""
+        self._check_usable()
+        link = self._links.get(address)
+        if link is None:
+            link = make_socket(self._context, zmq.DEALER, self.max_frame_bytes)
+            link.connect(address)
+            self._links[address] = link
+        try:
+            link.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def answer(self, connection: bytes, frames: list[Buffer]) -> None:
+        """Sends `frames` back to where a request came from; lost without a word if the asker is gone."""
+        if not self.closed:
+            self._door.send_multipart([connection, *frames], zmq.NOBLOCK)
+
+    def arrivals(self, timeout_s: float, fds: Sequence[int] = ()) -> Iterator[Arrival]:
+        """What has come in, after waiting up to `timeout_s` for it or for one of `fds` to be readable.
+
+        Whoever handles one arrival may send, drop links, close, or take arrivals itself.
+        """
+        self._check_usable()
+        sources: dict[Any, str] = {self._door: "", **{link: address for address, link in self._links.items()}}
+        watched = [(item, zmq.POLLIN) for item in (*sources, *fds)]
+        for item, _ in zmq.zmq_poll(watched, math.ceil(timeout_s * 1000)):
+            if item not in sources:
+                continue
+            for _ in range(BURST):
+                if item.closed:
+                    break
+                try:
+                    frames = item.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                if item is not self._door:
+                    yield Arrival(frames, address=sources[item])
+                elif frames[0] not in self._ignored:
+                    yield Arrival(frames[1:], connection=frames[0])
+
+    def ignore(self, connection: bytes) -> None:
+        """Takes nothing more from a connection that broke the rules."""
+        self._ignored[connection] = None
+        if len(self._ignored) > IGNORED_CONNECTIONS:
+            del self._ignored[next(iter(self._ignored))]
+
+    def drop(self, address: str, linger_ms: int = 0) -> None:
+        """Closes the link to a peer and forgets what was queued for it."""
+        if link := self._links.pop(address, None):
+            link.close(linger=linger_ms)
+
+    def close(self) -> None:
+        """Closes everything, waiting a little for what was sent last; a forked copy does nothing."""
+        if not self.closed and os.getpid() == self.pid:
+            self._shut(LINGER_MS)
+            remove(self.address)
+
+    def _shut(self, linger_ms: int) -> None:
+        self.closed = True
+        for socket in (self._door, *self._links.values()):
+            socket.close(linger=linger_ms)
+        if not self.shared:
+            self._context.term()  # returns when everything is sent or has lingered long enough
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self.pid:
+            raise ConfigError(
+                f"the endpoint {self.address} was made in process {self.pid} and used in its fork {os.getpid()}. "
+                "Join the world in the process that uses it."
+            )
+        if self.closed:
+            raise ConfigError(f"the endpoint {self.address} was used after it was closed.")
+
+
+def _bind(door: Socket, address: str) -> str:
+    """Binds and says where."""
+    if path := ipc_path(address):
+        if is_taken(path):
+            raise ConfigError(f"somebody already listens at {address}. End that run, or use another folder.")
+        path.unlink(missing_ok=True)
+    try:
+        door.bind(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot listen at {address}: {error}. Choose another address, or port 0.") from error
+    if path:
+        path.chmod(0o600)
+    return door.getsockopt_string(zmq.LAST_ENDPOINT) if address.startswith("tcp://") else address

@@ -1,0 +1,354 @@
+"""The control plane: named processes that find, call and watch each other.
+
+The host keeps the directory of members and sends it, whole, to everyone when it changes. Calls and posts go straight
+from member to member.
+
+A World belongs to one thread of one process and works only inside `call`, `post` and `poll`: there is no thread behind
+it, and a member that does not poll does not answer. A member that waits in `call` serves what comes in meanwhile, so
+two that call each other do not deadlock; a handler may therefore start while another one of the same member waits.
+Make the World after a fork, in the process that uses it; using one in a forked copy is refused.
+
+Bounds: see `Endpoint`. Nobody blocks on a full queue: a post is dropped and counted, a call waits for room until its
+timeout. A peer that dies is noticed by nobody here: whoever watches it tells the host to `forget` it, and then
+everyone who waits for it gets PeerLost. If the host dies, calls to it time out; the world is over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from echelon.errors import ConfigError, PeerLost, Refused, TransportTimeout
+from echelon.transport.codec import DEFAULT_LIMITS, Buffer, Limits, decode, encode
+from echelon.world.address import NAME, check_name, is_sibling, member_address, remove
+from echelon.world.directory import Directory, Member, Progress
+from echelon.world.endpoint import Arrival, Endpoint
+from echelon.world.request import Pending, Refusal, RemoteError, Request, failure, print_error
+
+__all__ = ["Progress", "RemoteError", "World"]
+
+_inproc: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()  # address -> World of this process
+
+
+class World:
+    """A named member of the world: it finds the others by name, calls them and is called."""
+
+    def __init__(self, address: str, name: str, incarnation: str, host_address: str, limits: Limits) -> None:
+        """Binds at `address`; `World.host` and `World.join` are the ways in."""
+        self.name = name
+        self.limits = limits
+        self.on_error: Callable[[str], None] = print_error  # gets the error of a post that failed here
+        self.dropped = 0  # posts that found no peer or no room
+        self.refused = 0  # messages that broke the rules; nothing more is taken from that connection
+        self._endpoint = Endpoint(address, limits.total_bytes)
+        self._me = Member(name, self._endpoint.address, os.getpid(), incarnation)
+        self._host_address = host_address or self.address
+        self._host: Member | None = None
+        self._directory = Directory()
+        self._early: list[Directory] = []  # directories that overtook the answer to `_join`
+        self._progress: dict[str, Progress] = {}
+        self._pending: dict[int, Pending] = {}
+        self._numbers = itertools.count(1)
+        self._handlers: dict[str, Callable[..., Any]] = {}
+        self._thread = threading.get_ident()
+        if self._endpoint.shared:
+            _inproc[self.address] = self
+
+    @classmethod
+    def host(cls, address: str, name: str = "coordinator", *, limits: Limits = DEFAULT_LIMITS) -> World:
+        """Opens a world at `address` and keeps its directory; the host must poll for others to be able to join."""
+        check_name(name)
+        world = cls(address, name, secrets.token_hex(8), "", limits)
+        world._host = world._me
+        world._enter(world._me)
+        return world
+
+    @classmethod
+    def join(cls, address: str, name: str, *, timeout_s: float = 10.0, limits: Limits = DEFAULT_LIMITS) -> World:
+        """Enters the world hosted at `address`; whoever bore `name` before is replaced."""
+        check_name(name)
+        incarnation = secrets.token_hex(8)
+        world = cls(member_address(address, name, incarnation), name, incarnation, address, limits)
+        host = Member(f"the host at {address}", address, 0, "")  # its name comes with the answer
+        world._directory.members[host.name] = host
+        try:
+            match world._ask(host, "_join", (world.address, world._me.pid), timeout_s):
+                case (str(host_name), directory):
+                    world._adopt(Directory.from_wire(directory))
+                    world._host = world._directory.members.get(host_name)
+                case other:
+                    raise Refused(f"the host at {address} answered a join with a {type(other).__name__}.")
+            for newer in world._early:
+                world._adopt(newer)
+        except BaseException:
+            world._endpoint.send(address, world._frames(0, "_leave", ()))  # the host may yet read our `_join`
+            world.close()
+            raise
+        return world
+
+    @property
+    def _is_host(self) -> bool:
+        return self._host is self._me
+
+    @property
+    def address(self) -> str:
+        """Where this member is bound; of the host: what the others join."""
+        return self._endpoint.address
+
+    @property
+    def members(self) -> list[str]:
+        """The names of all members, the host and this one among them."""
+        return sorted(self._directory.members)
+
+    def serve(self, function: str, handler: Callable[..., Any]) -> None:
+        """Lets others call `handler` as `function`."""
+        if function.startswith("_"):
+            raise ConfigError(f"{function!r} cannot be served: names with a leading underscore are the world's own.")
+        self._handlers[function] = handler
+
+    def call(self, to: str, function: str, *args: Any, timeout_s: float = 5.0) -> Any:
+        """What `function` of member `to` returns; waits for it, and for `to` to join if it never did.
+
+        Raises RemoteError with the remote traceback if the handler raised, Refused if `to` serves no such function,
+        PeerLost if `to` left (before or meanwhile), TransportTimeout after `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (member := self._directory.members.get(to)) is None:
+            if to in self._directory.gone:
+                raise PeerLost(f"{self.name!r} cannot call {to!r}, which is gone: {self._directory.gone[to]}.")
+            if time.monotonic() >= deadline:
+                raise TransportTimeout(
+                    f"{self.name!r} waited {timeout_s} s to call {function}(), but no {to!r} joined. "
+                    f"The members are {', '.join(self.members)}."
+                )
+            self._wait(deadline, self._host_address)
+        return self._ask(member, function, args, timeout_s)
+
+    def post(self, to: str, function: str, *args: Any) -> None:
+        """Calls `function` of `to` without an answer; one sender's posts and calls arrive in their order.
+
+        Never blocks: without a member of that name, or with its queue full, the post is dropped and counted.
+        """
+        frames = self._frames(0, function, args)
+        member = self._directory.members.get(to)
+        if member is None or not self._endpoint.send(member.address, frames):
+            self.dropped += 1
+
+    def poll(self, timeout_s: float = 0.0, fds: Sequence[int] = ()) -> bool:
+        """Serves what came in, waiting up to `timeout_s` for something or for one of `fds` to be readable.
+
+        True if a message came in.
+        """
+        came = False
+        for arrival in self._endpoint.arrivals(timeout_s, fds):
+            came = True
+            if arrival.connection:
+                self._take_request(arrival)
+            else:
+                self._take_answer(arrival)
+        return came
+
+    def beat(self, progress: int) -> None:
+        """Tells the host how far this member's work is; call it now and then, not every step."""
+        if self._is_host:
+            self._on_beat(self.name, progress, self._directory.epoch)
+        elif self._host is not None:
+            self.post(self._host.name, "_beat", progress, self._directory.epoch)
+
+    def last_progress(self, name: str) -> Progress | None:
+        """What the host knows of a member's progress; poll before judging, beats wait in the queue until then."""
+        self._require_host("last_progress")
+        return self._progress.get(name)
+
+    def forget(self, name: str, reason: str) -> None:
+        """Declares a member gone (host only): calls to it, also those that wait, raise PeerLost with `reason`."""
+        self._require_host("forget")
+        if name == self.name:
+            raise ConfigError(f"the host {name!r} cannot forget itself. Close it.")
+        self._strike(name, reason)
+
+    def close(self) -> None:
+        """Leaves, waiting up to 200 ms for the last posts to go out; closing the host ends the world."""
+        if self._endpoint.closed or os.getpid() != self._me.pid:
+            return
+        if self._is_host:
+            others = list(self._directory.members.values())
+            self._directory.remove(self.name, "the host closed the world")
+            self._tell_everyone()
+            for member in others:
+                remove(member.address)
+        elif self._host is not None:
+            self.post(self._host.name, "_leave")
+        self._endpoint.close()
+        _inproc.pop(self.address, None)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # Asking and answering.
+
+    def _ask(self, member: Member, function: str, args: tuple[Any, ...], timeout_s: float) -> Any:
+        deadline = time.monotonic() + timeout_s
+        number = next(self._numbers)
+        frames = self._frames(number, function, args)
+        pending = self._pending[number] = Pending(member, function)
+        sent = False
+        try:
+            while not pending.settled:
+                if self._directory.members.get(member.name) != member:
+                    why = self._directory.why_gone(member)
+                    raise PeerLost(f"{member.name!r} left before it answered {function}() of {self.name!r}: {why}.")
+                if (now := time.monotonic()) >= deadline:
+                    raise TransportTimeout(
+                        f"{member.name!r} (process {member.pid}) did not answer {function}() of {self.name!r} within "
+                        f"{timeout_s} s. Is it dead, stopped, or busy without polling? If it is slow, raise timeout_s."
+                    )
+                sent = sent or self._endpoint.send(member.address, frames)
+                self._wait(deadline if sent else min(deadline, now + 0.01), member.address)
+        finally:
+            del self._pending[number]
+        if pending.error is not None:
+            raise pending.error
+        return pending.value
+
+    def _wait(self, deadline: float, address: str) -> None:
+        """Serves until something came in or `deadline`; peers in this very thread get their turn first."""
+        near = [_inproc.get(one) for one in dict.fromkeys((address, self._host_address))] if _inproc else []
+        local = [world for world in near if world and world is not self and world._thread == self._thread]
+        for world in local:
+            world.poll()
+        self.poll(0.001 if local else max(0.0, deadline - time.monotonic()))
+
+    def _frames(self, number: int, function: str, args: tuple[Any, ...]) -> list[Buffer]:
+        return encode(Request(number, self.name, self._me.incarnation, function, args).to_wire(), self.limits)
+
+    def _take_request(self, arrival: Arrival) -> None:
+        try:
+            request = Request.from_wire(decode(arrival.frames, self.limits))
+        except Refused:
+            self.refused += 1
+            self._endpoint.ignore(arrival.connection)
+            return
+        outcome: tuple[Any, ...]
+        if why := self._why_stranger(request):
+            self.refused += 1
+            outcome = ("refused", why)
+        else:
+            outcome = self._run(request)
+        if request.number:
+            self._endpoint.answer(arrival.connection, self._outcome_frames(request.number, outcome))
+        elif outcome[0] == "failed":
+            self.on_error(f"{request.function}(), posted by {request.sender!r} to {self.name!r}, failed: {outcome[-1]}")
+
+    def _run(self, request: Request) -> tuple[Any, ...]:
+        try:
+            if request.function.startswith("_"):
+                return ("answer", self._obey(request))
+            if (handler := self._handlers.get(request.function)) is None:
+                served = ", ".join(sorted(self._handlers)) or "nothing"
+                raise Refusal(f"{self.name!r} serves no function {request.function[:80]!r}; it serves {served}.")
+            return ("answer", handler(*request.args))
+        except Exception as error:  # not ours to handle: it goes to the caller, with its traceback
+            return failure(error, posted=not request.number)
+
+    def _outcome_frames(self, number: int, outcome: tuple[Any, ...]) -> list[Buffer]:
+        try:
+            return encode((number, *outcome), self.limits)
+        except ConfigError as error:  # the handler returned what the wire does not carry
+            return encode((number, *failure(error)), self.limits)
+
+    def _take_answer(self, arrival: Arrival) -> None:
+        try:
+            outcome = decode(arrival.frames, self.limits)
+            pending = self._pending.get(outcome[0]) if isinstance(outcome, tuple) and outcome else None
+            if pending is not None and pending.member.address == arrival.address:  # else: it came too late
+                pending.settle(outcome)
+        except Refused:
+            self.refused += 1
+
+    # Membership: what the world's own functions do.
+
+    def _why_stranger(self, request: Request) -> str:
+        """Why a sender may ask for nothing here, or "": it is a former life of a member, or it never joined.
+
+        Only the host knows everyone: another member may be called by somebody who joined a moment ago.
+        """
+        if why := self._directory.retired.get(request.incarnation):
+            return f"{request.sender[:80]!r} in its former life was declared gone: {why}."
+        known = self._directory.members.get(request.sender)
+        if self._is_host and request.function != "_join" and (not known or known.incarnation != request.incarnation):
+            return f"{request.sender[:80]!r} has not joined this world."
+        return ""
+
+    def _obey(self, request: Request) -> Any:
+        match request.function, request.args:
+            case "_join", (str(address), int(pid)) if self._is_host:
+                return self._on_join(Member(request.sender, address, pid, request.incarnation))
+            case "_beat", (int(counter), int(epoch)) if self._is_host:
+                return self._on_beat(request.sender, counter, epoch)
+            case "_leave", () if self._is_host:
+                return self._strike(request.sender, "it left")
+            case "_directory", (directory,) if self._host is None:
+                return self._early.append(Directory.from_wire(directory))
+            case "_directory", (directory,) if self._host and request.incarnation == self._host.incarnation:
+                return self._adopt(Directory.from_wire(directory))
+        raise Refusal(f"{self.name!r} does not take {request.function[:80]!r} from {request.sender[:80]!r}.")
+
+    def _on_join(self, member: Member) -> tuple[Any, ...]:
+        if member.name == self.name or not NAME.fullmatch(member.name) or not NAME.fullmatch(member.incarnation):
+            raise Refusal(f"nobody can join as {member.name[:80]!r}: the host has that name, or it is no name.")
+        if not is_sibling(self.address, member.address):
+            raise Refusal(f"the address {member.address[:200]!r} of {member.name!r} does not belong to {self.address}.")
+        self._enter(member)
+        self._tell_everyone()
+        return (self.name, self._directory.to_wire())
+
+    def _on_beat(self, name: str, counter: int, epoch: int) -> None:
+        last = self._progress[name]
+        if counter != last.counter:
+            self._progress[name] = Progress(counter, time.monotonic(), last.pid, last.joined_at)
+        if epoch < self._directory.epoch:  # it missed a change: its queue was full
+            self._endpoint.send(self._directory.members[name].address, self._directory_frames())
+
+    def _enter(self, member: Member) -> None:
+        now = time.monotonic()
+        if old := self._directory.add(member):
+            self._lose(old)
+        self._progress[member.name] = Progress(0, now, member.pid, now)
+
+    def _strike(self, name: str, reason: str) -> None:
+        if old := self._directory.remove(name, reason):
+            self._lose(old)
+            del self._progress[name]
+            self._tell_everyone()
+
+    def _lose(self, member: Member) -> None:
+        self._endpoint.drop(member.address)
+        remove(member.address)  # a killed process leaves its socket file behind
+
+    def _adopt(self, newer: Directory) -> None:
+        for member in self._directory.adopt(newer):
+            self._endpoint.drop(member.address)
+
+    def _tell_everyone(self) -> None:
+        frames = self._directory_frames()
+        for member in self._directory.members.values():
+            if member != self._me:
+                self._endpoint.send(member.address, frames)  # if its queue is full, a beat of it brings it again
+
+    def _directory_frames(self) -> list[Buffer]:
+        return self._frames(0, "_directory", (self._directory.to_wire(),))
+
+    def _require_host(self, function: str) -> None:
+        if not self._is_host:
+            raise ConfigError(f"{function}() is the host's alone, and {self.name!r} is a member. Call the host.")

@@ -1,0 +1,47 @@
+"""A member process for the tests: joins, serves a few functions, polls until told to stop or its parent is gone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+from echelon.world.world import World
+
+
+def main(address: str, name: str) -> None:
+    world = World.join(address, name, timeout_s=60)
+    seen: list[int] = []
+    stop: list[bool] = []
+
+    def fail(text: str) -> None:
+        raise ValueError(text)
+
+    def stop_with(to: str, word: str) -> None:
+        world.post(to, "farewell", word)
+        stop.append(True)
+
+    def relay(to: str, function: str, *args: Any) -> Any:
+        return world.call(to, function, *args, timeout_s=60)
+
+    world.serve("echo", lambda *args: args)
+    world.serve("pid", os.getpid)
+    world.serve("note", seen.append)
+    world.serve("seen", lambda: np.array(seen))
+    world.serve("dropped", lambda: world.dropped)
+    world.serve("members", lambda: world.members)
+    world.serve("fail", fail)
+    world.serve("unsendable", lambda: {1, 2})
+    world.serve("relay", relay)
+    world.serve("beat", world.beat)
+    world.serve("stop", stop_with)
+    parent = os.getppid()
+    while not stop and os.getppid() == parent:
+        world.poll(0.2)
+    world.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

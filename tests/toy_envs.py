@@ -1,0 +1,186 @@
+"""Toy environments whose every row can be foretold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+Step = tuple[Any, float, bool, bool, dict[str, Any]]
+
+
+class CounterEnv(gym.Env[Any, Any]):
+    """Observes (episode, t, a draw of this episode); rewards 100 * episode + t; ends after `length` steps."""
+
+    def __init__(self, length: int = 3, truncate: bool = False) -> None:
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+        self.action_space = gym.spaces.Discrete(2)
+        self.length, self.truncate = length, truncate
+        self.episode, self.t, self.draw = 0, 0, 0
+
+    def observation(self) -> Any:
+        return np.array([self.episode, self.t, self.draw], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.episode, self.t, self.draw = self.episode + 1, 0, int(self.np_random.integers(1 << 20))
+        return self.observation(), {}
+
+    def step(self, action: Any) -> Step:
+        assert self.t < self.length, "stepped after its end"
+        self.t += 1
+        over = self.t == self.length
+        return self.observation(), 100.0 * self.episode + self.t, over and not self.truncate, over and self.truncate, {}
+
+
+class TreeEnv(CounterEnv):
+    """The counter as a Dict with a Tuple, a Discrete and a float64 Box; its actions are 5, 6 and 7."""
+
+    def __init__(self, length: int = 3) -> None:
+        super().__init__(length)
+        self.observation_space = gym.spaces.Dict(
+            {
+                "z": gym.spaces.Box(-np.inf, np.inf, (2, 2), np.float64),
+                "a": gym.spaces.Tuple((gym.spaces.Discrete(1000), gym.spaces.MultiBinary(2))),
+            }
+        )
+        self.action_space = gym.spaces.Discrete(3, start=5)
+        self.last_action = 0
+
+    def observation(self) -> Any:
+        binary = np.array([self.t % 2, 1], np.int8)
+        return {"z": np.full((2, 2), self.t + 0.5), "a": (self.last_action, binary)}
+
+    def step(self, action: Any) -> Step:
+        assert self.action_space.contains(action), action
+        self.last_action = int(action)
+        return super().step(action)
+
+
+class ForceEnv(CounterEnv):
+    """Continuous actions, which it changes in place; the reward is what it received."""
+
+    def __init__(self) -> None:
+        super().__init__(length=100)
+        self.action_space = gym.spaces.Box(-2.0, 2.0, (1,), np.float64)
+
+    def step(self, action: Any) -> Step:
+        assert action.dtype == np.float64
+        received = float(action[0])
+        action *= 0.0
+        observation, _, terminated, truncated, info = super().step(0)
+        return observation, received, terminated, truncated, info
+
+
+class FragileEnv(CounterEnv):
+    """Raises in its step `fail_at` (0: the first), its reset or its making, while `log["failures"]` is above 0."""
+
+    def __init__(self, log: dict[str, Any], fail_at: int = -1, where: str = "step") -> None:
+        super().__init__(length=4)
+        self.log, self.fail_at, self.where, self.made = log, fail_at, where, 0
+        log["made"] = log.get("made", 0) + 1
+        if where == "make":
+            self._fail()
+
+    def _fail(self) -> None:
+        if self.log["failures"] > 0:
+            self.log["failures"] -= 1
+            raise RuntimeError("the simulator burnt down")
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.log.setdefault("seeds", []).append(seed)
+        if self.where == "reset" or (self.where == "remake" and self.log["made"] > 1):
+            self._fail()
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Step:
+        if self.where in ("step", "remake") and self.made == self.fail_at:
+            self._fail()
+        self.made += 1
+        return super().step(action)
+
+    def close(self) -> None:
+        self.log["closed"] = self.log.get("closed", 0) + 1
+        raise OSError("and it cannot even be closed")
+
+
+class LiarEnv(CounterEnv):
+    """Returns something else than its space says, from its second step on."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(length=10)
+        self.what = what
+
+    def step(self, action: Any) -> Step:
+        observation, reward, terminated, truncated, info = super().step(action)
+        if self.t == 2 and self.what == "shape":
+            observation = np.zeros(7, np.float32)
+        if self.t == 2 and self.what == "reward":
+            reward = np.array([1.0, 2.0])  # type: ignore[assignment]
+        return observation, reward, terminated, truncated, info
+
+
+class Doubled(gym.RewardWrapper[Any, Any]):
+    def reward(self, reward: Any) -> Any:
+        return 2.0 * reward
+
+
+class StutteringVectorEnv(VectorEnv[Any, Any, Any]):
+    """Claims NEXT_STEP, but ends again on its reset step."""
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs = num_envs
+        self.single_observation_space = gym.spaces.Box(0.0, 1.0, (1,), np.float32)
+        self.single_action_space = gym.spaces.Discrete(2)
+        self.action_space = gym.spaces.MultiDiscrete([2] * num_envs)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return np.zeros((self.num_envs, 1), np.float32), {}
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        ones = np.ones(self.num_envs)
+        return np.zeros((self.num_envs, 1), np.float32), ones, ones > 0, ones < 0, {}
+
+
+def make_counter(length: int = 3, truncate: bool = False) -> CounterEnv:
+    return CounterEnv(length, truncate)
+
+
+def make_vector(num_envs: int, autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP) -> VectorEnv[Any, Any, Any]:
+    return SyncVectorEnv([CounterEnv] * num_envs, autoreset_mode=autoreset_mode)
+
+
+def make_tree_vector(num_envs: int) -> VectorEnv[Any, Any, Any]:
+    return SyncVectorEnv([TreeEnv] * num_envs)
+
+
+def make_same_step(num_envs: int) -> VectorEnv[Any, Any, Any]:
+    return SyncVectorEnv([CounterEnv] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def make_fragile_vector(num_envs: int, log: dict[str, Any], fail_at: int) -> VectorEnv[Any, Any, Any]:
+    return SyncVectorEnv([lambda: FragileEnv(log, fail_at)] * num_envs)
+
+
+def make_vector_without_count() -> VectorEnv[Any, Any, Any]:
+    return SyncVectorEnv([CounterEnv] * 2)
+
+
+def make_one_too_many(num_envs: int) -> VectorEnv[Any, Any, Any]:
+    return SyncVectorEnv([CounterEnv] * (num_envs + 1))
+
+
+def make_nothing() -> None:
+    return None
+
+
+def make_single_with_count(num_envs: int) -> CounterEnv:
+    return CounterEnv(num_envs)
+
+
+def lose(env: CounterEnv) -> None:
+    return None
