@@ -189,24 +189,23 @@ class Core(nn.Module):
 
     def __init__(self, kind: str, in_size: int, size: int) -> None:
         super().__init__()
-        self.is_lstm = kind == "lstm"
-        self.rnn = (nn.LSTM if self.is_lstm else nn.GRU)(in_size, size)
-        self.state_shapes = ((size,),) * (2 if self.is_lstm else 1)
-        for name, parameter in self.rnn.named_parameters():
+        self.cell: nn.LSTMCell | nn.GRUCell = (nn.LSTMCell if kind == "lstm" else nn.GRUCell)(in_size, size)
+        self.state_shapes = ((size,),) * (2 if kind == "lstm" else 1)
+        for name, parameter in self.cell.named_parameters():
             if name.startswith("weight"):
                 nn.init.orthogonal_(parameter)
             else:
                 nn.init.zeros_(parameter)
 
     def step(self, x: Tensor, state: State, first: Tensor) -> State:
-        """One step: x (B, in_size), first (B); the output is the first leaf of the new state."""
+        """One step: x (B, F), first (B); the output is the first leaf of the new state."""
         restart = first.unsqueeze(-1)
-        weights = self.rnn.all_weights[0]  # of input and state, biases of input and state
-        kept = [leaf.masked_fill(restart, 0.0) for leaf in state]
         with torch.autocast(x.device.type, enabled=False):
-            if self.is_lstm:
-                return tuple(torch.lstm_cell(x.float(), kept, *weights))
-            return (torch.gru_cell(x.float(), kept[0], *weights),)
+            if isinstance(self.cell, nn.LSTMCell):
+                hidden, cell = state
+                kept = (hidden.masked_fill(restart, 0.0), cell.masked_fill(restart, 0.0))
+                return tuple(self.cell(x.float(), kept))
+            return (self.cell(x.float(), state[0].masked_fill(restart, 0.0)),)
 
     def forward(self, x_TBF: Tensor, state: State, first_TB: Tensor) -> tuple[Tensor, State]:
         # Looking into `first` is free on a CPU only; elsewhere it would wait for the device.
@@ -221,9 +220,11 @@ class Core(nn.Module):
     def _fused(self, x_TBF: Tensor, state: State, first: Tensor) -> tuple[Tensor, State]:
         """The whole sequence in one call, for episodes that go on to its end."""
         kept = [leaf.masked_fill(first.unsqueeze(-1), 0.0).unsqueeze(0) for leaf in state]
+        # One layer with biases, no dropout, in one direction, time first; it keeps what a backward pass needs if asked.
+        settings = (tuple(self.cell.parameters()), True, 1, 0.0, torch.is_grad_enabled(), False, False)
         with torch.autocast(x_TBF.device.type, enabled=False):
-            if self.is_lstm:
-                output, (hidden, cell) = self.rnn(x_TBF.float(), (kept[0], kept[1]))
-                return output, (hidden.squeeze(0), cell.squeeze(0))
-            output, hidden = self.rnn(x_TBF.float(), kept[0])
-            return output, (hidden.squeeze(0),)
+            if isinstance(self.cell, nn.LSTMCell):
+                output, *after = torch.lstm(x_TBF.float(), kept, *settings)
+            else:
+                output, *after = torch.gru(x_TBF.float(), kept[0], *settings)
+        return output, tuple(leaf.squeeze(0) for leaf in after)

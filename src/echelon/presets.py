@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import replace
 
 from echelon.config import (
     ActorConfig,
@@ -67,8 +68,6 @@ def async_ppo(env: str = "CartPole-v1") -> TrainConfig:
     """The same rule while actors run ahead by at most one version, corrected for that lag."""
     config = ppo(env)
     assert isinstance(config.algorithm, PpoConfig)
-    from dataclasses import replace
-
     return replace(
         config,
         preset="async-ppo",

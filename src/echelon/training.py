@@ -204,7 +204,7 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
         "restarts": coordinator.restarts,
         "time": shares,
         "bottleneck": bottleneck(shares, num_cores=cores, num_processes=len(shares)) if shares else "",
-        "curve": str(draw_curve(context.run_dir)),
+        "curve": str(draw_curve(context.run_dir)) if coordinator.row else None,
         **_base(context),
     }
 

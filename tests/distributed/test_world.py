@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import world_member
 import zmq
 
-import echelon
 from echelon.errors import ConfigError, PeerLost, Refused, TransportTimeout
 from echelon.transport.codec import encode
 from echelon.world.world import RemoteError, World
 
-MEMBER = Path(__file__).with_name("world_member.py")
 PATIENCE_S = 60.0  # a bound on what should take milliseconds, on a machine that may be busy
 
-Start = Callable[[str], subprocess.Popen[bytes]]
+FORKSERVER = multiprocessing.get_context("forkserver")  # every child starts bare, without waiting for imports
+FORKSERVER.set_forkserver_preload(["echelon.world.world"])
+
+Start = Callable[[str], ForkServerProcess]
 
 
 @pytest.fixture(params=["ipc", "tcp"])
@@ -37,14 +39,11 @@ def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
 @pytest.fixture
 def start(host: World) -> Iterator[Start]:
     """Starts a member in a process of its own and waits until it has joined."""
-    children: list[subprocess.Popen[bytes]] = []
-    source = str(Path(next(iter(echelon.__path__))).parent)
+    children: list[ForkServerProcess] = []
 
-    def start_member(name: str) -> subprocess.Popen[bytes]:
-        child = subprocess.Popen(
-            [sys.executable, str(MEMBER), host.address, name],
-            env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
-        )
+    def start_member(name: str) -> ForkServerProcess:
+        child = FORKSERVER.Process(target=world_member.main, args=(host.address, name, os.getpid()))
+        child.start()
         children.append(child)
         wait_for(host, lambda: (seen := host.last_progress(name)) is not None and seen.pid == child.pid)
         return child
@@ -52,7 +51,13 @@ def start(host: World) -> Iterator[Start]:
     yield start_member
     for child in children:
         child.kill()
-        child.wait()
+        child.join()
+        child.close()
+
+
+def send_signal(child: ForkServerProcess, number: signal.Signals) -> None:
+    assert child.pid is not None
+    os.kill(child.pid, number)
 
 
 def wait_for(world: World, condition: Callable[[], bool]) -> None:
@@ -86,14 +91,14 @@ def test_ten_thousand_posts_arrive_in_order(host: World, start: Start) -> None:
 
 def test_posts_beyond_the_queue_are_dropped_and_counted(host: World, start: Start) -> None:
     child = start("a")
-    child.send_signal(signal.SIGSTOP)
+    send_signal(child, signal.SIGSTOP)
     block = np.zeros(10_000, np.uint8)
     for _ in range(60_000):
         host.post("a", "echo", block)
         if host.dropped:
             break
     assert host.dropped == 1
-    child.send_signal(signal.SIGCONT)
+    send_signal(child, signal.SIGCONT)
     host.post("nobody", "note", 1)
     assert host.dropped == 2
 
@@ -116,7 +121,268 @@ def test_a_failed_post_reaches_on_error(host: World, start: Start) -> None:
     errors: list[str] = []
     host.on_error = errors.append
     host.serve("divide", lambda a, b: a / b)
-    ask(host, "a", "relay", "coordinator", "divide", 1, 1)
-    with World.join(host.address, "b", timeout_s=PATIENCE_S) if False else _none():
+    ask(host, "a", "post", "coordinator", "divide", 1, 0)
+    ask(host, "a", "post", "coordinator", "multiply", 1, 0)
+    wait_for(host, lambda: len(errors) == 2)
+    assert "divide(), posted by 'a'" in errors[0] and "ZeroDivisionError" in errors[0]
+    assert "serves no function 'multiply'" in errors[1]
+
+
+def test_a_silent_peer_times_out_by_name(host: World, start: Start) -> None:
+    child = start("a")
+    send_signal(child, signal.SIGSTOP)
+    with pytest.raises(TransportTimeout, match=rf"'a' \(process {child.pid}\) did not answer pid\(\).*0.2 s"):
+        host.call("a", "pid", timeout_s=0.2)
+    send_signal(child, signal.SIGCONT)
+    assert ask(host, "a", "echo", 2) == (2,)  # the late answer to the first call is not taken for this one's
+    with pytest.raises(TransportTimeout, match="no 'nobody' joined. The members are a, coordinator"):
+        host.call("nobody", "pid", timeout_s=0.05)
+
+
+def test_whoever_waits_for_a_killed_member_gets_peer_lost(host: World, start: Start) -> None:
+    victim, _ = start("victim"), start("waiter")
+    victim.kill()
+    victim.join()
+    ask(host, "waiter", "post", "waiter", "relay", "victim", "pid")  # it calls a dead process now, and waits
+    assert ask(host, "waiter", "members") == ["coordinator", "victim", "waiter"]  # and serves meanwhile
+    host.forget("victim", "killed by signal 9")
+    wait_for(host, lambda: ask(host, "waiter", "lost") != [])
+    lost = ask(host, "waiter", "lost")[0]
+    assert "PeerLost: 'victim' left before it answered pid() of 'waiter': killed by signal 9" in lost
+    with pytest.raises(RemoteError, match="cannot call 'victim', which is gone: killed by signal 9") as caught:
+        ask(host, "waiter", "relay", "victim", "pid")
+    assert caught.value.kind == "PeerLost"
+    with pytest.raises(PeerLost, match="killed by signal 9"):
+        host.call("victim", "pid")
+    assert host.members == ["coordinator", "waiter"] and host.last_progress("victim") is None
+
+
+def test_a_new_incarnation_takes_the_name_over(host: World, start: Start) -> None:
+    notes: list[int] = []
+    host.serve("note", notes.append)
+    old = start("a")
+    start("b")
+    assert ask(host, "b", "relay", "a", "pid") == old.pid
+    send_signal(old, signal.SIGSTOP)
+    host.post("a", "post", "coordinator", "note", 1)  # the old one will run this when it wakes up
+    new = start("a")
+    assert ask(host, "a", "pid") == new.pid
+    assert ask(host, "b", "relay", "a", "pid") == new.pid
+    refused = host.refused
+    send_signal(old, signal.SIGCONT)
+    ask(host, "a", "post", "coordinator", "note", 2)
+    wait_for(host, lambda: 2 in notes)
+    assert notes == [2] and host.refused >= refused and host.members == ["a", "b", "coordinator"]
+
+
+def test_a_former_life_is_refused(host: World) -> None:
+    """Two lives of one name in this process: what the first one still says counts for nothing."""
+    notes: list[int] = []
+    host.serve("note", notes.append)
+    frames = encode((7, "a", "0123456789abcdef", "note", (1,)))
+    join = encode((6, "a", "0123456789abcdef", "_join", (member_of(host, "a.0123456789abcdef"), 1)))
+    context = zmq.Context()
+    old = context.socket(zmq.DEALER)
+    old.connect(host.address)
+    old.send_multipart(join)
+    wait_for(host, lambda: "a" in host.members)
+    old.send_multipart(frames)
+    wait_for(host, lambda: notes == [1])
+    new = context.socket(zmq.DEALER)
+    new.connect(host.address)
+    new.send_multipart(encode((1, "a", "fedcba9876543210", "_join", (member_of(host, "a.fedcba9876543210"), 2))))
+    wait_for(host, lambda: (seen := host.last_progress("a")) is not None and seen.pid == 2)
+    old.send_multipart(frames)
+    old.send_multipart(encode((0, "a", "0123456789abcdef", "_leave", ())))
+    wait_for(host, lambda: host.refused == 2)
+    assert notes == [1] and host.members == ["a", "coordinator"]
+    context.destroy(linger=0)
+
+
+def member_of(host: World, file: str) -> str:
+    """An address where nobody is, as a member of `host` would have it."""
+    return "tcp://127.0.0.1:1" if host.address.startswith("tcp") else f"{host.address.rpartition('/')[0]}/{file}"
+
+
+def test_members_that_call_each_other_do_not_deadlock(host: World, start: Start) -> None:
+    start("a")
+    start("b")
+    host.serve("double", lambda x: 2 * x)
+    hops = ("b", "relay", "a", "relay", "b", "relay", "coordinator", "double", 21)
+    assert ask(host, "a", "relay", *hops) == 42
+    assert ask(host, "a", "relay", "a", "echo", 1) == (1,)
+
+
+def test_the_host_sees_progress_and_when_it_changed(host: World, start: Start) -> None:
+    child = start("a")
+    first = host.last_progress("a")
+    assert first is not None and (first.counter, first.pid, first.changed_at) == (0, child.pid, first.joined_at)
+    ask(host, "a", "beat", 5)
+    wait_for(host, lambda: (seen := host.last_progress("a")) is not None and seen.counter == 5)
+    second = host.last_progress("a")
+    ask(host, "a", "beat", 5)
+    ask(host, "a", "post", "coordinator", "mark")
+    marks: list[int] = []
+    host.serve("mark", lambda: marks.append(1))
+    wait_for(host, lambda: marks == [1])  # the second beat came before it
+    assert host.last_progress("a") == second and second is not None and second.changed_at > first.changed_at
+    host.beat(9)
+    own = host.last_progress("coordinator")
+    assert own is not None and own.counter == 9
+
+
+def test_hostile_frames_cost_the_host_nothing(host: World, start: Start) -> None:
+    start("a")
+    context = zmq.Context()
+    hostile: list[list[bytes]] = [
+        [b""],
+        [b"\xc1"],
+        [b"\x91" * 100_000],
+        [b"x" * 10, b"y" * 10],
+        [bytes(frame) for frame in encode({"no": "request"})],
+        [bytes(frame) for frame in encode((1, "a", "b"))],
+        [os.urandom(3000), os.urandom(10)],
+    ]
+    for count, frames in enumerate(hostile, 1):
+        socket = context.socket(zmq.DEALER)
+        socket.connect(host.address)
+        socket.send_multipart(frames)
+        wait_for(host, lambda count=count: host.refused == count)  # type: ignore[misc]
+        socket.send_multipart(encode((1, "x", "y", "_join", (host.address, 1))))  # ignored: it had its chance
+    strangers = [("coordinator", "_join", (host.address, 1)), ("z", "_join", ("ipc:///etc/passwd", 1))]
+    strangers += [("a", "_leave", ()), ("z", "_directory", ((99, [], {}),)), ("z", "echo", ())]
+    for name, function, args in strangers:
+        socket = context.socket(zmq.DEALER)
+        socket.connect(host.address)
+        socket.send_multipart(encode((1, name, "0" * 16, function, args)))
+        wait_for(host, lambda socket=socket: bool(socket.poll(0)))  # type: ignore[misc]
+        assert b"refused" in socket.recv_multipart()[0]
+    assert host.members == ["a", "coordinator"] and ask(host, "a", "echo", 1) == (1,)
+    context.destroy(linger=0)
+
+
+def test_the_last_post_before_the_end_arrives(host: World, start: Start) -> None:
+    child = start("a")
+    words: list[str] = []
+    host.serve("farewell", words.append)
+    host.post("a", "stop", "coordinator", "so long")
+    wait_for(host, lambda: words == ["so long"] and host.members == ["coordinator"])
+    child.join(PATIENCE_S)
+    assert child.exitcode == 0
+    with pytest.raises(PeerLost, match="it left"):
+        host.call("a", "pid")
+
+
+def test_poll_wakes_on_a_file_descriptor(host: World) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"x")
+    assert host.poll(PATIENCE_S, [reader]) is False
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_fork_may_not_use_the_world(host: World) -> None:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            host.poll()
+        except ConfigError:
+            host.close()  # does nothing, and removes nothing
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    with World.host("inproc://after-the-fork"):
+        assert host.poll() is False
+    assert not host.address.startswith("ipc") or Path(host.address.removeprefix("ipc://")).exists()
+
+
+@pytest.mark.parametrize("host", ["ipc"], indirect=True)
+def test_nothing_is_left_in_the_folder(host: World, start: Start, tmp_path: Path) -> None:
+    killed, forgotten, stopped = start("killed"), start("forgotten"), start("stopped")
+    assert len(list(tmp_path.iterdir())) == 4
+    for child in (killed, forgotten):
+        child.kill()
+        child.join()
+    host.forget("forgotten", "killed")
+    assert len(list(tmp_path.iterdir())) == 3
+    host.post("stopped", "stop", "coordinator", "")
+    wait_for(host, lambda: "stopped" not in host.members)
+    stopped.join(PATIENCE_S)
+    host.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dead_file_is_replaced_and_a_live_host_is_not(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/host"
+    (tmp_path / "host").touch()
+    with World.host(address):
+        with pytest.raises(ConfigError, match="already listens"):
+            World.host(address)
+        assert (tmp_path / "host").is_socket()
+    assert not (tmp_path / "host").exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "word"),
+    [
+        ("ipc://relative/x", "absolute"),
+        (f"ipc:///tmp/{'x' * 103}", "108 bytes"),
+        ("ipc:///no/such/folder/x", "does not exist"),
+        ("tcp://0.0.0.0:0", "loopback"),
+        ("tcp://*:0", "loopback"),
+        ("tcp://192.0.2.1:5000", "loopback"),
+        ("tcp://127.0.0.1:high", "no port"),
+        ("tcp://127.0.0.1:70000", "no port"),
+        ("udp://127.0.0.1:1", "no address"),
+        ("inproc://", "no address"),
+    ],
+)
+def test_an_address_that_cannot_work_is_refused(address: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        World.host(address)
+
+
+def test_names_and_joins_that_cannot_work(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no name for a member"):
+        World.host(f"ipc://{tmp_path}/x", "../x")
+    with pytest.raises(ConfigError, match="107"):
+        World.join(f"ipc://{tmp_path}/x", "n" * 64)
+    with pytest.raises(TransportTimeout, match="the host at ipc:.* did not answer _join"):
+        World.join(f"ipc://{tmp_path}/x", "a", timeout_s=0.05)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_worlds_of_one_thread_call_each_other(request: pytest.FixtureRequest) -> None:
+    address = f"inproc://{request.node.name}"
+    host = World.host(address)
+    a, b = World.join(address, "a"), World.join(address, "b")
+    a.serve("square", lambda x: x * x)
+    b.serve("through_a", lambda x: b.call("a", "square", x))
+    a.serve("through_b", lambda x: a.call("b", "through_a", x))
+    host.serve("through_all", lambda x: host.call("a", "through_b", x))
+    assert b.call("coordinator", "through_all", 4) == 16
+    for i in range(100):
+        a.post("b", "note", i)
+    notes: list[int] = []
+    b.serve("note", notes.append)
+    while b.poll():
         pass
-    assert errors == []
+    assert notes == list(range(100))
+    host.forget("b", "no longer needed")
+    with pytest.raises(PeerLost, match="no longer needed"):
+        a.call("b", "through_a", 1)
+    with pytest.raises(ConfigError, match="host's alone"):
+        a.forget("b", "")
+    with pytest.raises(ConfigError, match="leading underscore"):
+        a.serve("_join", len)
+    host.close()
+    while a.poll():
+        pass
+    with pytest.raises(PeerLost, match="the host closed the world"):
+        a.call("coordinator", "through_all", 1)
+    a.close()
+    b.close()
+    with pytest.raises(ConfigError, match="after it was closed"):
+        a.poll()

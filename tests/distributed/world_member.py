@@ -1,9 +1,8 @@
-"""A member process for the tests: joins, serves a few functions, polls until told to stop or its parent is gone."""
+"""A member process for the tests: joins, serves a few functions, polls until told to stop or its starter is gone."""
 
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from echelon.world.world import World
 
 
-def main(address: str, name: str) -> None:
+def main(address: str, name: str, starter: int) -> None:
     world = World.join(address, name, timeout_s=60)
     seen: list[int] = []
     stop: list[bool] = []
@@ -23,6 +22,9 @@ def main(address: str, name: str) -> None:
         world.post(to, "farewell", word)
         stop.append(True)
 
+    lost: list[str] = []
+    world.on_error = lost.append
+
     def relay(to: str, function: str, *args: Any) -> Any:
         return world.call(to, function, *args, timeout_s=60)
 
@@ -32,16 +34,13 @@ def main(address: str, name: str) -> None:
     world.serve("seen", lambda: np.array(seen))
     world.serve("dropped", lambda: world.dropped)
     world.serve("members", lambda: world.members)
+    world.serve("lost", lambda: lost)
+    world.serve("post", world.post)
     world.serve("fail", fail)
     world.serve("unsendable", lambda: {1, 2})
     world.serve("relay", relay)
     world.serve("beat", world.beat)
     world.serve("stop", stop_with)
-    parent = os.getppid()
-    while not stop and os.getppid() == parent:
+    while not stop and os.path.exists(f"/proc/{starter}"):
         world.poll(0.2)
     world.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])

@@ -99,6 +99,25 @@ def test_a_sequence_equals_its_steps(core: str, resets: str) -> None:
 
 
 @pytest.mark.parametrize("core", ["lstm", "gru"])
+def test_gradients_agree_whether_or_not_the_sequence_runs_in_one_call(core: str) -> None:
+    network = build(VECTOR, core=core, core_size=16)
+    observation, first = torch.randn(T, B, 5), torch.zeros(T, B, dtype=torch.bool)
+    state = network.initial_state(B, "cpu")
+    network(observation, state, first).value.square().sum().backward()
+    whole = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+    network.zero_grad()
+    values = []
+    for t in range(T):
+        output = network(observation[t : t + 1], state, first[t : t + 1])
+        state = output.state
+        values.append(output.value)
+    torch.cat(values).square().sum().backward()
+    assert {"core.cell.weight_ih", "core.cell.weight_hh"} <= whole.keys()
+    for name, gradient in whole.items():
+        torch.testing.assert_close(network.get_parameter(name).grad, gradient, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("core", ["lstm", "gru"])
 def test_nothing_is_remembered_across_episodes(core: str) -> None:
     network = build(VECTOR, core=core, core_size=16)
     observation, first = torch.randn(T, B, 5), torch.zeros(T, B, dtype=torch.bool)
@@ -339,7 +358,7 @@ def test_a_module_with_state_sees_sequences(zoo: Zoo) -> None:
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (lambda spaces, num_params: Plain(num_params + 1), r"zoo:factory.*Discrete\(3\).*params.*\(2, 3, 4\).*\(2, 3, 3\)"),
+        (lambda spaces, num_params: Plain(num_params + 1), r"zoo:factory.*Discrete\(3\).*\(2, 3, 4\).*\(2, 3, 3\)"),
         (lambda spaces, num_params: Plain(num_params, (1,)), r"value has the shape \(2, 3, 1\), expected \(2, 3\)"),
         (lambda spaces, num_params: nn.Linear(5, 3), r"zoo:factory.*failed.*must return \(params, value\)"),
         (lambda spaces, num_params: nn.Linear(6, 3), r"zoo:factory.*failed.*RuntimeError"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -53,6 +53,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(ends, draw(st.integers(0, 2**31)), draw(st.booleans()))
 
 
+@settings(deadline=None)
 @given(cases(), st.sampled_from([0.0, 0.7, 1.0]))
 def test_gae_is_the_discounted_sum_of_td_errors(case: Case, trace_lambda: float) -> None:
     got = gae(case.reward, case.discount, case.value, case.valid, trace_lambda)
@@ -65,6 +66,7 @@ def test_gae_is_the_discounted_sum_of_td_errors(case: Case, trace_lambda: float)
             assert got[t, b].item() == pytest.approx(expected, abs=1e-9)
 
 
+@settings(deadline=None)
 @given(cases(), st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([0.4, 1.0]), st.sampled_from([0.8, 1.0]))
 def test_vtrace_is_equation_1(case: Case, rho_clip: float, c_clip: float, trace_lambda: float) -> None:
     got = vtrace(
@@ -94,6 +96,7 @@ def test_vtrace_is_equation_1(case: Case, rho_clip: float, c_clip: float, trace_
             assert got.advantage_TB[t, b].item() == pytest.approx(advantage, abs=1e-9)
 
 
+@settings(deadline=None)
 @given(cases(), st.integers(1, 12))
 def test_n_step_returns_stop_at_ends(case: Case, n: int) -> None:
     got = n_step_returns(case.reward, case.discount, case.value, case.valid, n)
@@ -108,6 +111,7 @@ def test_n_step_returns_stop_at_ends(case: Case, n: int) -> None:
             assert got[t, b].item() == pytest.approx(expected, abs=1e-9)
 
 
+@settings(deadline=None)
 @given(cases())
 def test_on_policy_vtrace_is_the_longest_n_step_return(case: Case) -> None:
     on_policy = torch.zeros(case.T, case.B, dtype=torch.float64)

@@ -16,3 +16,6 @@ def build_algorithm(config: AlgorithmConfig, model: Model, seed: int) -> Algorit
             return Impala(config, model, seed)
         case PpoConfig():
             return Ppo(config, model, seed)
+
+
+__all__ = ["Algorithm", "Impala", "Model", "Ppo", "build_algorithm"]

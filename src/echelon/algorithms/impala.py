@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-
 from echelon.algorithms.model import Model
 from echelon.algorithms.protocol import Loss
 from echelon.algorithms.rewards import RewardScale

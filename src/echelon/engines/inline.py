@@ -11,7 +11,6 @@ class InlineEngine:
     def __init__(self) -> None:
         self._roles: dict[str, Role] = {}
         self._exits: list[Exit] = []
-        self.descriptor = -1
 
     def start(self, spec: ProcessSpec) -> None:
         self._roles[spec.name] = make_role(spec)
@@ -27,18 +26,16 @@ class InlineEngine:
     def signal(self, name: str, number: int) -> None:
         del name, number  # roles of the caller's own process are never killed
 
-    def running(self) -> bool:
-        return bool(self._roles) and not self._exits
-
-    def turn(self, timeout_s: float) -> None:
-        del timeout_s  # nobody sleeps here: whom would the sleeper wait for?
+    def turn(self) -> bool:
+        """One step of every role; False once none is left or one has just finished."""
         for name, role in list(self._roles.items()):
             if not role.finished:
-                role.step(0.0)
+                role.step(0.0)  # nobody sleeps here: whom would the sleeper wait for?
             if role.finished:
                 role.close()
                 del self._roles[name]
                 self._exits.append(Exit(name, 0, 0, 0))
+        return bool(self._roles) and not self._exits
 
     def close(self, timeout_s: float) -> None:
         del timeout_s

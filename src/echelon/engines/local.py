@@ -86,11 +86,10 @@ class LocalEngine:
     def signal(self, name: str, number: int) -> None:
         self._send(do="signal", name=name, number=number)
 
-    def turn(self, timeout_s: float) -> None:
-        """Nothing to do here: every role has a process of its own."""
-
     def close(self, timeout_s: float) -> None:
-        """Waits `timeout_s` for the roles to leave, then kills what is left, and ends the server."""
+        """Waits `timeout_s` for the roles to leave, then kills what is left, and ends the server. May be called twice."""
+        if self._socket.fileno() < 0:
+            return
         deadline = time.monotonic() + timeout_s
         while self._pids and time.monotonic() < deadline:
             self._receive(0.05)

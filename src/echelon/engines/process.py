@@ -68,9 +68,6 @@ class Engine(Protocol):
 
     def signal(self, name: str, number: int) -> None: ...
 
-    def turn(self, timeout_s: float) -> None:
-        """Gives roles that live in the caller's process their turn, or waits for an exit."""
-
     def close(self, timeout_s: float) -> None:
         """Ends what still runs: politely for `timeout_s`, then not."""
 

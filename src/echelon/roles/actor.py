@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from echelon.algorithms.model import Model
 from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
 from echelon.errors import EnvError
 from echelon.roles.acting import LocalActing
 from echelon.roles.context import Context, Station
 from echelon.roles.plan import Plan
-from echelon.schema import Tree, TrajectorySchema, unflatten
+from echelon.schema import TrajectorySchema, Tree, unflatten
 
 Array = np.ndarray[Any, Any]
 

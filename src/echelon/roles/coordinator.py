@@ -129,14 +129,14 @@ class Coordinator:
             raise KeyboardInterrupt
 
     def _loop(self) -> None:
-        inline = isinstance(self.engine, InlineEngine)
         next_look = 0.0
         while self.summary is None:
-            if inline:
-                self.engine.turn(0.0)
-                if time.perf_counter() < next_look and self.engine.running():
-                    continue
-            self.world.poll(0.0 if inline else LOOP_S, [] if inline else [self.engine.descriptor])
+            if isinstance(self.engine, InlineEngine):
+                while self.engine.turn() and time.perf_counter() < next_look:
+                    pass
+                self.world.poll(0.0)
+            else:
+                self.world.poll(LOOP_S, [self.engine.descriptor])
             next_look = time.perf_counter() + LOOP_S
             for gone in self.engine.exits():
                 self._on_exit(gone)

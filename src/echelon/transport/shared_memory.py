@@ -6,6 +6,7 @@ visible in program order (x86), which `check_platform` makes sure of.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import platform
@@ -70,18 +71,14 @@ class Doorbell:
         self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def ring(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.write(self.descriptor, b"\0")
-        except BlockingIOError:
-            pass
 
     def clear(self) -> None:
         """Forgets past rings; call it before looking at what they announced, so that none is missed."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             while len(os.read(self.descriptor, 65536)) == 65536:
                 pass
-        except BlockingIOError:
-            pass
 
     def wait(self, timeout_s: float) -> bool:
         ready, _, _ = select.select([self.descriptor], [], [], timeout_s)
@@ -99,7 +96,7 @@ class SlotRing:
     (trajectories read, written by the learner) and `granted` (trajectories the actor may start in all, written by the
     learner: this is the admission ticket that bounds the lag, and the backpressure). An actor at its grant waits on its
     `free` doorbell, rung by `grant`. The learner waits on `ready`, rung by `commit`.
-    If an actor dies while writing, its successor begins again at `head`, once the dead one is reaped: the row is unread.
+    If an actor dies while writing, its successor begins again at `head` once the dead one is reaped: the row is unread.
     If the learner dies, the words stay; its successor reads on at `released`.
     """
 

@@ -52,7 +52,7 @@ class World:
         self._host_address = host_address or self.address
         self._host: Member | None = None
         self._directory = Directory()
-        self._early: list[Directory] = []  # directories that overtook the answer to `_join`
+        self._held: list[Arrival] = []  # requests that came while joining: nobody could `serve` anything yet
         self._progress: dict[str, Progress] = {}
         self._pending: dict[int, Pending] = {}
         self._numbers = itertools.count(1)
@@ -72,7 +72,10 @@ class World:
 
     @classmethod
     def join(cls, address: str, name: str, *, timeout_s: float = 10.0, limits: Limits = DEFAULT_LIMITS) -> World:
-        """Enters the world hosted at `address`; whoever bore `name` before is replaced."""
+        """Enters the world hosted at `address`; whoever bore `name` before is replaced.
+
+        Others may call at once; nothing is served before the first `poll` or `call`, so `serve` what you have first.
+        """
         check_name(name)
         incarnation = secrets.token_hex(8)
         world = cls(member_address(address, name, incarnation), name, incarnation, address, limits)
@@ -85,8 +88,6 @@ class World:
                     world._host = world._directory.members.get(host_name)
                 case other:
                     raise Refused(f"the host at {address} answered a join with a {type(other).__name__}.")
-            for newer in world._early:
-                world._adopt(newer)
         except BaseException:
             world._endpoint.send(address, world._frames(0, "_leave", ()))  # the host may yet read our `_join`
             world.close()
@@ -146,13 +147,17 @@ class World:
 
         True if a message came in.
         """
-        came = False
-        for arrival in self._endpoint.arrivals(timeout_s, fds):
+        came, held = False, []
+        if self._host is not None and self._held:
+            held, self._held, timeout_s = self._held, [], 0.0
+        for arrival in itertools.chain(held, self._endpoint.arrivals(timeout_s, fds)):
             came = True
-            if arrival.connection:
-                self._take_request(arrival)
-            else:
+            if arrival.address:
                 self._take_answer(arrival)
+            elif self._host is None:
+                self._held.append(arrival)
+            else:
+                self._take_request(arrival)
         return came
 
     def beat(self, progress: int) -> None:
@@ -298,8 +303,6 @@ class World:
                 return self._on_beat(request.sender, counter, epoch)
             case "_leave", () if self._is_host:
                 return self._strike(request.sender, "it left")
-            case "_directory", (directory,) if self._host is None:
-                return self._early.append(Directory.from_wire(directory))
             case "_directory", (directory,) if self._host and request.incarnation == self._host.incarnation:
                 return self._adopt(Directory.from_wire(directory))
         raise Refusal(f"{self.name!r} does not take {request.function[:80]!r} from {request.sender[:80]!r}.")

@@ -1,0 +1,74 @@
+"""Where the time goes, in one sentence: which part of a run limits it, and what to change."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+Shares = Mapping[str, float]  # phase -> share of a role's wall time, in [0, 1]
+
+PHASES = ("env", "act", "learn", "transfer", "wait")
+BUSY = 0.9  # a role, or all cores together, above this share has nothing left to give
+_WORK = ("env", "act", "learn", "transfer")
+_REMEDIES = {
+    "env": "A vectorised environment would cost less a step (--env.vector vector_entry_point, or envpool:ID)",
+    "act": "More environments per actor (--envs-per-actor) would share each forward pass",
+    "learn": "Fewer epochs, a smaller network or a GPU (--device cuda) would cost less a sample",
+    "transfer": "Longer trajectories (--actor.trajectory) would pass data on less often",
+}
+
+
+def bottleneck(roles: Mapping[str, Shares], *, num_cores: int, num_processes: int) -> str:
+    """One sentence naming the bottleneck and one naming the remedy.
+
+    `roles` maps names such as "actor-0" and "learner" to phase shares; `num_processes` is how many run on `num_cores`.
+    """
+    actors = [shares for name, shares in roles.items() if name.startswith("actor")]
+    learners = [shares for name, shares in roles.items() if name.startswith("learner")]
+    if not actors or not learners:
+        return "bottleneck: not known (no times from actors and learner yet)."
+    work = {phase: sum(shares.get(phase, 0.0) for shares in roles.values()) for phase in _WORK}
+    if num_processes >= num_cores and sum(work.values()) >= BUSY * num_cores:
+        return _processor(work, num_cores)
+    actors_busy, learner_busy = _busy(actors), _busy(learners)
+    waits = f"actors wait {_mean(actors, 'wait'):.0%}, the learner {_mean(learners, 'wait'):.0%}"
+    if max(actors_busy, learner_busy) < 0.6:
+        return (
+            f"bottleneck: none is busy; they wait for each other ({waits}). Allowing lag (--learner.max_lag 1, or more "
+            "--actor.slots) would let them work at the same time."
+        )
+    if learner_busy >= actors_busy:
+        return (
+            f"bottleneck: the learner (busy {learner_busy:.0%}; actors wait {_mean(actors, 'wait'):.0%}). "
+            "Larger batches (--learner.batch), a GPU (--device cuda) or fewer epochs would help."
+        )
+    return _acting(actors, learners, num_cores - num_processes)
+
+
+def _acting(actors: list[Shares], learners: list[Shares], free_cores: int) -> str:
+    shares = {phase: _mean(actors, phase) for phase in ("env", "act", "transfer")}
+    phase = max(shares, key=shares.__getitem__)
+    part = {"env": "stepping the environments", "act": "choosing actions", "transfer": "handing over data"}[phase]
+    more = f" More actors (--actor.num_actors, {free_cores} cores are free) would help too." if free_cores > 0 else ""
+    return (
+        f"bottleneck: the actors, {part} ({phase} {shares[phase]:.0%} of an actor's time; "
+        f"the learner waits {_mean(learners, 'wait'):.0%}). {_REMEDIES[phase]}.{more}"
+    )
+
+
+def _processor(work: Mapping[str, float], num_cores: int) -> str:
+    total = sum(work.values())
+    split = ", ".join(f"{phase} {work[phase] / total:.0%}" for phase in _WORK)
+    largest = max(work, key=work.__getitem__)
+    return (
+        f"bottleneck: the processor, all {num_cores} cores are busy ({split}). More cores, or less work: "
+        f"{_REMEDIES[largest][0].lower()}{_REMEDIES[largest][1:]}."
+    )
+
+
+def _busy(roles: list[Shares]) -> float:
+    return statistics.fmean(sum(shares.get(phase, 0.0) for phase in _WORK) for shares in roles)
+
+
+def _mean(roles: list[Shares], phase: str) -> float:
+    return statistics.fmean(shares.get(phase, 0.0) for shares in roles)

@@ -1,0 +1,236 @@
+"""Checkpoints: a tree of state as safetensors and JSON, written whole or not at all, verified when read.
+
+A checkpoint is a folder `step_000000012345` with `tensors.safetensors` (every tensor and array) and `state.json` (the
+rest, and the SHA-256 of both). It appears by a rename, so a reader never sees half of one; a crash leaves at most a
+temporary folder, which the next look cleans away. One process writes a folder of checkpoints; any number may read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from echelon.errors import ConfigError
+from echelon.runs.packing import Packed, as_bytes, pack, unpack
+
+FORMAT = 1
+TENSORS, STATE = "tensors.safetensors", "state.json"
+FOREIGN_TEMPORARY_AGE_S = 3600.0  # a temporary folder of another host is taken for abandoned after this
+
+_STEP = re.compile(r"step_(\d{12,})")
+_TEMPORARY = re.compile(r"\.tmp-(?P<pid>\d+)-(?P<host>.+)")
+
+
+def save_checkpoint(folder: Path, tree: Any, *, step: int, keep: int) -> Path:
+    """Write `tree` as the checkpoint of `step` and remove all but the newest `keep`; returns its path.
+
+    Checkpoints beyond `step` belong to a future that a resume from an earlier one gave up (or that was damaged): they
+    are removed too, so the newest by number is always the newest by time.
+    """
+    if keep < 1:
+        raise ConfigError(f"keep={keep} checkpoints in {folder}: at least 1 has to be kept.")
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"step_{step:012d}"
+    new, old = _temporary(folder, "new"), _temporary(folder, "old")
+    for path in (new, old):  # a predecessor in a restarted container had the same process id
+        shutil.rmtree(path, ignore_errors=True)
+    new.mkdir()
+    try:
+        _write(new, pack(tree), step)
+        if target.exists():
+            os.rename(target, old)
+        os.rename(new, target)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    _sync(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    past = [path for path in _checkpoints(folder) if _step(path) <= step]
+    for path in set(_checkpoints(folder)) - set(past[-keep:]):
+        shutil.rmtree(path, ignore_errors=True)
+    return target
+
+
+def load_checkpoint(path: Path) -> Any:
+    """The tree saved at `path`, tensors on the CPU; damage raises ConfigError and names the previous checkpoint."""
+    structure, raw = _verified(path)
+    try:
+        return unpack(Packed(structure, safetensors.torch.load(raw)))
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise _damaged(path, path / STATE, f"its content does not decode ({error!r})") from error
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint in `folder`, unread; temporary folders that a dead writer left are removed."""
+    for path in folder.glob(".tmp-*"):
+        if _is_abandoned(path):
+            shutil.rmtree(path, ignore_errors=True)
+    found = _checkpoints(folder)
+    return found[-1] if found else None
+
+
+def newest_intact(folder: Path) -> tuple[Path, str] | None:
+    """The newest checkpoint that verifies, and a message about the damaged ones passed over ("" if none).
+
+    None if there is no checkpoint at all; ConfigError if there are some and every one is damaged.
+    """
+    if latest_checkpoint(folder) is None:
+        return None
+    troubles: list[str] = []
+    for path in reversed(_checkpoints(folder)):
+        try:
+            _verified(path)
+        except ConfigError as error:
+            troubles.append(str(error))
+        else:
+            return path, "".join(f"{trouble}\n" for trouble in troubles) + f"Using {path}." if troubles else ""
+    raise ConfigError(f"no checkpoint in {folder} is intact:\n" + "\n".join(troubles))
+
+
+def weights_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
+    """One hash of names, dtypes, shapes and bytes, whatever the order, the device or the file they lie in."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode() + b"\n")
+        digest.update(as_bytes(tensor).numpy().data)
+    return digest.hexdigest()
+
+
+def save_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a plain safetensors file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        _write_file(temporary, safetensors.torch.save(copies, dict(metadata)))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, on the CPU."""
+    try:
+        return safetensors.torch.load(path.read_bytes())
+    except (OSError, safetensors.SafetensorError) as error:
+        raise _unreadable_weights(path, error) from error
+
+
+def weights_metadata(path: Path) -> dict[str, str]:
+    """The metadata given to `save_weights`."""
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, safetensors.SafetensorError) as error:
+        raise _unreadable_weights(path, error) from error
+
+
+def _write(folder: Path, packed: Packed, step: int) -> None:
+    raw = safetensors.torch.save(packed.tensors)
+    text = _canonical(packed.structure)
+    state = {
+        "format": FORMAT,
+        "step": step,
+        "tensors_sha256": hashlib.sha256(raw).hexdigest(),
+        "structure_sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }
+    _write_file(folder / TENSORS, raw)
+    _write_file(folder / STATE, (json.dumps(state)[:-1] + f', "structure": {text}}}\n').encode())
+    _sync(folder)
+
+
+def _verified(path: Path) -> tuple[Any, bytes]:
+    """The structure and the tensor bytes of a checkpoint whose format and hashes are right."""
+    try:
+        state = json.loads((path / STATE).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, path / STATE, f"it cannot be read ({error})") from error
+    if not isinstance(state, dict) or "structure" not in state:
+        raise _damaged(path, path / STATE, "it has no structure")
+    if state.get("format") != FORMAT:
+        raise ConfigError(
+            f"the checkpoint {path / STATE} has format {state.get('format')!r}; this Echelon reads format {FORMAT}. "
+            "Resume it with the version that wrote it (see versions in the run's config.json)."
+        )
+    text = _canonical(state["structure"])
+    if hashlib.sha256(text.encode()).hexdigest() != state.get("structure_sha256"):
+        raise _damaged(path, path / STATE, "its structure does not have the SHA-256 it names")
+    try:
+        raw = (path / TENSORS).read_bytes()
+    except OSError as error:
+        raise _damaged(path, path / TENSORS, f"it cannot be read ({error})") from error
+    found = hashlib.sha256(raw).hexdigest()
+    if found != state.get("tensors_sha256"):
+        wanted = str(state.get("tensors_sha256"))
+        raise _damaged(path, path / TENSORS, f"its SHA-256 is {found[:12]}…, {STATE} says {wanted[:12]}…")
+    return state["structure"], raw
+
+
+def _damaged(path: Path, file: Path, what: str) -> ConfigError:
+    earlier = [other for other in _checkpoints(path.parent) if _step(other) < _step(path)]
+    remedy = f"Use the previous checkpoint {earlier[-1]}." if earlier else "There is no earlier one: start a new run."
+    return ConfigError(f"the checkpoint file {file} is damaged: {what}. {remedy}")
+
+
+def _unreadable_weights(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"the weights file {path} cannot be read: {error}. Give a whole .safetensors file.")
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if _STEP.fullmatch(path.name)), key=_step)
+
+
+def _step(path: Path) -> int:
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else sys.maxsize
+
+
+def _temporary(folder: Path, what: str) -> Path:
+    return folder / f".tmp-{os.getpid()}-{socket.gethostname()}.{what}"
+
+
+def _is_abandoned(path: Path) -> bool:
+    match = _TEMPORARY.fullmatch(path.name)
+    if match is None:
+        return False
+    if match["host"].rpartition(".")[0] != socket.gethostname():
+        try:
+            return time.time() - path.stat().st_mtime > FOREIGN_TEMPORARY_AGE_S
+        except FileNotFoundError:
+            return False
+    return not Path(f"/proc/{match['pid']}").exists()
+
+
+def _canonical(structure: Any) -> str:
+    return json.dumps(structure, separators=(",", ":"), allow_nan=False)
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,228 @@
+"""What a user sees while a run trains: a live panel on a terminal, a line every few seconds anywhere else.
+
+Nothing here runs by itself: the caller's `update` draws, at most REFRESH_HZ times a second, so there is no thread. A
+terminal that goes away silences the console; it never ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console as Terminal
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
+
+from echelon.runs.bottleneck import PHASES
+from echelon.runs.report import duration
+
+REFRESH_HZ = 4.0  # a frame costs about 1 ms: 0.4 % of a core
+FIRST_LINE_S, LINE_INTERVAL_S = 1.0, 5.0  # of the plain lines
+BAR_WIDTH = 40
+PROGRESS_WIDTH = BAR_WIDTH + 12  # as wide as a role's name and its bar
+MAX_ROWS = 6  # roles of one kind beyond this are shown as their mean
+COLOURS = {"env": "green", "act": "cyan", "learn": "magenta", "transfer": "yellow", "wait": "bright_black"}
+
+
+@dataclass(slots=True)
+class Status:
+    """A run at one moment. `roles` maps a role's name to the share of its wall time that each phase took."""
+
+    env_steps: int
+    steps_per_s: float
+    wall_s: float
+    fraction: float | None = None  # of the way to the end, where the end is known
+    episodes: int = 0
+    return_mean: float | None = None
+    evaluation_return: float | None = None
+    lag_mean: float = 0.0
+    lag_max: float = 0.0
+    updates: int = 0
+    dropped: int = 0  # trajectories that came too late
+    roles: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+class _Terminal(Terminal):
+    """A terminal that falls silent when its reader leaves, where rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
+class Console:
+    """Shows the status and the messages of one run on `output`; nothing else may print there until `close`."""
+
+    def __init__(
+        self,
+        title: str,
+        run_dir: Path,
+        output: TextIO | None = None,
+        *,
+        live: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._output = output or sys.stdout
+        self._clock = clock
+        self._head = f"{title} -> {run_dir}"
+        self._silent = False
+        self._live: Live | None = None
+        if self._output.isatty() if live is None else live:
+            self._next_s = clock()
+            terminal = _Terminal(file=self._output, force_terminal=True, highlight=False)
+            self._live = Live(Text(self._head), console=terminal, auto_refresh=False, transient=True)
+            with self._guard():
+                self._live.start(refresh=True)
+            if self._silent:
+                self._live = None  # it never started
+        else:
+            self._next_s = clock() + FIRST_LINE_S
+            self._write(self._head)
+
+    def update(self, status: Status) -> None:
+        """Show `status` if it is time to; cheap enough for every turn of a loop."""
+        now = self._clock()
+        if now < self._next_s:
+            return
+        if self._live is None:
+            self._next_s = now + LINE_INTERVAL_S
+            self._write(plain_line(status))
+        elif not self._silent:
+            self._next_s = now + 1 / REFRESH_HZ
+            with self._guard():
+                self._live.update(panel(self._head, status), refresh=True)
+
+    def message(self, text: str) -> None:
+        """Show an event (a role restarted, an environment failed) at once, above the panel."""
+        if self._live is None:
+            self._write(text)
+        elif not self._silent:
+            with self._guard():
+                self._live.console.print(Text(text))
+
+    def close(self) -> None:
+        """Take the panel away; the terminal is as before. May be called twice."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.console.quiet |= self._silent
+            with self._guard():
+                live.stop()  # also where the terminal is gone: it gives back sys.stdout and sys.stderr
+
+    def _write(self, text: str) -> None:
+        if not self._silent:
+            with self._guard():
+                write_text(self._output, text)
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:  # the reader of a pipe left, or the terminal closed
+            self._silent = True
+
+
+def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> None:
+    """Print the closing block of a run: what came of it, what it cost, where it lies and what limited it.
+
+    Reads status, env_steps, wall_s, env_steps_per_s, return_mean, evaluation_return, lag_mean, lag_max, checkpoint,
+    curve, run_dir and bottleneck; what is missing or None is left out.
+    """
+
+    def given(form: str, *keys: str) -> str:
+        values = [summary.get(key) for key in keys]
+        return "" if None in values else form.format(*values)
+
+    wall_s = summary.get("wall_s")
+    rows = {
+        "status": given("{}", "status"),
+        "steps": given("{:,}", "env_steps"),
+        "time": duration(wall_s) if wall_s is not None else "",
+        "steps/s": given("{:,.0f}", "env_steps_per_s"),
+        "return": given("{:,.1f}", "return_mean") + given(" (evaluation {:,.1f})", "evaluation_return"),
+        "lag": given("{:.2f} mean, {:.0f} max", "lag_mean", "lag_max"),
+        "run": given("{}", "run_dir"),
+        "checkpoint": given("{}", "checkpoint"),
+        "curve": given("{}", "curve"),
+    }
+    lines = [f"{name:<12}{text.strip()}" for name, text in rows.items() if text]
+    write_text(output or sys.stdout, "\n".join([*lines, str(summary.get("bottleneck") or "")]).rstrip())
+
+
+def plain_line(status: Status) -> str:
+    """`status` as one line of plain text."""
+    return " | ".join(text for _, text in _figures(status))
+
+
+def panel(head: str, status: Status) -> Group:
+    """`status` as the live panel: progress, figures, and where each role's time goes."""
+    figures = Text("  ").join(Text.assemble((text, style)) for style, text in _figures(status))
+    parts: list[Any] = [Text(head, style="bold", no_wrap=True, overflow="ellipsis")]
+    if status.fraction is not None:
+        filled = round(min(max(status.fraction, 0.0), 1.0) * PROGRESS_WIDTH)
+        parts.append(Text.assemble(("━" * filled, "green"), ("━" * (PROGRESS_WIDTH - filled), "bright_black")))
+    parts.append(figures)
+    if status.roles:
+        legend = [Text.assemble(("■ ", COLOURS[phase]), phase) for phase in PHASES]
+        parts.append(Text("  ").join([Text(" " * 10), *legend]))
+        parts += [_bar(name, shares) for name, shares in _rows(status.roles)]
+    return Group(*parts)
+
+
+def write_text(output: TextIO, text: str) -> None:
+    """Write a line that any encoding of `output` can carry, at once."""
+    encoding = getattr(output, "encoding", None) or "utf-8"
+    output.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+    output.flush()
+
+
+def _figures(status: Status) -> list[tuple[str, str]]:
+    """The figures of a status in reading order, each with its style."""
+    figures = [("", duration(status.wall_s))]
+    if status.fraction is not None:
+        figures.append(("bold", f"{status.fraction:.0%}"))
+    figures += [("", f"steps {status.env_steps:,}"), ("", f"{status.steps_per_s:,.0f} steps/s")]
+    if status.return_mean is not None:
+        figures.append(("bold green", f"return {status.return_mean:,.1f}"))
+    if status.evaluation_return is not None:
+        figures.append(("green", f"evaluation {status.evaluation_return:,.1f}"))
+    figures.append(("", f"episodes {status.episodes:,}"))
+    figures.append(("", f"updates {status.updates:,}"))
+    figures.append(("", f"lag {status.lag_mean:.1f} (max {status.lag_max:.0f})"))
+    if status.dropped:
+        figures.append(("yellow", f"dropped {status.dropped:,}"))
+    return figures
+
+
+def _rows(roles: Mapping[str, Mapping[str, float]]) -> list[tuple[str, Mapping[str, float]]]:
+    """One row a role; many of one kind (actor-0, actor-1, ...) as one row of their mean."""
+    kinds: dict[str, list[str]] = {}
+    for name in roles:
+        kinds.setdefault(re.sub(r"-\d+$", "", name), []).append(name)
+    rows: list[tuple[str, Mapping[str, float]]] = []
+    for kind, names in kinds.items():
+        if len(names) <= MAX_ROWS:
+            rows += [(name, roles[name]) for name in names]
+        else:
+            mean = {phase: statistics.fmean(roles[name].get(phase, 0.0) for name in names) for phase in PHASES}
+            rows.append((f"{kind} x{len(names)}", mean))
+    return rows
+
+
+def _bar(name: str, shares: Mapping[str, float]) -> Text:
+    """A bar of BAR_WIDTH cells, each phase in proportion; what no phase claims stays blank."""
+    bar, passed, drawn = Text(f"{name[:11]:<12}", no_wrap=True), 0.0, 0
+    for phase in PHASES:
+        passed += max(0.0, shares.get(phase, 0.0))
+        end = min(BAR_WIDTH, round(passed * BAR_WIDTH))  # rounding the running sum keeps the bar's whole length right
+        bar.append("█" * (end - drawn), style=COLOURS[phase])
+        drawn = end
+    busy = sum(max(0.0, share) for phase, share in shares.items() if phase != "wait")
+    bar.append(" " * (BAR_WIDTH - drawn) + f" {min(busy, 1.0):4.0%} busy")
+    return bar

@@ -1,0 +1,161 @@
+"""The run folder: everything one training left behind, enough to repeat, resume, play and report it.
+
+`config.json`, `metrics.jsonl`, TensorBoard events, `checkpoints/`, `logs/`, and at the end `summary.json`, `curve.png`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import ConfigError
+from echelon.runs.metrics import plain
+
+FORMAT = 1
+CONFIG, SUMMARY = "config.json", "summary.json"
+GIT_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """One run on disk; made by `create` or `open`."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @classmethod
+    def create(cls, path: Path) -> RunFolder:
+        """A new folder; one that holds anything already is refused."""
+        run = cls(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            taken = any(path.iterdir())
+            if not taken:
+                run.checkpoints.mkdir()
+                run.logs.mkdir()
+        except OSError as error:
+            raise ConfigError(f"the run folder {path} cannot be made: {error}. Choose another --run-dir.") from error
+        if taken:
+            raise ConfigError(
+                f"the run folder {path} is not empty. Continue that run with `echelon resume {path}`, or choose "
+                "another --run-dir."
+            )
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """An existing run whose config.json is there, whole and of this format."""
+        if not path.is_dir():
+            raise ConfigError(f"there is no run folder {path}. Give the folder that `echelon train` named.")
+        if not (path / CONFIG).is_file():
+            raise ConfigError(f"{path} is not a run folder: it has no {CONFIG}. Give the folder `echelon train` named.")
+        run = cls(path)
+        run.read_config()
+        return run
+
+    def write_config(self, config_json: Mapping[str, Any]) -> None:
+        """Write the configuration, and beside it the format and the versions it ran with."""
+        _write_json(self.path / CONFIG, {"format": FORMAT, "versions": versions(), "config": dict(config_json)})
+
+    def read_config(self) -> dict[str, Any]:
+        """The configuration as `write_config` got it."""
+        path = self.path / CONFIG
+        record = _read_json(path, "Restore it from a copy, or start a new run.")
+        if record.get("format") != FORMAT:
+            raise ConfigError(
+                f"{path} has format {record.get('format')!r}; this Echelon reads format {FORMAT}. Use the version "
+                f"that wrote it: {record.get('versions')}."
+            )
+        config = record.get("config")
+        if not isinstance(config, dict):
+            raise ConfigError(f"{path} is damaged: config={config!r} is no object. Restore it, or start a new run.")
+        return config
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        _write_json(self.path / SUMMARY, plain(summary))
+
+    def read_summary(self) -> dict[str, Any]:
+        """The summary of a run that ended; ConfigError while it has none."""
+        return _read_json(self.path / SUMMARY, f"A run writes it when it ends: `echelon resume {self.path}`.")
+
+
+def default_run_dir(preset: str, env_id: str) -> Path:
+    """A folder name that is free now: runs/impala-CartPole-v1-20260102-030405."""
+    env = re.sub(r"[^\w.-]+", "-", env_id)[-60:].strip("-.") or "env"
+    stem = Path("runs") / f"{preset}-{env}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, count = stem, 1
+    while path.exists():
+        count += 1
+        path = stem.with_name(f"{stem.name}-{count}")
+    return path
+
+
+def versions() -> dict[str, str | None]:
+    """What this process runs: Python, the libraries that shape results, and the commit it was started from."""
+    names = ("torch", "echelon", "gymnasium", "numpy")
+    return {"python": platform.python_version()} | {name: _version(name) for name in names} | {"git": _commit()}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return getattr(sys.modules.get(name), "__version__", None)
+
+
+def _commit() -> str | None:
+    """The commit of the working directory's repository, else of the checkout this package runs from."""
+    source = Path(__file__).resolve().parents[2]
+    places = [Path.cwd(), source.parent] if source.name == "src" else [Path.cwd()]
+    for place in places:
+        command = ["git", "-C", str(place), "rev-parse", "--short", "HEAD"]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if answer.returncode == 0:
+            return answer.stdout.strip()
+    return None
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write `data` whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(data, file, indent=2, ensure_ascii=False, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read_json(path: Path, remedy: str) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}. {remedy}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: {error}. {remedy}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} is damaged: it holds {data!r:.40}, not an object. {remedy}")
+    return data

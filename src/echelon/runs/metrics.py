@@ -1,0 +1,117 @@
+"""The metrics of a run: one JSON object a line in `metrics.jsonl`, the numbers of it as TensorBoard scalars."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from echelon.errors import ConfigError
+from echelon.runs.events import EventWriter
+
+METRICS = "metrics.jsonl"
+_NO_SCALARS = ("kind", "env_steps")
+
+
+class MetricsWriter:
+    """Appends rows; each is in the file, for any reader, when `write` returns.
+
+    A row may nest dicts. Its "kind" ("train" if absent) leads the TensorBoard tags, its "env_steps" is their step. A
+    new run never overwrites a record; a resumed one (`append`) first drops a last line that a crash cut short.
+    """
+
+    def __init__(self, run_dir: Path, append: bool) -> None:
+        path = run_dir / METRICS
+        if append:
+            _drop_broken_end(path)
+        try:
+            self._file = path.open("ab" if append else "xb")
+        except FileExistsError as error:
+            raise ConfigError(
+                f"{path} already exists: a new run does not overwrite the record of another. Continue that run with "
+                f"`echelon resume {run_dir}`, or choose another --run-dir."
+            ) from error
+        self._events = EventWriter(run_dir)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        data = plain(row)
+        self._file.write(json.dumps(data, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        step = data.get("env_steps")
+        if isinstance(step, int):
+            numbers = {key: value for key, value in data.items() if key not in _NO_SCALARS}
+            self._events.scalars(step, dict(_scalars(numbers, str(data.get("kind", "train")))), time.time())
+            self._events.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        self._events.close()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Every whole row of a run; a last line still being written is left out."""
+    path = run_dir / METRICS
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is not whole
+    except OSError as error:
+        raise ConfigError(f"the metrics {path} cannot be read: {error}. Give the folder of a run.") from error
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        row = _row(line)
+        if row is not None:
+            rows.append(row)
+        elif number < len(lines):
+            raise ConfigError(
+                f"{path}, line {number}, is not a JSON object: {line[:60]!r}. Remove that line; the others are whole."
+            )
+    return rows
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _drop_broken_end(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        data = file.read()
+        end = data.rfind(b"\n") + 1
+        last = data.rfind(b"\n", 0, max(end - 1, 0)) + 1
+        if end and _row(data[last:end]) is None:
+            end = last
+        file.truncate(end)
+
+
+def plain(value: Any) -> Any:
+    """`value` as strict JSON: numpy and torch values as numbers, paths as text, what is not finite as null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, np.ndarray | np.generic | torch.Tensor):
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _scalars(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    for key, value in row.items():
+        tag = f"{prefix}/{key}"
+        if isinstance(value, Mapping):
+            yield from _scalars(value, tag)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield tag, float(value)

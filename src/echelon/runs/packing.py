@@ -1,0 +1,96 @@
+"""Trees of state as JSON beside named tensors: what a checkpoint is made of.
+
+Plain JSON stands for itself; what JSON cannot say is a dict with one reserved key: $tuple, $items (a dict whose keys
+are not all plain strings), $float (nan, inf), $tensor and $array (the name under which the tensor file holds it).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tree taken apart: `structure` is JSON, `tensors` are copies on the CPU."""
+
+    structure: Any
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def pack(tree: Any) -> Packed:
+    """Take apart dicts, lists, tuples, numbers, strings, None, tensors and numpy arrays; TypeError on anything else."""
+    tensors: dict[str, torch.Tensor] = {}
+    return Packed(_pack(tree, "state", tensors), tensors)
+
+
+def unpack(packed: Packed) -> Any:
+    """The tree that `pack` took apart: the same types, keys, order and bits."""
+    return _unpack(packed.structure, packed.tensors)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `tensor` in row-major order, as a flat uint8 tensor on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    match value:
+        case torch.Tensor():  # copied: tied or sliced tensors share memory, and training goes on
+            return {"$tensor": _keep(tensors, path, value.detach().to("cpu", copy=True).contiguous())}
+        case np.ndarray() | np.generic() if value.dtype.kind in "biufc":  # np.float64 is a float: before the floats
+            raw = np.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), np.uint8)
+            name = _keep(tensors, path, torch.from_numpy(raw.copy()))
+            shape = list(value.shape) if isinstance(value, np.ndarray) else None
+            return {"$array": name, "dtype": value.dtype.str, "shape": shape}
+        case float() if not math.isfinite(value):
+            return {"$float": str(value)}
+        case None | bool() | int() | float() | str():
+            return value
+        case list():
+            return [_pack(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
+        case tuple():
+            return {"$tuple": [_pack(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]}
+        case dict() if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: _pack(item, f"{path}.{key}", tensors) for key, item in value.items()}
+        case dict():
+            items = value.items()
+            return {"$items": [[_pack(k, path, tensors), _pack(v, f"{path}.{k}", tensors)] for k, v in items]}
+    raise TypeError(
+        f"{path} is {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold. Turn it into "
+        "tensors, numeric arrays, numbers, strings, lists, tuples or dicts."
+    )
+
+
+def _unpack(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    match value:
+        case list():
+            return [_unpack(item, tensors) for item in value]
+        case {"$tuple": items}:
+            return tuple(_unpack(item, tensors) for item in items)
+        case {"$items": items}:
+            return {_unpack(key, tensors): _unpack(item, tensors) for key, item in items}
+        case {"$float": text}:
+            return float(text)
+        case {"$tensor": name}:
+            return tensors[name]
+        case {"$array": name, "dtype": dtype, "shape": shape}:
+            array = tensors[name].numpy().copy().view(np.dtype(dtype))
+            return array[0] if shape is None else array.reshape(shape)
+        case dict():
+            return {key: _unpack(item, tensors) for key, item in value.items()}
+    return value
+
+
+def _keep(tensors: dict[str, torch.Tensor], path: str, tensor: torch.Tensor) -> str:
+    """Store `tensor` under `path`, or the next free name where a dotted key already made the same path."""
+    name, count = path, 1
+    while name in tensors:
+        count += 1
+        name = f"{path}#{count}"
+    tensors[name] = tensor
+    return name

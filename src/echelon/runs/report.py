@@ -1,0 +1,123 @@
+"""What a run looks like: its learning curve as a picture, and which part limited it (see `bottleneck`)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import ConfigError
+from echelon.runs.bottleneck import bottleneck
+from echelon.runs.folder import RunFolder
+from echelon.runs.metrics import METRICS, read_metrics
+
+__all__ = ["bottleneck", "draw_curve", "duration"]
+
+CURVE = "curve.png"
+_BLUE, _ORANGE, _GREY = "#1f5fa8", "#d9660f", "#8a8f98"
+Row = dict[str, Any]
+
+
+def draw_curve(run_dir: Path) -> Path:
+    """Draw return and speed over environment steps into `curve.png`, and return its path."""
+    config = RunFolder.open(run_dir).read_config()
+    train, evaluations = _timeline(read_metrics(run_dir))
+    if not train and not evaluations:
+        raise ConfigError(f"{run_dir / METRICS} has no rows to draw yet. Draw the curve when the run has made steps.")
+
+    # matplotlib takes half a second to import, and only this function needs it; Figure alone needs no display.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
+    title = f"{config.get('preset')} · {config.get('env', {}).get('id')} · seed {config.get('seed')}"
+    figure.suptitle(title, x=0.5, fontsize=13, fontweight="bold")
+    upper.set_title(_subtitle(train or evaluations), fontsize=9, color=_GREY)
+    _draw_returns(upper, train, evaluations)
+    _draw_speed(lower, train)
+
+    path, temporary = run_dir / CURVE, run_dir / f".{CURVE}.{os.getpid()}"
+    try:
+        figure.savefig(temporary, format="png")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def duration(seconds: float) -> str:
+    """Wall time as people say it: 42 s, 3 min 05 s, 2 h 07 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _timeline(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """Training and evaluation rows; where a resume went back, what it repeats is left out."""
+    kept: dict[str, list[Row]] = {"train": [], "evaluation": []}
+    for row in rows:
+        kind, steps = row.get("kind", "train"), row.get("env_steps")
+        if kind not in kept or not isinstance(steps, int | float):
+            continue
+        if kind == "train" and kept["train"] and steps < kept["train"][-1]["env_steps"]:
+            kept = {name: [old for old in olds if old["env_steps"] < steps] for name, olds in kept.items()}
+        kept[kind].append(row)
+    return kept["train"], kept["evaluation"]
+
+
+def _points(rows: list[Row], key: str) -> tuple[list[float], list[float]]:
+    found = [(row["env_steps"], row[key]) for row in rows if row.get(key) is not None]
+    return [x for x, _ in found], [y for _, y in found]
+
+
+def _subtitle(rows: list[Row]) -> str:
+    last = rows[-1]
+    parts = [f"{last['env_steps']:,} environment steps"]
+    if last.get("wall_s"):
+        parts[0] += f" in {duration(last['wall_s'])}"
+        parts.append(f"{last['env_steps'] / last['wall_s']:,.0f} steps/s")
+    returns = _points(rows, "return_mean")[1]
+    if returns:
+        parts.append(f"last return {returns[-1]:,.1f}, best {max(returns):,.1f}")
+    return "  ·  ".join(parts)
+
+
+def _draw_returns(axes: Any, train: list[Row], evaluations: list[Row]) -> None:
+    steps, returns = _points(train, "return_mean")
+    if steps:
+        marker = "o" if len(steps) == 1 else None  # a line of one point would be invisible
+        label = "training, mean of last 100 episodes"
+        axes.plot(steps, returns, color=_BLUE, linewidth=1.6, marker=marker, label=label)
+    steps, returns = _points(evaluations, "return_mean")
+    if steps:
+        axes.plot(steps, returns, "o", color=_ORANGE, markersize=5, zorder=3, label="evaluation")
+    if axes.lines:
+        axes.legend(frameon=False, loc="best", fontsize=9)
+    else:
+        axes.text(0.5, 0.5, "no episode ended", transform=axes.transAxes, ha="center", color=_GREY)
+    axes.set_ylabel("return")
+    _plain_frame(axes)
+
+
+def _draw_speed(axes: Any, train: list[Row]) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    steps, speeds = _points(train, "env_steps_per_s")
+    axes.fill_between(steps, speeds, color=_GREY, alpha=0.35, linewidth=0)
+    axes.plot(steps, speeds, color=_GREY, linewidth=1)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("steps/s")
+    axes.set_xlabel("environment steps")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.yaxis.set_major_locator(MaxNLocator(2))
+    _plain_frame(axes)
+
+
+def _plain_frame(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, linewidth=0.5, alpha=0.3)
+    axes.margins(x=0.01)
