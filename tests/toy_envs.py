@@ -62,12 +62,12 @@ class TreeEnv(CounterEnv):
 class ForceEnv(CounterEnv):
     """Continuous actions, which it changes in place; the reward is what it received."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: str) -> None:
         super().__init__(length=100)
-        self.action_space = gym.spaces.Box(-2.0, 2.0, (1,), np.float64)
+        self.action_space = gym.spaces.Box(-2.0, 2.0, (1,), np.dtype(dtype).type)
 
     def step(self, action: Any) -> Step:
-        assert action.dtype == np.float64
+        assert action.dtype == self.action_space.dtype
         received = float(action[0])
         action *= 0.0
         observation, _, terminated, truncated, info = super().step(0)

@@ -23,7 +23,7 @@ class EnvConfig:
     id: str | Callable[..., Any] = "CartPole-v1"  # gymnasium id, "module:factory", "file.py:factory", "envpool:ID"
     kwargs: dict[str, Any] = field(default_factory=dict)
     wrappers: tuple[str, ...] = ()  # "module:callable", applied in order to each environment
-    vector: Literal["auto", "loop", "vector_entry_point"] = "auto"  # auto: vectorised where the package offers it for pixels, else our loop
+    vector: Literal["auto", "loop", "vector_entry_point"] = "auto"  # auto: vectorised for Atari, else our loop
     on_error: Literal["stop", "restart"] = "stop"  # what an environment that raises does to the run
 
 

@@ -121,9 +121,10 @@ def test_dicts_tuples_and_shifted_actions_arrive_leaf_by_leaf() -> None:
     assert_same(stream, rollout(make_group(EnvConfig(id=toy.make_tree_vector), [1, 2]), actions))
 
 
-def test_an_environment_may_change_its_action_without_changing_ours() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_an_environment_may_change_its_action_without_changing_ours(dtype: str) -> None:
     action = np.array([[0.5], [-1.5]], np.float32)
-    stream = rollout(make_group(EnvConfig(id=toy.ForceEnv), [1, 2]), [action])
+    stream = rollout(make_group(EnvConfig(id=toy.ForceEnv, kwargs={"dtype": dtype}), [1, 2]), [action])
     assert stream["reward"][0].tolist() == [0.5, -1.5]
     assert action.tolist() == [[0.5], [-1.5]]
 
@@ -193,10 +194,12 @@ def test_pong_is_preprocessed_seeded_and_truncated_in_next_step_mode() -> None:
     assert spaces.observation == gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
     assert spaces.action == gym.spaces.Discrete(6)
     actions = np.repeat(np.random.default_rng(0).integers(0, 6, (110, 1)), 3, axis=1)
-    stream = rollout(make_group(config, [11, 12, 13]), actions)
-    assert_same(stream, rollout(make_group(config, [11, 12, 13]), actions))
-    lanes = {stream["observation.0"][:, i].tobytes() for i in range(3)}
-    assert len(lanes) == 3  # equal actions, other seeds
+    stream = rollout(make_group(config, [11, 900, 5]), actions)
+    assert_same(stream, rollout(make_group(config, [11, 900, 5]), actions))
+    lanes = [stream["observation.0"][:, i].tobytes() for i in range(3)]
+    assert len(set(lanes)) == 3  # equal actions, other seeds
+    alone = rollout(make_group(config, [900]), actions[:, :1])
+    assert alone["observation.0"].tobytes() == lanes[1]  # an environment's seed is its own, wherever it sits
     assert stream["truncated"][:, 0].nonzero()[0].tolist() == [49, 100]  # 50 steps of 4 frames, and the reset step
     assert (~stream["valid"][:, 0]).nonzero()[0].tolist() == [50, 101]
 

@@ -8,6 +8,7 @@ session folder: nothing survives. If the server itself is killed, the kernel kil
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import faulthandler
@@ -116,10 +117,8 @@ class ForkServer:
         return [json.loads(line) for line in lines]
 
     def _tell(self, **message: Any) -> None:
-        try:
+        with contextlib.suppress(ConnectionError):  # the engine is gone; the next read says so
             self.control.sendall(json.dumps(message).encode() + b"\n")
-        except (BrokenPipeError, ConnectionError):
-            pass  # the engine is gone; the next read says so
 
     def _start(self, spec: ProcessSpec) -> int:
         reader, writer = os.pipe()

@@ -87,7 +87,7 @@ class LocalEngine:
         self._send(do="signal", name=name, number=number)
 
     def close(self, timeout_s: float) -> None:
-        """Waits `timeout_s` for the roles to leave, then kills what is left, and ends the server. May be called twice."""
+        """Waits `timeout_s` for the roles to leave, kills what is left, ends the server; may be called twice."""
         if self._socket.fileno() < 0:
             return
         deadline = time.monotonic() + timeout_s

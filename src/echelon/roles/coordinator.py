@@ -7,6 +7,7 @@ ends every role; `echelon resume` goes on from the newest checkpoint.
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import signal
 import time
@@ -80,8 +81,7 @@ class Coordinator:
 
     def _on_train(self, row: dict[str, Any]) -> None:
         self.row = row
-        shares = {name: share for name, share in self.shares().items()}
-        self.metrics.write({"kind": "train", **row, "time": shares})
+        self.metrics.write({"kind": "train", **row, "time": self.shares()})
 
     def _on_evaluation(self, score: dict[str, Any]) -> None:
         self.evaluation = score
@@ -102,19 +102,15 @@ class Coordinator:
             self._start("evaluator", "evaluator", 0, nice=10)
         previous = signal.getsignal(signal.SIGINT)
         terminate = signal.getsignal(signal.SIGTERM)
-        try:
+        with contextlib.suppress(ValueError):  # not the main thread: signals are somebody else's
             signal.signal(signal.SIGINT, self._on_interrupt)
             signal.signal(signal.SIGTERM, self._on_interrupt)
-        except ValueError:
-            pass  # not the main thread: Ctrl-C is somebody else's
         try:
             self._loop()
         finally:
-            try:
+            with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGINT, previous)
                 signal.signal(signal.SIGTERM, terminate)
-            except ValueError:
-                pass
             self._stop_all()
         assert self.summary is not None
         return self.summary
@@ -190,8 +186,8 @@ class Coordinator:
         recent = [t for t, what in member.failures if what == text and now - t <= supervision.failure_window_s]
         if len(recent) >= supervision.max_same_failures:
             raise RunError(
-                f"{member.spec.name} failed {len(recent)} times within {supervision.failure_window_s:g} s with the same "
-                f"error, so the run ends. {text}\n\n{failure.traceback}"
+                f"{member.spec.name} failed {len(recent)} times within {supervision.failure_window_s:g} s with the "
+                f"same error, so the run ends. {text}\n\n{failure.traceback}"
             )
 
     def _watch(self) -> None:
@@ -226,7 +222,7 @@ class Coordinator:
         while self.engine.pid(name) == pid:
             for gone in self.engine.exits():
                 self._on_exit(gone)
-            self.world.poll(LOOP_S, [self.engine.descriptor])
+            self.world.poll(LOOP_S)
 
     def _stop_all(self) -> None:
         for name, member in self.members.items():

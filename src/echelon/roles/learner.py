@@ -270,10 +270,9 @@ def stop_reason(stop: StopConfig, env_steps: int, returns: list[float], started_
         return "steps"
     if stop.minutes and time.time() - started_at >= 60 * stop.minutes:
         return "minutes"
-    if stop.until_return is not None and len(returns) >= RETURN_WINDOW:
-        if sum(returns) / len(returns) >= stop.until_return:
-            return "return"
-    return ""
+    target = stop.until_return
+    solved = target is not None and len(returns) >= RETURN_WINDOW and sum(returns) / len(returns) >= target
+    return "return" if solved else ""
 
 
 def find_weights(path: str) -> dict[str, torch.Tensor]:
