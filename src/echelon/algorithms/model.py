@@ -22,7 +22,7 @@ FLOATS_PER_LINE = ALIGNMENT // 4
 
 
 class Model:
-    """Network, action distribution, and the flat tensors `parameters` and `gradients` that the network's are views of."""
+    """Network and action distribution; the network's parameters are views of the flat `parameters`, `gradients` alike."""
 
     def __init__(
         self,

@@ -26,7 +26,8 @@ def _machine(shm_dir: str) -> list[tuple[str, str]]:
     from echelon.runs.folder import versions
 
     cores = len(os.sched_getaffinity(0))
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_name(i) for i in range(num_gpus)]
     rows = [("cores", f"{cores} usable of {os.cpu_count()} ({platform.machine()})"), ("gpu", ", ".join(gpus) or "none")]
     if os.path.isdir(shm_dir):
         usage = shutil.disk_usage(shm_dir)

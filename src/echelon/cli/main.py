@@ -1,4 +1,4 @@
-"""`echelon`: one command, a subcommand for each thing to do; exit code 2 for a mistake of the user's, 1 for a failed run."""
+"""`echelon`: a subcommand for each thing to do; exit code 2 for a mistake of the user's, 1 for a failed run."""
 
 from __future__ import annotations
 

@@ -78,5 +78,6 @@ def _field_options(rest: Sequence[str]) -> dict[str, str]:
 def run(arguments: Sequence[str]) -> int:
     from echelon.training import train
 
-    train(parse_config(make_parser("echelon train", "Train a policy; everything it leaves lies in the run folder."), arguments))
+    parser = make_parser("echelon train", "Train a policy; everything it leaves lies in the run folder.")
+    train(parse_config(parser, arguments))
     return 0

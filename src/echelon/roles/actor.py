@@ -76,9 +76,11 @@ class EpisodeLedger:
         returns = self.returns + np.cumsum(views["reward"], 0, dtype=np.float64)
         lengths = self.lengths + np.cumsum(views["valid"], 0)
         past_return, past_length = np.zeros_like(self.returns), np.zeros_like(self.lengths)
-        for t, k in np.argwhere(views["terminated"] | views["truncated"]).tolist():
-            episode_return[t, k] = returns[t, k] - past_return[k]
-            episode_length[t, k] = lengths[t, k] - past_length[k]
+        ended = views["terminated"] | views["truncated"]
+        for t, k in np.argwhere(ended | ~views["valid"]).tolist():  # a restarted environment begins anew without an end
+            if ended[t, k]:
+                episode_return[t, k] = returns[t, k] - past_return[k]
+                episode_length[t, k] = lengths[t, k] - past_length[k]
             past_return[k], past_length[k] = returns[t, k], lengths[t, k]
         self.returns, self.lengths = returns[-1] - past_return, lengths[-1] - past_length
 
