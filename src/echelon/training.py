@@ -190,7 +190,6 @@ def _base(context: Context) -> dict[str, Any]:
 
 def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dict[str, Any]:
     from echelon.runs.bottleneck import bottleneck
-    from echelon.runs.report import draw_curve
 
     status = {"steps": "finished", "minutes": "finished", "return": "solved"}.get(figures["reason"], "stopped")
     shares = coordinator.shares()
@@ -204,9 +203,19 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
         "restarts": coordinator.restarts,
         "time": shares,
         "bottleneck": bottleneck(shares, num_cores=cores, num_processes=len(shares)) if shares else "",
-        "curve": str(draw_curve(context.run_dir)) if coordinator.row else None,
+        "curve": _curve(context.run_dir),
         **_base(context),
     }
+
+
+def _curve(run_dir: Path) -> str | None:
+    """The learning curve's path; a run is not lost because it could not be drawn."""
+    from echelon.runs.report import draw_curve
+
+    try:
+        return str(draw_curve(run_dir))
+    except (ConfigError, ImportError):  # nothing to draw yet, or no matplotlib
+        return None
 
 
 def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1, output: TextIO | None = None) -> dict[str, Any]:

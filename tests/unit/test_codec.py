@@ -36,7 +36,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, np.ndarray | np.generic):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
     if isinstance(a, float):
@@ -146,7 +146,6 @@ def array_header(dtype: object, shape: object, code: int = ARRAY) -> bytes:
         ([], "0 frames"),
         ([b""], "header"),
         ([b"\xc1"], "header"),
-        ([b"\x91" * 100_000], "header"),
         ([b"\xdd\xff\xff\xff\xff"], "truncated"),
         ([b"\xa2\xff\xff"], "utf-8"),
         ([pack([[[[1]]]])], "containers deep"),
@@ -171,16 +170,21 @@ def array_header(dtype: object, shape: object, code: int = ARRAY) -> bytes:
         ([array_header("bool", [2]), b"\x00\x02"], "neither 0 nor 1"),
         ([pack(Ext(SCALAR, pack(["float32", b"123"])))], "3 bytes"),
         ([pack(Ext(SCALAR, pack(["object", b"12345678"])))], "object"),
-        ([pack("x" * 200)], "header of 202 bytes"),
+        ([pack("x" * 1001)], "header of 1004 bytes"),
         ([pack(Ext(BYTES, b"")), b"x" * 5000], "bytes was refused"),
         ([pack(1)] * 9, "9 frames"),
     ],
 )
 def test_hostile_frames_are_refused_with_the_reason(frames: list[bytes], word: str) -> None:
-    limits = Limits(header_bytes=150_000 if len(frames) == 1 and len(frames[0]) == 100_000 else 200, depth=3)
-    limits = Limits(limits.header_bytes, total_bytes=max(4096, limits.header_bytes), frames=7, depth=3)
     with pytest.raises(Refused, match=word):
-        decode(frames, limits)
+        decode(frames, Limits(header_bytes=1000, total_bytes=4096, frames=7, depth=3))
+
+
+def test_a_bottomless_header_is_refused() -> None:
+    with pytest.raises(Refused, match="recursion"):
+        decode([b"\x91" * 1_000_000])
+    with pytest.raises(Refused, match="32 containers"):
+        decode([b"\x91" * 33 + b"\xc0"])
 
 
 @given(st.lists(st.binary(max_size=200), max_size=4))

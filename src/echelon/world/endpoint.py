@@ -113,14 +113,16 @@ class Endpoint:
         if len(self._ignored) > IGNORED_CONNECTIONS:
             del self._ignored[next(iter(self._ignored))]
 
-    def drop(self, address: str, linger_ms: int = 0) -> None:
+    def drop(self, address: str) -> None:
         """Closes the link to a peer and forgets what was queued for it."""
         if link := self._links.pop(address, None):
-            link.close(linger=linger_ms)
+            link.close(linger=0)
 
     def close(self) -> None:
         """Closes everything, waiting a little for what was sent last; a forked copy does nothing."""
         if not self.closed and os.getpid() == self.pid:
+            if self.shared:
+                self._door.unbind(self.address)  # at once: a context that lives on frees the name some time later
             self._shut(LINGER_MS)
             remove(self.address)
 
