@@ -15,6 +15,7 @@ from sample_factory.algo.utils.misc import ExperimentStatus
 from sample_factory.cfg.arguments import parse_full_cfg, parse_sf_args
 from sample_factory.envs.env_utils import register_env
 from sample_factory.train import make_runner
+
 from steady import Progress
 
 SETTINGS: dict[str, object] = {
@@ -27,6 +28,7 @@ SETTINGS: dict[str, object] = {
     "rollout": 32,
     "batch_size": 1024,
     "num_epochs": 1,
+    "learning_rate": 1e-3,
     "use_rnn": False,
     "recurrence": 1,
     "encoder_mlp_layers": [64, 64],
@@ -57,8 +59,8 @@ def make_env(full_env_name: str, cfg: Any = None, env_config: Any = None, render
 def arguments(seed: int, folder: str) -> list[str]:
     """Sample Factory's command line: SETTINGS, and what keeps it from writing or talking more than it must."""
     argv = ["--env=CartPole-v1", "--algo=APPO", "--experiment=peer", f"--train_dir={folder}", f"--seed={seed}"]
-    argv += ["--save_every_sec=100000", "--save_best_every_sec=100000", "--with_wandb=False", "--restart_behavior=overwrite"]
-    argv += ["--log_to_file=False"]
+    argv += ["--save_every_sec=100000", "--save_best_every_sec=100000", "--log_to_file=False"]
+    argv += ["--with_wandb=False", "--restart_behavior=overwrite"]
     for name, value in SETTINGS.items():
         words = [str(word) for word in value] if isinstance(value, list) else [str(value)]
         argv += [f"--{name}", *words]

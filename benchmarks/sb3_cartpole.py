@@ -11,10 +11,11 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
+
 from steady import Progress
 
-# 64 environments and 2,048 steps an update, as the others have. One torch thread is nearly three times faster here
-# than two: the batches are too small to share.
+# 64 environments, as the others have. One torch thread is nearly three times faster than two on two cores: the
+# batches are too small to share.
 SETTINGS: dict[str, object] = {"n_steps": 32, "learning_rate": 1e-3, "device": "cpu"}
 NUM_ENVS = 64
 BATCH_BY_EPOCHS = {1: 1024, 4: 512}

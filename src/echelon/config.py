@@ -16,6 +16,19 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def _at_least(config: Any, section: str, **least: float) -> None:
+    """Each named field of `config` must not be below the number given for it."""
+    for name, bound in least.items():
+        value = getattr(config, name)
+        require(value >= bound, f"{section}.{name}={value} must be at least {bound}.")
+
+
+def _fractions(config: Any, section: str, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(0 <= value <= 1, f"{section}.{name}={value} must lie between 0 and 1.")
+
+
 @dataclass(frozen=True, slots=True)
 class EnvConfig:
     """Which environment, and how it is made and stepped."""
@@ -37,9 +50,7 @@ class ActorConfig:
     slots: int = 4  # trajectories each actor may have written and unread
 
     def __post_init__(self) -> None:
-        for name in ("num_actors", "envs", "trajectory", "slots"):
-            value = getattr(self, name)
-            require(value >= 1, f"actor.{name}={value} must be at least 1.")
+        _at_least(self, "actor", num_actors=1, envs=1, trajectory=1, slots=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,10 @@ class NetworkConfig:
     normalize_observation: bool = False
     initial_log_std: float = 0.0  # continuous actions, in units of half the action range
 
+    def __post_init__(self) -> None:
+        require(all(size >= 1 for size in self.hidden), f"network.hidden={self.hidden}: every layer needs 1 or more.")
+        _at_least(self, "network", core_size=1)
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
@@ -85,6 +100,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require(self.learning_rate > 0, f"optimizer.learning_rate={self.learning_rate} must be above 0.")
+        _at_least(self, "optimizer", epsilon=0, clip_norm=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +117,10 @@ class ImpalaConfig:
     normalize_advantage: bool = False
     reward_clip: float = 0.0  # 0: none; 1: to [-1, 1] as on Atari
     normalize_reward: bool = False
+
+    def __post_init__(self) -> None:
+        _fractions(self, "algorithm", "discount", "trace_lambda")
+        _at_least(self, "algorithm", rho_clip=0, c_clip=0, value_weight=0, reward_clip=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +141,11 @@ class PpoConfig:
     normalize_reward: bool = False
     correct_lag: bool = False  # V-trace targets and advantages in place of GAE, for data that lags
 
+    def __post_init__(self) -> None:
+        _fractions(self, "algorithm", "discount", "gae_lambda")
+        require(self.clip > 0, f"algorithm.clip={self.clip} must be above 0: no step would ever be learned from.")
+        _at_least(self, "algorithm", epochs=1, minibatches=1, value_clip=0, value_weight=0, reward_clip=0)
+
 
 AlgorithmConfig = ImpalaConfig | PpoConfig
 
@@ -132,6 +157,9 @@ class EvaluationConfig:
     interval_s: float = 60.0  # 0: never
     episodes: int = 10
 
+    def __post_init__(self) -> None:
+        _at_least(self, "evaluation", interval_s=0, episodes=1)
+
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
@@ -142,6 +170,9 @@ class RunConfig:
     keep_checkpoints: int = 3
     init_from: str = ""  # run folder or weights file to start from
 
+    def __post_init__(self) -> None:
+        _at_least(self, "run", checkpoint_interval_s=0, keep_checkpoints=1)
+
 
 @dataclass(frozen=True, slots=True)
 class StopConfig:
@@ -151,6 +182,9 @@ class StopConfig:
     minutes: float = 0.0
     until_return: float | None = None  # mean return of the last 100 episodes
 
+    def __post_init__(self) -> None:
+        _at_least(self, "stop", steps=0, minutes=0)
+
 
 @dataclass(frozen=True, slots=True)
 class SupervisionConfig:
@@ -159,6 +193,10 @@ class SupervisionConfig:
     hang_timeout_s: float = 30.0
     max_same_failures: int = 3  # the same exception this often ...
     failure_window_s: float = 60.0  # ... within this time ends the run
+
+    def __post_init__(self) -> None:
+        require(self.hang_timeout_s > 0, f"supervision.hang_timeout_s={self.hang_timeout_s} must be above 0.")
+        _at_least(self, "supervision", max_same_failures=1, failure_window_s=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +217,9 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
     stop: StopConfig = field(default_factory=StopConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 1 << 63, f"seed={self.seed} must be a number from 0 to 2**63 - 1.")
 
     @property
     def batch_trajectories(self) -> int:

@@ -229,7 +229,13 @@ def _load_module(name: str, spaces: Spaces, num_params: int) -> nn.Module:
         ) from error
     except AttributeError as error:
         raise ConfigError(f'network.name="{name}": {module_name} has no attribute {attribute}.') from error
-    module = factory(spaces, num_params)
+    try:
+        module = factory(spaces, num_params)
+    except Exception as error:
+        raise ConfigError(
+            f'network.name="{name}" raised {type(error).__name__}: {error}. It is called as factory(spaces, '
+            f"num_params={num_params}) and has to return a torch.nn.Module."
+        ) from error
     if not isinstance(module, nn.Module):
         raise ConfigError(f'network.name="{name}" returned a {type(module).__name__}; return a torch.nn.Module.')
     return module

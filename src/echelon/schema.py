@@ -190,6 +190,7 @@ class TrajectorySchema:
     state_shapes: tuple[tuple[int, ...], ...] = ()  # per leaf of the recurrent state, without K
     fields: tuple[Field, ...] = field(init=False)
     nbytes: int = field(init=False)
+    observation_names: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         T, K = self.num_steps, self.num_envs
@@ -216,14 +217,13 @@ class TrajectorySchema:
             offset += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
         object.__setattr__(self, "fields", tuple(fields))
         object.__setattr__(self, "nbytes", offset)
+        names = tuple(leaf.path for leaf in space_leaves(self.spaces.observation))
+        object.__setattr__(self, "observation_names", names)
 
     def views(self, memory: memoryview | np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
         """Every field as an array over `memory` (one slot); nothing is copied."""
         raw = np.frombuffer(memory, np.uint8)
         return {f.name: raw[f.offset : f.offset + f.nbytes].view(f.dtype).reshape(f.shape) for f in self.fields}
-
-    def observation_names(self) -> list[str]:
-        return [leaf.path for leaf in space_leaves(self.spaces.observation)]
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from echelon.transport.session import check_room, create_session
 
 if TYPE_CHECKING:
     from echelon.roles.context import Context
+    from echelon.runs.folder import RunFolder
     from echelon.schema import Spaces
 
 PRELOAD = ("echelon.roles.learner", "echelon.roles.actor", "echelon.roles.evaluator")
@@ -62,25 +63,42 @@ def resume(
     output: TextIO | None = None,
 ) -> RunResult:
     """Goes on with the run in `run_dir` from its newest checkpoint; what is given replaces the old stop condition."""
-    from echelon import config_io
+    from echelon.roles.learner import stop_reason
     from echelon.runs.checkpoint import load_checkpoint, newest_intact
     from echelon.runs.folder import RunFolder
 
     folder = RunFolder.open(Path(run_dir))
-    config = config_io.from_json(folder.read_config())
+    config = _read_config(folder)
     found = newest_intact(folder.checkpoints)
     if found is None:
         raise ConfigError(f"{run_dir} has no checkpoint to go on from. Train anew with another --run-dir.")
     tree = load_checkpoint(found[0])
-    done = tree["counters"]["env_steps"]
+    counters, wall_s = tree["counters"], tree["wall_s"]
     if steps or minutes or until_return is not None:
         config = replace(config, stop=StopConfig(steps, minutes, until_return))
-    if config.stop.steps and done >= config.stop.steps:
+    reason = stop_reason(config.stop, counters["env_steps"], counters["returns"], time.time() - wall_s)
+    if reason:
         raise ConfigError(
-            f"{run_dir} already has {done:,} of {config.stop.steps:,} steps. Give a larger total with --steps."
+            f"{run_dir} has reached its end ({_told(config.stop)}; it has {counters['env_steps']:,} steps and "
+            f"{wall_s / 60:.1f} minutes behind it). Give a larger total with --steps, --minutes or --until-return."
         )
     config = replace(config, run=replace(config.run, dir=str(run_dir)))
-    return _run(config, Past(epoch=int(tree["epoch"]) + 1, wall_s=tree["wall_s"]), output)
+    return _run(config, Past(epoch=int(tree["epoch"]) + 1, wall_s=wall_s), output)
+
+
+def _told(stop: StopConfig) -> str:
+    texts = (("steps", stop.steps), ("minutes", stop.minutes), ("until-return", stop.until_return))
+    return ", ".join(f"--{name} {value:g}" for name, value in texts if value)
+
+
+def _read_config(folder: RunFolder) -> TrainConfig:
+    """The configuration of a run; what does not fit is told with the file that it stands in."""
+    from echelon import config_io
+
+    try:
+        return config_io.from_json(folder.read_config())
+    except ConfigError as error:
+        raise ConfigError(f"{folder.path / 'config.json'} cannot be used: {error}") from error
 
 
 def _run(config: TrainConfig, past: Past, output: TextIO | None) -> RunResult:
@@ -99,9 +117,6 @@ def _run(config: TrainConfig, past: Past, output: TextIO | None) -> RunResult:
 
 def _check_stop(config: TrainConfig) -> None:
     stop = config.stop
-    for name, value in (("steps", stop.steps), ("minutes", stop.minutes)):
-        if value < 0:
-            raise ConfigError(f"stop.{name}={value} must not be negative.")
     if not (stop.steps or stop.minutes or stop.until_return is not None):
         raise ConfigError("the run would never end: give --steps N, --minutes M or --until-return R.")
 
@@ -222,7 +237,6 @@ def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1, output: 
     """Plays greedy episodes with the newest weights of a run; returns their statistics."""
     import torch
 
-    from echelon import config_io
     from echelon.algorithms.model import Model
     from echelon.envs.make import env_seeds, probe_spaces
     from echelon.roles.evaluator import EVALUATION_SEED, Match
@@ -232,8 +246,7 @@ def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1, output: 
     del output
     if episodes < 1:
         raise ConfigError(f"episodes={episodes} must be at least 1.")
-    folder = RunFolder.open(Path(run_dir))
-    config = config_io.from_json(folder.read_config())
+    config = _read_config(RunFolder.open(Path(run_dir)))
     torch.set_num_threads(1)
     model = Model(config.network, probe_spaces(config.env), seed=config.seed)
     model.load_weights(find_weights(str(run_dir)), str(run_dir))

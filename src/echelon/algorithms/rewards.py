@@ -38,18 +38,22 @@ class RewardScale:
         """Takes the returns of `batch` into the running deviation."""
         if not self.normalize:
             return
-        lanes = batch.lanes.cpu()
+        for columns in _in_order(batch.lanes.tolist()):
+            self._observe(batch, torch.tensor(columns))
+
+    def _observe(self, batch: Batch, columns: torch.Tensor) -> None:
+        """Takes in columns of different lanes."""
+        lanes = batch.lanes.cpu()[columns]
         if int(lanes.max()) >= self.returns.numel():
             grown = torch.zeros(int(lanes.max()) + 1, dtype=torch.float64)
             grown[: self.returns.numel()] = self.returns
             self.returns = grown
-        reward_TB, valid_TB = batch.reward.double().cpu(), batch.valid.cpu()
-        ended_TB = (batch.terminated | batch.truncated).cpu()
+        reward_TB, valid_TB = batch.reward.cpu()[:, columns].double(), batch.valid.cpu()[:, columns]
+        first_TB = batch.first.cpu()[:-1, columns]  # also set where an environment or its actor began anew
         running_B, seen = self.returns[lanes], []
-        for reward_B, valid_B, ended_B in zip(reward_TB, valid_TB, ended_TB, strict=True):
-            running_B = running_B * self.discount + reward_B
+        for reward_B, valid_B, first_B in zip(reward_TB, valid_TB, first_TB, strict=True):
+            running_B = running_B.masked_fill(first_B, 0.0) * self.discount + reward_B
             seen.append(running_B[valid_B])
-            running_B = running_B.masked_fill(ended_B | ~valid_B, 0.0)
         self.returns[lanes] = running_B
         self._merge(torch.cat(seen))
 
@@ -70,3 +74,15 @@ class RewardScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.returns, self.count = state["returns"], state["count"]
         self.mean, self.squares = state["mean"], state["squares"]
+
+
+def _in_order(lanes: list[int]) -> list[list[int]]:
+    """Columns in rounds in which every lane occurs once: a batch may hold several trajectories of one, oldest first."""
+    rounds: list[list[int]] = []
+    seen: dict[int, int] = {}
+    for column, lane in enumerate(lanes):
+        turn = seen[lane] = seen.get(lane, -1) + 1
+        if turn == len(rounds):
+            rounds.append([])
+        rounds[turn].append(column)
+    return rounds

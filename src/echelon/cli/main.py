@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -38,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"echelon {__version__}")
             return 0
         if arguments[0] not in COMMANDS:
-            raise ConfigError(f"there is no command {arguments[0]!r}; there are {', '.join(COMMANDS)}.")
+            close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"there is no command {arguments[0]!r}; there are {', '.join(COMMANDS)}.{hint}")
         code: int = import_module(f"echelon.cli.{arguments[0]}").run(arguments[1:])
         return code
     except (ConfigError, DivergedError) as error:

@@ -53,26 +53,29 @@ def _fields_help() -> str:
 
 def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> TrainConfig:
     """The configuration that the preset and the options make together."""
-    known, rest = parser.parse_known_args(list(arguments))
-    texts = {path: value for name, (path, _, _) in SHORT.items() if (value := vars(known)[name.replace("-", "_")])}
-    return set_fields(preset(known.preset, known.env), {**texts, **_field_options(rest)})
+    rest, texts = _take_fields(arguments)
+    known = parser.parse_args(rest)
+    short = {path: value for name, (path, _, _) in SHORT.items() if (value := vars(known)[name.replace("-", "_")])}
+    return set_fields(preset(known.preset, known.env), {**short, **texts})
 
 
-def _field_options(rest: Sequence[str]) -> dict[str, str]:
-    """--section.field VALUE and --section.field=VALUE as a mapping of paths to texts."""
+def _take_fields(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Parts --section.field VALUE and --section.field=VALUE from the other arguments: these, and paths with texts."""
+    rest: list[str] = []
     texts: dict[str, str] = {}
-    words = iter(rest)
+    words = iter(arguments)
     for word in words:
-        if not word.startswith("--"):
-            raise ConfigError(f"{word!r} is neither an option nor the value of one.")
-        name, equals, value = word[2:].partition("=")
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name in SHORT or name in ("", "help"):
+            rest.append(word)
+            continue
         if not equals:
             found = next(words, None)
             if found is None:
-                raise ConfigError(f"{word} needs a value.")
+                raise ConfigError(f"{word} needs a value: {word} VALUE.")
             value = found
         texts[name.replace("-", "_")] = value
-    return texts
+    return rest, texts
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -3,7 +3,8 @@
 It talks JSON lines over one Unix socket with the engine that started it: in come `start` and `signal`, out go `started`
 and `exited`. Workers are its children, so it alone reaps them: a process number is never reused under the engine. When
 the socket closes without a `close` before (the engine's process was killed), it kills its workers and removes the
-session folder: nothing survives. If the server itself is killed, the kernel kills its workers (PR_SET_PDEATHSIG).
+session folder: nothing survives. A worker leads a process group, which ends with it: what its environments started goes
+too. If the server itself is killed, the kernel kills its workers (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ import shutil
 import signal
 import socket
 import sys
+import traceback
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from echelon.engines.process import ProcessSpec, failure_of, run_role
+from echelon.engines.process import Failure, ProcessSpec, Role, failure_of, make_role, run_role
 
 PR_SET_PDEATHSIG = 1
 MAX_FAILURE_BYTES = 60_000  # under the 64 KiB a pipe holds, so a failing worker never blocks on it
+CLOSE_TIMEOUT_S = 0.5  # what a failed role may take to clean up: its error must not wait for that
 
 
 @dataclass(slots=True)
@@ -61,23 +64,44 @@ def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
     if spec.nice:
         os.nice(spec.nice)
     code = 0
+    role: Role | None = None
     try:
-        run_role(spec)
+        role = make_role(spec)
+        run_role(role)
     except BaseException as error:  # the last frame of the process: whatever ended it is told
+        code = 1
         failure = failure_of(error)
         print(failure.traceback, file=sys.stderr)
-        payload = json.dumps(dataclasses.asdict(failure))
-        if len(payload) > MAX_FAILURE_BYTES:
-            half = MAX_FAILURE_BYTES // 8
-            short = dataclasses.replace(
-                failure, message=failure.message[:half], traceback="...\n" + failure.traceback[-4 * half :]
-            )
-            payload = json.dumps(dataclasses.asdict(short))[:MAX_FAILURE_BYTES]
-        os.write(failure_pipe, payload.encode())
-        code = 1
+        os.write(failure_pipe, pack_failure(failure))
+        signal.setitimer(signal.ITIMER_REAL, CLOSE_TIMEOUT_S)  # SIGALRM ends a process that cannot even close
+    try:
+        if role is not None:
+            role.close()
+    except BaseException:  # its work is over, and what ended it is told
+        traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def pack_failure(failure: Failure) -> bytes:
+    """`failure` as JSON in at most MAX_FAILURE_BYTES: the head of its message, the tail of its traceback."""
+    keep = MAX_FAILURE_BYTES
+    while True:
+        short = dataclasses.replace(failure, message=failure.message[:keep], traceback=failure.traceback[-keep:])
+        payload = json.dumps(dataclasses.asdict(short)).encode()
+        if len(payload) <= MAX_FAILURE_BYTES:
+            return payload
+        keep //= 2
+
+
+def unpack_failure(pipe: int) -> dict[str, Any] | None:
+    """What a dead worker left in its pipe; None if nothing, or not all of it."""
+    try:
+        failure: dict[str, Any] = json.loads(os.read(pipe, MAX_FAILURE_BYTES))
+    except (BlockingIOError, ValueError):  # empty, though a process that it forked holds the pipe open; or cut short
+        return None
+    return failure
 
 
 class ForkServer:
@@ -122,6 +146,7 @@ class ForkServer:
 
     def _start(self, spec: ProcessSpec) -> int:
         reader, writer = os.pipe()
+        os.set_blocking(reader, False)
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -144,8 +169,8 @@ class ForkServer:
                 signal.pidfd_send_signal(worker.pidfd, number)
 
     def _reap(self, worker: Worker) -> None:
-        _, status = os.waitpid(worker.pid, 0)
-        failure = os.read(worker.failure_pipe, MAX_FAILURE_BYTES)
+        status = _end_group(worker)
+        failure = unpack_failure(worker.failure_pipe)
         os.close(worker.failure_pipe)
         os.close(worker.pidfd)
         self._tell(
@@ -154,16 +179,24 @@ class ForkServer:
             pid=worker.pid,
             code=os.WEXITSTATUS(status) if os.WIFEXITED(status) else -1,
             signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
-            failure=json.loads(failure) if failure else None,
+            failure=failure,
         )
 
     def _abandon(self, *, remove_session: bool) -> None:
         for worker in self.workers.values():
             signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
         for worker in self.workers.values():
-            os.waitpid(worker.pid, 0)
+            _end_group(worker)
         if remove_session:
             shutil.rmtree(self.session, ignore_errors=True)
+
+
+def _end_group(worker: Worker) -> int:
+    """Reaps a worker that ended or was killed, and kills what it started; returns its wait status."""
+    os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED | os.WNOWAIT)  # unreaped, its number is still its own
+    with contextlib.suppress(ProcessLookupError):  # it ended before it had a group
+        os.killpg(worker.pid, signal.SIGKILL)
+    return os.waitpid(worker.pid, 0)[1]
 
 
 def main() -> None:

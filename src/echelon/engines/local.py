@@ -17,6 +17,9 @@ from typing import Any
 from echelon.engines.process import Exit, Failure, ProcessSpec
 from echelon.errors import RunError
 
+# Threads that wait by spinning would take the cores that other roles need.
+WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+
 
 class LocalEngine:
     """Starts roles as processes of this machine.
@@ -29,6 +32,7 @@ class LocalEngine:
         mine, theirs = socket.socketpair()
         self._socket = mine
         self._buffer = b""
+        self._asked = False
         self._pids: dict[str, int] = {}
         self._exits: list[Exit] = []
         package_root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
@@ -39,26 +43,42 @@ class LocalEngine:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            env={**WORKER_ENVIRONMENT, **os.environ, "PYTHONPATH": path},
         )
         theirs.close()
 
     def _send(self, **request: Any) -> None:
         try:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
-        except (BrokenPipeError, ConnectionError) as error:
-            raise RunError(f"the fork server left with code {self._server.poll()}; see its messages above") from error
+        except ConnectionError as error:
+            raise self._lost() from error
+
+    def _lost(self) -> RunError:
+        try:
+            code = self._server.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            code = self._server.wait()
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
+        return RunError(
+            f"the fork server (process {self._server.pid}) {how}, and every role with it. Its messages, if any, are "
+            "above; the run can be resumed from its newest checkpoint."
+        )
 
     def start(self, spec: ProcessSpec) -> None:
+        self._asked = True
         self._send(do="start", spec=dataclasses.asdict(spec))
 
     def _receive(self, timeout_s: float) -> None:
         ready, _, _ = select.select([self._socket], [], [], timeout_s)
         if not ready:
             return
-        data = self._socket.recv(1 << 20)
+        try:
+            data = self._socket.recv(1 << 20)
+        except ConnectionError:  # it left before it had read everything
+            data = b""
         if not data:
-            raise RunError(f"the fork server left with code {self._server.wait(5.0)}; see its messages above")
+            raise self._lost()
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
@@ -69,6 +89,10 @@ class LocalEngine:
                 del self._pids[message["name"]]
             failure = message.pop("failure")
             self._exits.append(Exit(**message, failure=Failure(**failure) if failure else None))
+
+    @property
+    def server_pid(self) -> int:
+        return self._server.pid
 
     @property
     def descriptor(self) -> int:
@@ -91,12 +115,13 @@ class LocalEngine:
         if self._socket.fileno() < 0:
             return
         deadline = time.monotonic() + timeout_s
-        while self._pids and time.monotonic() < deadline:
-            self._receive(0.05)
         try:
-            for name in list(self._pids):
-                self.signal(name, signal.SIGKILL)
-            self._send(do="close")
+            while self._pids and time.monotonic() < deadline:
+                self._receive(0.05)
+            if self._asked:
+                self._send(do="close")
+            else:
+                self._server.kill()  # it may still be importing, and it has no child
             self._server.wait(10.0)
         except (RunError, subprocess.TimeoutExpired):
             self._server.kill()

@@ -79,18 +79,14 @@ def make_role(spec: ProcessSpec) -> Role:
     return entry(spec.config)
 
 
-def run_role(spec: ProcessSpec) -> None:
-    """The whole life of a process: make the role, step it until it is finished, close it."""
-    role = make_role(spec)
-    try:
-        while not role.finished:
-            role.step(STEP_TIMEOUT_S)
-    finally:
-        role.close()
+def run_role(role: Role) -> None:
+    """Steps `role` until it is finished."""
+    while not role.finished:
+        role.step(STEP_TIMEOUT_S)
 
 
 def failure_of(error: BaseException) -> Failure:
+    """What is told of `error`: one of Echelon's own goes by its name in the exception tree, subclasses included."""
+    known = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == EchelonError.__module__]
     text = "".join(traceback.format_exception(error))
-    return Failure(type(error).__name__, str(error), text, isinstance(error, EchelonError))
-
-
+    return Failure((known or [type(error).__name__])[0], str(error), text, bool(known))

@@ -40,7 +40,7 @@ class Slot:
 
     def __init__(self, schema: TrajectorySchema, views: dict[str, Array]) -> None:
         self.views = views
-        names, space = schema.observation_names(), schema.spaces.observation
+        names, space = schema.observation_names, schema.spaces.observation
         self.observations = [[views[name][t] for name in names] for t in range(schema.num_steps + 1)]
         self.rows = [
             Row(

@@ -6,6 +6,7 @@ If it dies, its successor starts from the newest checkpoint; the actors wait mea
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,12 @@ def pick_device(name: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={name}, but torch {torch.__version__} sees no GPU here. Use --device cpu or auto.")
-    try:
-        return str(torch.device(name))
-    except RuntimeError as error:
-        raise ConfigError(f"device={name} is not a device: use auto, cpu, cuda or cuda:N.") from error
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
+        raise ConfigError(f"device={name} is not a device: use auto, cpu, cuda or cuda:N.")
+    _, _, index = name.partition(":")
+    if index and int(index) >= torch.cuda.device_count():
+        raise ConfigError(f"device={name}, but there are {torch.cuda.device_count()} GPUs here, counted from cuda:0.")
+    return name
 
 
 def learn_once(algorithm: Algorithm, batch: Batch, update: LocalUpdate, losses: list[dict[str, torch.Tensor]]) -> None:
@@ -84,7 +87,6 @@ class Learner:
         config = context.train
         self.context, self.stop = context, config.stop
         self.threads = config.learner_threads
-        torch.set_num_threads(self.threads)
         self.station = Station(context)
         self.finished = False
         plan = Plan(context, device=pick_device(config.learner.device))
@@ -140,7 +142,9 @@ class Learner:
             return False
         self.rate.note(taken, self.counters.env_steps)
         self.update.schedule(self._progress())
+        torch.set_num_threads(self.threads)
         learn_once(self.algorithm, batch, self.update, self.losses)
+        torch.set_num_threads(1)  # actors in this process (inline) compute as they do in their own
         self.counters.updates += 1
         self.source.prefetch(self.board.version + 1)
         self._check_loss()
@@ -285,7 +289,7 @@ def find_weights(path: str) -> dict[str, torch.Tensor]:
         return dict(load_checkpoint(found[0])["model"])
     if (where / "weights.safetensors").is_file():
         return load_weights(where / "weights.safetensors")
-    raise ConfigError(f"init_from={path} is neither a weights file nor a run folder with a checkpoint.")
+    raise ConfigError(f"{path} is neither a weights file nor a run folder with a checkpoint. Name one that is.")
 
 
 def learner(config: dict[str, Any]) -> Learner:

@@ -92,7 +92,7 @@ class Staging:
 
     def batch(self, schema: TrajectorySchema) -> Batch:
         move = {name: self._move(tensor) for name, tensor in self.tensors.items() if not name.startswith("episode")}
-        observation = unflatten(schema.spaces.observation, iter([move[n] for n in schema.observation_names()]))
+        observation = unflatten(schema.spaces.observation, iter([move[n] for n in schema.observation_names]))
         state = tuple(move[f"state.{i}"] for i in range(len(schema.state_shapes)))
         return Batch(observation, **{name: move[name] for name in BATCH_FIELDS}, state=state, lanes=self.lanes)
 
@@ -178,7 +178,7 @@ class QueueSource:
 
     def _check(self, staging: Staging) -> None:
         """Refuses NaN and infinity before anything learns from them."""
-        for name in ("reward", *self.schema.observation_names()):
+        for name in ("reward", *self.schema.observation_names):
             array = staging.arrays[name]
             if not np.issubdtype(array.dtype, np.floating) or np.isfinite(array.sum()):
                 continue

@@ -6,8 +6,10 @@ ends the run removes the folder; if that process was killed, the fork server or 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from pathlib import Path
 
 from echelon.errors import ConfigError
 
-PREFIX = "echelon-"
+NAME = re.compile(r"echelon-(\d+)-[0-9a-f]{8}")  # the number is the owner's
 OWNER = "owner.json"
 
 
@@ -37,16 +39,28 @@ def _start_ticks(pid: int) -> int | None:
     return int(stat.rpartition(")")[2].split()[19])
 
 
+def _pid_namespace() -> str | None:
+    """Where this process's number counts: containers that share a mount do not share process numbers."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+
+
 def create_session(shm_dir: str) -> Path:
     """A new session folder under `shm_dir`, after sweeping away what dead runs left there."""
     root = Path(shm_dir)
     if not root.is_dir() or not os.access(root, os.W_OK):
         raise ConfigError(f"shm_dir={shm_dir} is not a folder that can be written. Name another with --shm-dir.")
     sweep(shm_dir)
-    path = root / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-    path.mkdir(mode=0o700)
-    owner = {"pid": os.getpid(), "start_ticks": _start_ticks(os.getpid())}
-    (path / OWNER).write_text(json.dumps(owner))
+    path = root / f"echelon-{os.getpid()}-{secrets.token_hex(4)}"
+    owner = {"pid": os.getpid(), "start_ticks": _start_ticks(os.getpid()), "pid_namespace": _pid_namespace()}
+    try:
+        path.mkdir(mode=0o700)
+        (path / OWNER).write_text(json.dumps(owner))
+    except OSError as error:
+        shutil.rmtree(path, ignore_errors=True)
+        raise ConfigError(f"shm_dir={shm_dir} has no room for a run: {error}. Name another with --shm-dir.") from error
     return path
 
 
@@ -65,20 +79,30 @@ def check_room(session: Path, nbytes: int) -> None:
 def leftovers(shm_dir: str) -> list[Leftover]:
     """The session folders under `shm_dir` whose owner is dead."""
     found = []
-    for path in sorted(Path(shm_dir).glob(f"{PREFIX}*")):
-        if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
-            continue  # another user's
+    for path in sorted(Path(shm_dir).glob("echelon-*")):
+        name = NAME.fullmatch(path.name)
+        if name is None or not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+            continue  # not a session, or another user's
         try:
             owner = json.loads((path / OWNER).read_text())
-            pid, ticks = int(owner["pid"]), owner["start_ticks"]
+            pid, ticks, namespace = int(owner["pid"]), owner["start_ticks"], owner["pid_namespace"]
         except (OSError, ValueError, KeyError, TypeError):
-            pid = int(path.name.split("-")[1]) if path.name.split("-")[1].isdigit() else 0
-            ticks = None  # being made just now, or damaged: judged by its name alone
-        alive = pid > 0 and _start_ticks(pid) is not None and ticks in (None, _start_ticks(pid))
-        if not alive:
-            nbytes = sum(entry.stat().st_size for entry in path.rglob("*") if entry.is_file())
-            found.append(Leftover(path, pid, nbytes))
+            # Being made just now, or damaged: judged by its name alone.
+            pid, ticks, namespace = int(name[1]), None, _pid_namespace()
+        if namespace != _pid_namespace():
+            continue  # of another container: nobody here can tell whether it lives
+        started = _start_ticks(pid)
+        if started is None or ticks not in (None, started):
+            found.append(Leftover(path, pid, _num_bytes(path)))
     return found
+
+
+def _num_bytes(path: Path) -> int:
+    total = 0
+    for entry in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another run is sweeping too
+            total += entry.stat().st_size
+    return total
 
 
 def sweep(shm_dir: str) -> list[Leftover]:

@@ -1,0 +1,55 @@
+# Everything needs only make and a Python of 3.11 or newer: `make demo`, `make test`. `make help` lists the rest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN_READY := $(VENV)/.ready-run
+TEST_READY := $(VENV)/.ready-test
+RECIPE_OF_VENV := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo lint test test-full clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(RUN_READY) ## train CartPole-v1 to a mean return of 475 with IMPALA on two actor processes
+	$(BIN)/echelon train impala CartPole-v1 --actors 2 --envs-per-actor 32 --until-return 475 --minutes 5
+
+lint: $(TEST_READY) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint ## every check CI runs: ruff, mypy, pytest without the long runs
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: lint ## the same checks and the long runs too
+	$(BIN)/python -m pytest
+
+clean: ## remove the virtual environments, caches and builds; runs/ stays
+	rm -rf $(VENV) .venv-peers build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone: unpinned, another package's wish for it can bring gigabytes of CUDA libraries.
+$(RUN_READY): $(RECIPE_OF_VENV)
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "There is no '$(PYTHON)'. Install Python 3.11 or newer, or name one: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Echelon needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+	    "Install one and name it: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments: the venv module is missing." \
+	    "Install it (Debian, Ubuntu: apt install python3-venv) and run make again." >&2; exit 1; }
+	@echo "[1/3] virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "[2/3] torch, pinned by constraints.txt (the big one: minutes on a slow line)"
+	@$(BIN)/pip install --disable-pip-version-check -c constraints.txt torch
+	@echo "[3/3] echelon and what it needs"
+	@$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e .
+	@touch $@
+
+$(TEST_READY): $(RUN_READY)
+	@echo "[test] the tools and environments of the tests"
+	@$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[test]'
+	@touch $@

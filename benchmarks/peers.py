@@ -1,0 +1,215 @@
+"""Train the same task with Echelon and its peers in turn on this machine, and compare their speed.
+
+Every peer runs alone, for the same time, in interleaved rounds (A B C, C B A, ...), so that a machine that gets
+slower or faster while the comparison runs favours nobody. Only the standard library is needed to start it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+PEERS_HOME = ROOT / ".venv-peers"
+START_ALLOWANCE_S = 180.0  # starting and ending processes, before a run counts as hung
+
+
+class PeerError(Exception):
+    """A peer could not be installed or did not train."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One row of the table: which environment runs which command."""
+
+    name: str
+    home: str = ""  # folder under .venv-peers and the name of the requirements file; "": Echelon's own .venv
+    command: tuple[str, ...] = ()  # script and fixed arguments
+
+    @property
+    def python(self) -> Path:
+        return (PEERS_HOME / self.home if self.home else ROOT / ".venv") / "bin" / "python"
+
+
+@dataclass(slots=True)
+class Score:
+    """What a peer reached, one entry a round."""
+
+    rates: list[float] = field(default_factory=list)
+    returns: list[float | None] = field(default_factory=list)
+    limit: float = 0.0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+PEERS = (
+    Peer("echelon"),
+    Peer("sample-factory", "sample-factory", ("sample_factory_cartpole.py",)),
+    Peer("sb3-1-epoch", "stable-baselines3", ("sb3_cartpole.py", "--epochs", "1")),
+    Peer("sb3-4-epochs", "stable-baselines3", ("sb3_cartpole.py", "--epochs", "4")),
+)
+
+
+def install(peer: Peer) -> None:
+    """Make the peer's virtual environment unless it already holds exactly its requirements file."""
+    if not peer.home:
+        if not (ROOT / ".venv" / "bin" / "echelon").exists():
+            raise PeerError(f"{ROOT / '.venv'} has no echelon command. Run `make demo` or `make test` once first.")
+        return
+    requirements = HERE / f"requirements-{peer.home}.txt"
+    stamp = PEERS_HOME / peer.home / ".requirements"
+    digest = hashlib.sha256(requirements.read_bytes()).hexdigest()
+    if stamp.exists() and stamp.read_text() == digest:
+        return
+    torch = next(line for line in requirements.read_text().splitlines() if line.startswith("torch=="))
+    pip = [str(peer.python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    print(f"{peer.home}: installing into {PEERS_HOME / peer.home} (once)", flush=True)
+    for command in (
+        [sys.executable, "-m", "venv", str(PEERS_HOME / peer.home)],
+        [*pip, torch],  # first and alone, so that no other package chooses the build
+        [*pip, "-r", str(requirements)],
+    ):
+        if subprocess.run(command, check=False).returncode != 0:
+            raise PeerError(
+                f"{peer.home}: `{' '.join(command)}` failed under Python {platform.python_version()}; see above. "
+                "The pins are known to work on Python 3.11."
+            )
+    stamp.write_text(digest)
+
+
+def run_alone(name: str, command: list[str], seconds: float, log: Path) -> None:
+    """Run `command` in its own process group to its end; raises PeerError with the end of its log if it fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # measured on two cores: faster than the default for both peers
+    started_s = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
+        )
+        try:
+            while (code := process.poll()) is None and time.monotonic() - started_s < seconds + START_ALLOWANCE_S:
+                try:
+                    process.wait(10.0)
+                except subprocess.TimeoutExpired:
+                    print(f"  {name}: {time.monotonic() - started_s:.0f} s of about {seconds:.0f} s", flush=True)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if code != 0:
+        how = f"did not end within {seconds + START_ALLOWANCE_S:.0f} s" if code is None else f"left with code {code}"
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+        raise PeerError(f"{name}: `{' '.join(command)}` {how}. The end of its output:\n{tail}")
+
+
+def train_command(peer: Peer, seconds: float, seed: int, folder: Path) -> list[str]:
+    """The command that trains `peer` and leaves its result in `folder`/summary.json."""
+    if peer.home:
+        script, *fixed = peer.command
+        common = ["--seconds", str(seconds), "--seed", str(seed), "--result", str(folder / "summary.json")]
+        return [str(peer.python), str(HERE / script), *fixed, *common]
+    command = [str(peer.python.parent / "echelon"), "train", "impala", "CartPole-v1", "--actors", "2"]
+    command += ["--envs-per-actor", "32", "--minutes", f"{seconds / 60:.4f}", "--seed", str(seed)]
+    return [*command, "--run-dir", str(folder)]
+
+
+def measure(peer: Peer, seconds: float, seed: int, score: Score) -> None:
+    """Train `peer` once and add what it reached to `score`."""
+    with tempfile.TemporaryDirectory(prefix=f"peers-{peer.name}-") as scratch:
+        folder = Path(scratch) / "run"
+        if peer.home:
+            folder.mkdir()
+        command = train_command(peer, seconds, seed, folder)
+        run_alone(peer.name, command, seconds, Path(scratch) / "log")
+        summary = json.loads((folder / "summary.json").read_text())
+    rate = float(summary["env_steps_per_s"])
+    mean_return = summary.get("mean_return", summary.get("return_mean"))
+    score.rates.append(rate)
+    score.returns.append(mean_return)
+    score.settings = summary.get("settings", {"command": " ".join(command[1:])})
+    shown = "unknown" if mean_return is None else f"{mean_return:.0f}"
+    print(f"  {peer.name}: {rate:,.0f} steps/s, last mean return {shown} ({summary['status']})", flush=True)
+
+
+def measure_limit(peer: Peer) -> float:
+    """How fast two processes step the task in the peer's own packages with no policy and no learning."""
+    with tempfile.TemporaryDirectory(prefix="peers-limit-") as scratch:
+        result = Path(scratch) / "limit.json"
+        command = [str(peer.python), str(HERE / "limit_cartpole.py"), "--seconds", "5", "--result", str(result)]
+        run_alone(f"{peer.name} limit", command, 5.0, Path(scratch) / "log")
+        return float(json.loads(result.read_text())["env_steps_per_s"])
+
+
+def table(scores: dict[str, Score]) -> str:
+    """The comparison as text; the ratio says how many times faster Echelon is than the row."""
+    own = scores.get("echelon")
+    lines = [f"{'':16}{'steps/s':>10}{'lowest':>10}{'highest':>10}{'echelon is':>12}{'limit':>10}{'of limit':>10}"]
+    for name, score in scores.items():
+        rate = median(score.rates)
+        ratio = f"{median(own.rates) / rate:.2f} x" if own else "-"
+        line = f"{name:16}{rate:>10,.0f}{min(score.rates):>10,.0f}{max(score.rates):>10,.0f}{ratio:>12}"
+        lines.append(line + f"{score.limit:>10,.0f}{rate / score.limit:>10.1%}")
+    return "\n".join(lines)
+
+
+def report(scores: dict[str, Score], seconds: float, load: float) -> dict[str, Any]:
+    """Everything the JSON file says."""
+    rows = {
+        name: {
+            "env_steps_per_s": median(score.rates),
+            "rounds": score.rates,
+            "last_mean_returns": score.returns,
+            "limit_steps_per_s": score.limit,
+            "share_of_limit": median(score.rates) / score.limit,
+            "settings": score.settings,
+        }
+        for name, score in scores.items()
+    }
+    machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "load_at_start": load}
+    return {"task": "CartPole-v1", "seconds_per_round": seconds, "machine": machine, "peers": rows}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4, help="rounds; an even number balances the order (default 4)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="training time of each peer in a round")
+    parser.add_argument("--only", nargs="+", choices=[peer.name for peer in PEERS], help="leave the others out")
+    parser.add_argument("--out", type=Path, default=HERE / "peers.json", help="where the JSON goes")
+    options = parser.parse_args()
+    if options.rounds < 1 or options.seconds < 10:
+        parser.error(f"--rounds={options.rounds} must be at least 1 and --seconds={options.seconds} at least 10.")
+    peers = [peer for peer in PEERS if not options.only or peer.name in options.only]
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        print(f"warning: the load of this machine is {load:.1f}; other programs take part in the comparison.")
+    scores = {peer.name: Score() for peer in peers}
+    try:
+        for peer in peers:
+            install(peer)
+        for peer in peers:
+            scores[peer.name].limit = measure_limit(peer)
+        for number in range(options.rounds):
+            for peer in peers if number % 2 == 0 else reversed(peers):
+                print(f"round {number + 1} of {options.rounds}: {peer.name}", flush=True)
+                measure(peer, options.seconds, seed=number, score=scores[peer.name])
+    except PeerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    options.out.write_text(json.dumps(report(scores, options.seconds, load), indent=2) + "\n")
+    print(f"\n{table(scores)}\n\nwritten to {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""The three stages of a training alone: stepping environments, acting, learning, each with the run's own classes.
+
+Shapes: T steps of a trajectory, K environments of a group.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from echelon.algorithms import build_algorithm
+from echelon.config import TrainConfig
+from echelon.envs.make import env_seeds, make_group, probe_spaces
+from echelon.envs.vector import StepRows
+from echelon.roles.acting import LocalActing
+from echelon.roles.context import Context
+from echelon.roles.learner import learn_once, pick_device
+from echelon.roles.plan import Plan, window
+from echelon.roles.source import QueueSource
+from echelon.roles.update import LocalUpdate
+from echelon.schema import TrajectorySchema, unflatten
+
+Array = np.ndarray[Any, Any]
+BENCH_ACTOR = 1 << 21  # an actor number that no actor has: the stages share no seed with training
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one environment step costs in a stage: the medians over the chunks, in microseconds."""
+
+    cpu_us: float
+    wall_us: float
+
+
+def measure(stages: Mapping[str, Callable[[], int]], *, num_chunks: int, chunk_s: float) -> dict[str, Cost]:
+    """The cost of every stage; a stage does some work and returns how many environment steps that was.
+
+    The stages take turns, chunk by chunk, so that a slow moment of the machine falls on all of them alike.
+    """
+    chunks: dict[str, list[Cost]] = {name: [] for name in stages}
+    for stage in stages.values():
+        stage()  # the first call allocates and compiles
+    for _ in range(num_chunks):
+        for name, stage in stages.items():
+            chunks[name].append(_chunk(stage, chunk_s))
+    return {
+        name: Cost(statistics.median(c.cpu_us for c in costs), statistics.median(c.wall_us for c in costs))
+        for name, costs in chunks.items()
+    }
+
+
+def _chunk(stage: Callable[[], int], chunk_s: float) -> Cost:
+    steps, start, start_cpu = 0, time.perf_counter(), time.process_time()
+    while (elapsed_s := time.perf_counter() - start) < chunk_s:
+        steps += stage()
+    cpu_s = time.process_time() - start_cpu
+    return Cost(1e6 * cpu_s / steps, 1e6 * elapsed_s / steps)
+
+
+def stage_context(config: TrainConfig, session: Path) -> Context:
+    """The context of a run whose roles never start: what the memory and the model are made of."""
+    context = Context(
+        name="bench",
+        index=0,
+        incarnation=0,
+        epoch=0,
+        train=config,
+        spaces=probe_spaces(config.env),
+        state_shapes=(),
+        session=session,
+        address="",
+        run_dir=session,
+        started_at=time.time(),
+    )
+    return replace(context, state_shapes=Plan(context).model.network.state_shapes)
+
+
+class Collecting:
+    """One group of environments and the policy that acts in it, over one slot."""
+
+    def __init__(self, plan: Plan) -> None:
+        config = plan.context.train
+        seeds = env_seeds(config.seed, BENCH_ACTOR, 0, config.actor.envs + 1)
+        self.acting = LocalActing(plan.model, plan.board(), [config.actor.envs], seeds[-1:])
+        self.to_env = plan.model.distribution.to_env
+        self.group = make_group(config.env, seeds[:-1])
+        self.schema = plan.schema
+        self.views = plan.schema.views(np.zeros(plan.schema.nbytes, np.uint8))
+        self.rows = [_step_rows(self.schema, self.views, t) for t in range(self.schema.num_steps)]
+        names, space = self.schema.observation_names, self.schema.spaces.observation
+        self.inputs = [
+            (
+                unflatten(space, iter([torch.from_numpy(self.views[name][t]) for name in names])),
+                torch.from_numpy(self.views["first"][t]),
+            )
+            for t in range(self.schema.num_steps)
+        ]
+        self.random_actions = self._draw_actions()
+        self.views["first"][0] = True
+        self.group.reset([self.views[name][0] for name in names])
+        self._roll_out()
+
+    def _draw_actions(self) -> list[Array]:
+        space, schema = self.group.spaces.action, self.schema
+        return [np.stack([space.sample() for _ in range(schema.num_envs)]) for _ in range(schema.num_steps)]
+
+    def _roll_out(self) -> None:
+        """Fills the slot as an actor does."""
+        for t, row in enumerate(self.rows):
+            self.group.step(self._act(t), row)
+            np.logical_not(row.valid, out=self.views["first"][t + 1])
+
+    def _act(self, t: int) -> Array:
+        observation, first = self.inputs[t]
+        sample = self.acting.collect(self.acting.submit(0, observation, first))
+        action = sample.action.numpy()
+        self.views["action"][t] = action
+        self.views["log_prob"][t] = sample.log_prob.numpy()
+        return self.to_env(action)
+
+    def env(self) -> int:
+        """T steps of every environment under random actions, resets included."""
+        for action, row in zip(self.random_actions, self.rows, strict=True):
+            self.group.step(action, row)
+        self.group.failures.clear()
+        return self.schema.num_steps * self.schema.num_envs
+
+    def act(self) -> int:
+        """T times the actions for every environment, written down and made ready for the environments."""
+        for t in range(self.schema.num_steps):
+            self._act(t)
+        return self.schema.num_steps * self.schema.num_envs
+
+    def close(self) -> None:
+        self.group.close()
+
+
+def _step_rows(schema: TrajectorySchema, views: dict[str, Array], t: int) -> StepRows:
+    observation = [views[name][t + 1] for name in schema.observation_names]
+    return StepRows(observation, views["reward"][t], views["terminated"][t], views["truncated"][t], views["valid"][t])
+
+
+class Learning:
+    """The learner's work on slots that are always full: gather a batch, learn from it, publish, admit."""
+
+    def __init__(self, plan: Plan, views: dict[str, Array]) -> None:
+        config = plan.context.train
+        self.config, self.window = config, window(config)
+        self.algorithm = build_algorithm(config.algorithm, plan.model, config.seed)
+        # Hardly a learning rate: the same data again and again would drive the weights to where arithmetic is slow.
+        self.update = LocalUpdate(replace(config.optimizer, learning_rate=1e-12), plan.model)
+        self.model, self.ring, self.board = plan.model, plan.ring(), plan.board()
+        self.source = QueueSource(config, plan.schema, self.ring, plan.model.device)
+        for slot in (slot for stream in self.ring.slots for slot in stream):
+            for name, array in views.items():
+                slot[name][...] = array
+        self.board.publish(self.model.parts(), self.board.version + 1)
+        self.steps_per_batch = config.batch_trajectories * plan.schema.num_steps * plan.schema.num_envs
+
+    def _fill(self) -> None:
+        """Commits what the actors would have: every stream full, stamped with the newest version."""
+        for stream in range(self.ring.num_streams):
+            while self.ring.num_ready(stream) < self.window:
+                self.ring.writable(stream)["version"].fill(self.board.version)
+                self.ring.commit(stream)
+
+    def learn(self) -> int:
+        """One batch."""
+        self._fill()
+        self.ring.ready.clear()
+        version = self.board.version
+        batch = self.source.take(version)
+        assert batch is not None, f"{self.window} trajectories of every stream made no batch"
+        losses: list[dict[str, torch.Tensor]] = []
+        self.update.schedule(0.0)
+        learn_once(self.algorithm, batch, self.update, losses)
+        self.source.prefetch(version + 1)
+        float(losses[-1]["loss"])  # the learner looks at it, which is where it waits for a GPU
+        self.board.publish(self.model.parts(), version + 1)
+        self.source.admit()
+        return self.steps_per_batch
+
+    def close(self) -> None:
+        self.ring.close()
+
+
+class Stages:
+    """Everything that is measured, made as `config` says, in the memory of `session`."""
+
+    def __init__(self, config: TrainConfig, session: Path) -> None:
+        context = stage_context(config, session)
+        self.device = pick_device(config.learner.device)
+        self.collecting = Collecting(Plan(context))
+        self.learning = Learning(Plan(context, device=self.device), self.collecting.views)
+
+    def callables(self) -> dict[str, Callable[[], int]]:
+        return {"env": self.collecting.env, "act": self.collecting.act, "learn": self.learning.learn}
+
+    def close(self) -> None:
+        self.collecting.close()
+        self.learning.close()

@@ -1,0 +1,203 @@
+"""`echelon bench train`: environment steps per second of a training, beside the limit of the machine it ran on.
+
+The limit is what the cores could do if they did nothing but step environments, act and learn: the processor time of one
+environment step in each of these three, measured alone with the run's own classes and shapes. The efficiency is the
+training's rate over the limit; what is missing to 1 is waiting, handing over data, and keeping the record.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from echelon.bench.load import loaded_cores
+from echelon.bench.stages import Cost, Stages, measure
+from echelon.bench.watch import OWN, Usage, Watch, usage
+from echelon.config import TrainConfig
+from echelon.errors import ConfigError
+from echelon.roles.learner import pick_device
+from echelon.training import RunResult, train
+from echelon.transport.session import create_session
+
+Costs = dict[str, Cost]
+Tell = Callable[[str], None]
+NUM_CHUNKS, CHUNK_S = 5, 0.3
+
+
+def bench_train(
+    config: TrainConfig,
+    *,
+    seconds: float = 20.0,
+    num_chunks: int = NUM_CHUNKS,
+    chunk_s: float = CHUNK_S,
+    output: TextIO | None = None,
+) -> dict[str, Any]:
+    """Trains for `seconds` (start included), measures the stages alone and with loaded cores, and reports both."""
+    if seconds <= 0:
+        raise ConfigError(f"seconds={seconds:g} must be above 0.")
+    if config.stop.minutes:
+        raise ConfigError("a benchmark is given its time with --seconds S, not with --minutes.")
+    out = output or sys.stdout
+
+    def tell(text: str) -> None:
+        print(text, file=out, flush=True)
+
+    device = pick_device(config.learner.device)
+    num_cores = 1 if config.engine == "inline" else len(os.sched_getaffinity(0))
+    tell(f"training {config.preset} on {_env_text(config)} for {seconds:g} s")
+    result, used = _train(config, seconds, num_cores, tell)
+    costs = _costs(config, num_cores, {"num_chunks": num_chunks, "chunk_s": chunk_s}, tell)
+    rate = float(result.summary["env_steps_per_s"])
+    limits = {load: limit(cost, num_cores, on_gpu=device != "cpu") for load, cost in costs.items()}
+    report = {
+        "bench": "train",
+        **_setting(config, seconds, device, num_cores),
+        "stages": {name: {load: asdict(cost[name]) for load, cost in costs.items()} for name in costs["alone"]},
+        "limit": limits,
+        "env_steps_per_s": rate,
+        "env_steps": result.summary["env_steps"],
+        "efficiency": {load: rate / value for load, value in limits.items()},
+        "processor": asdict(used) if used else None,
+        "time": result.summary["time"],
+        "bottleneck": result.summary["bottleneck"],
+        "restarts": result.summary["restarts"],
+        "return_mean": result.summary["return_mean"],
+    }
+    return {**report, "rest": _rest(report)}
+
+
+def limit(costs: Costs, num_cores: int, *, on_gpu: bool) -> float:
+    """Environment steps per second that the stages alone allow.
+
+    Where a GPU learns, the cores step and act, and the GPU's pace (by the clock) is a limit of its own.
+    """
+    collect_us = costs["env"].cpu_us + costs["act"].cpu_us
+    if on_gpu:
+        return min(1e6 * num_cores / collect_us, 1e6 / costs["learn"].wall_us)
+    return 1e6 * num_cores / (collect_us + costs["learn"].cpu_us)
+
+
+def _train(config: TrainConfig, seconds: float, num_cores: int, tell: Tell) -> tuple[RunResult, Usage | None]:
+    """The training itself, without evaluation; its folder is kept only where one was named."""
+    with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
+        run_dir = Path(config.run.dir or f"{folder}/run")
+        config = replace(
+            config,
+            evaluation=replace(config.evaluation, interval_s=0.0),
+            stop=replace(config.stop, minutes=seconds / 60),
+            run=replace(config.run, dir=str(run_dir)),
+        )
+        watch = Watch(run_dir, tell)
+        watch.start()
+        try:
+            result = train(config, output=io.StringIO())
+        finally:
+            watch.stop()
+    if not result.summary["env_steps"]:
+        raise ConfigError(f"no batch was learned from within {seconds:g} s, start included. Raise --seconds.")
+    return result, usage(watch.samples, num_cores, whole_machine=config.engine != "inline")
+
+
+def _costs(config: TrainConfig, num_cores: int, chunks: dict[str, Any], tell: Tell) -> dict[str, Costs]:
+    """The stages' costs, alone and while the other cores are busy."""
+    import torch
+
+    session, threads = create_session(config.shm_dir), torch.get_num_threads()
+    torch.set_num_threads(1)
+    duration_s = 3 * chunks["num_chunks"] * chunks["chunk_s"]
+    try:
+        stages = Stages(config, session)
+        try:
+            tell(f"measuring env, act and learn alone, about {duration_s:.0f} s")
+            alone = measure(stages.callables(), **chunks)
+            tell(f"measuring them while the other cores are busy ({num_cores - 1}), about {duration_s:.0f} s")
+            with loaded_cores(num_cores - 1):
+                return {"alone": alone, "loaded": measure(stages.callables(), **chunks)}
+        finally:
+            stages.close()
+    finally:
+        torch.set_num_threads(threads)
+        shutil.rmtree(session, ignore_errors=True)
+
+
+def _env_text(config: TrainConfig) -> str:
+    return config.env.id if isinstance(config.env.id, str) else getattr(config.env.id, "__qualname__", "callable")
+
+
+def _setting(config: TrainConfig, seconds: float, device: str, num_cores: int) -> dict[str, Any]:
+    """What was measured, and on what."""
+    import torch
+
+    from echelon import config_io
+    from echelon.runs.folder import versions
+
+    gpu = torch.cuda.get_device_name(device) if device != "cpu" else None
+    return {
+        "config": config_io.to_json(config, _env_text(config)),
+        "seconds": seconds,
+        "device": device,
+        "num_cores": num_cores,
+        "hardware": {"cores": len(os.sched_getaffinity(0)), "processor": _processor(), "gpu": gpu},
+        "versions": versions(),
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
+
+
+def _rest(report: dict[str, Any]) -> str:
+    """One sentence: what the cores did besides the three stages, in microseconds per environment step."""
+    used = report["processor"]
+    if used is None:
+        return "where the rest goes: not known, the run was too short to look. Raise --seconds."
+    stage = {name: cost["loaded"]["cpu_us"] for name, cost in report["stages"].items()}
+    roles = dict(used["roles_us"])
+    if "actor" in roles:
+        parts = {
+            "actors besides env and act": roles.pop("actor") - stage["env"] - stage["act"],
+            "learner besides learning": roles.pop("learner", 0.0) - stage["learn"],
+            **roles,
+            "other programs": used["others_us"],
+        }
+    else:
+        parts = {"besides the stages": roles[OWN] - sum(stage.values())}
+    parts["idle"] = used["idle_us"]
+    waits = {name: shares["wait"] for name, shares in report["time"].items()}
+    text = ", ".join(f"{name} {us:.2f}" for name, us in sorted(parts.items(), key=lambda part: -part[1]))
+    waiting = ", ".join(f"{name} {share:.0%}" for name, share in waits.items())
+    return f"of {used['total_us']:.2f} µs a step: {text} µs. Waiting: {waiting}."
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as people read it."""
+    stages, limits, efficiency = report["stages"], report["limit"], report["efficiency"]
+    on_gpu = report["device"] != "cpu"
+    rows = ["", f"{'µs of processor time a step':<30}{'alone':>10}{'loaded':>10}"]
+    for name, cost in stages.items():
+        rows.append(f"  {name:<28}{cost['alone']['cpu_us']:>10.2f}{cost['loaded']['cpu_us']:>10.2f}")
+    if on_gpu:
+        wall = stages["learn"]
+        rows.append(f"  {'learn, by the clock':<28}{wall['alone']['wall_us']:>10.2f}{wall['loaded']['wall_us']:>10.2f}")
+    if report["processor"] is not None:
+        rows.append(
+            f"  {'all roles, while training':<38}{sum(report['processor']['roles_us'].values()):>10.2f}"
+        )
+    rows.append(f"{'limit, steps/s':<30}{limits['alone']:>10,.0f}{limits['loaded']:>10,.0f}")
+    rows.append(f"{'trained, steps/s':<30}{report['env_steps_per_s']:>10,.0f}")
+    rows.append(f"{'efficiency':<30}{efficiency['alone']:>10.1%}{efficiency['loaded']:>10.1%}")
+    hardware = report["hardware"]
+    where = f"{report['num_cores']} of {hardware['cores']} cores of {hardware['processor']}"
+    restarts = f" {report['restarts']} roles were restarted." if report["restarts"] else ""
+    rows += ["", f"{where}{', ' + hardware['gpu'] if hardware['gpu'] else ''}.{restarts}", report["rest"]]
+    return "\n".join(rows)

@@ -1,0 +1,143 @@
+"""What a training uses while it runs: processor time of every role, and of everybody else on its cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.roles.learner import WARM_UP_S
+from echelon.roles.supervisor import PROCESSES
+from echelon.runs.metrics import METRICS
+
+LOOK_INTERVAL_S = 0.1
+TELL_INTERVAL_S = 2.0
+OWN = "coordinator"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A run at one moment: seconds of processor time since the beginning, by kind of role."""
+
+    env_steps: int
+    wall_s: float
+    cpu_s: dict[str, float]
+    busy_s: float  # of all cores together, whoever used them
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Processor time per environment step between two samples, in microseconds; together they make `total_us`."""
+
+    total_us: float  # what the cores had to give
+    roles_us: dict[str, float]
+    others_us: float  # other programs
+    idle_us: float
+
+
+class Watch(threading.Thread):
+    """Looks at the run in `run_dir` whenever it has written a row of metrics; a thread, as the run is in this process.
+
+    It sleeps nearly always, and no role of a local run lives in this process.
+    """
+
+    def __init__(self, run_dir: Path, tell: Callable[[str], None]) -> None:
+        super().__init__(name="bench-watch", daemon=True)
+        self.run_dir, self.tell = run_dir, tell
+        self.samples: list[Sample] = []
+        self._over = threading.Event()
+        self._offset = 0
+        self._cpu_s: dict[tuple[str, int], float] = {}
+        self._own_start_s = time.process_time()
+        self._next_tell_s = TELL_INTERVAL_S
+
+    def run(self) -> None:
+        while not self._over.wait(LOOK_INTERVAL_S):
+            row = self._newest_row()
+            if row is not None:
+                self._sample(row)
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join()
+
+    def _newest_row(self) -> dict[str, Any] | None:
+        """The last whole row of training written since the last look."""
+        path = self.run_dir / METRICS
+        if not path.exists():
+            return None
+        with path.open("rb") as file:
+            file.seek(self._offset)
+            lines = file.read().split(b"\n")[:-1]
+        self._offset += sum(len(line) + 1 for line in lines)
+        rows = [row for row in map(json.loads, lines) if row["kind"] == "train"]
+        return rows[-1] if rows else None
+
+    def _sample(self, row: dict[str, Any]) -> None:
+        for name, pid in _processes(self.run_dir / PROCESSES).items():
+            used_s = cpu_seconds(pid)
+            if used_s is not None:  # a role that just ended keeps what it had
+                self._cpu_s[name.partition("-")[0], pid] = used_s
+        cpu_s = {OWN: time.process_time() - self._own_start_s}
+        for (kind, _), used_s in self._cpu_s.items():
+            cpu_s[kind] = cpu_s.get(kind, 0.0) + used_s
+        self.samples.append(Sample(row["env_steps"], row["wall_s"], cpu_s, busy_seconds()))
+        if row["wall_s"] >= self._next_tell_s:
+            self._next_tell_s = row["wall_s"] + TELL_INTERVAL_S
+            self.tell(
+                f"  {row['wall_s']:5.1f} s: {row['env_steps']:>12,} steps, {row['env_steps_per_s']:>9,.0f} a second"
+            )
+
+
+def usage(samples: list[Sample], num_cores: int, *, whole_machine: bool) -> Usage | None:
+    """What a step took once the run was warm; None where there was too little to look at.
+
+    Without `whole_machine` the cores of others are not looked at: a run in one process has one core.
+    """
+    begun = [sample for sample in samples if sample.env_steps > 0]
+    warm = [sample for sample in begun if sample.wall_s >= begun[0].wall_s + WARM_UP_S]
+    chosen = warm if len(warm) >= 2 else begun
+    if len(chosen) < 2:
+        return None
+    first, last = chosen[0], chosen[-1]
+    scale = 1e6 / (last.env_steps - first.env_steps)
+    total_us = scale * num_cores * (last.wall_s - first.wall_s)
+    roles_us = {kind: scale * (used_s - first.cpu_s.get(kind, 0.0)) for kind, used_s in last.cpu_s.items()}
+    own_us = sum(roles_us.values())
+    busy_us = scale * (last.busy_s - first.busy_s) if whole_machine else own_us
+    return Usage(total_us, roles_us, max(busy_us - own_us, 0.0), max(total_us - max(busy_us, own_us), 0.0))
+
+
+def _processes(path: Path) -> dict[str, int]:
+    """The roles' processes by name; none for a run in one process."""
+    try:
+        return {name: int(entry["pid"]) for name, entry in json.loads(path.read_bytes()).items()}
+    except FileNotFoundError:
+        return {}
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Processor time that process `pid` used so far; None if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    user, system = stat.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def busy_seconds() -> float:
+    """Time that the cores this process may use were not idle, all together, since the machine started."""
+    mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *fields = line.split()
+        if name in mine:
+            user, nice, system, _idle, _waiting, *rest = map(int, fields[:8])  # rest: interrupts, stolen by the host
+            ticks += user + nice + system + sum(rest)
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,156 @@
+"""A training in a process of its own, as a test sees it: its output, its processes, its record."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from echelon.runs.metrics import read_metrics
+
+T = TypeVar("T")
+TESTS = Path(__file__).resolve().parent
+MARK = "ECHELON_TEST_RUN"  # every process of a run inherits it: so those left behind are found
+DEADLINE_S = 90.0  # of events that take a second on an idle machine
+
+
+def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
+    """What `condition` returns once that is true."""
+    deadline = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {deadline_s} s until {what}"
+        time.sleep(0.005)
+    return value
+
+
+def processes_marked(mark: str) -> list[int]:
+    """The living processes that have `mark` in their environment."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:  # it ended meanwhile
+            continue
+    return found
+
+
+class Running:
+    """`echelon ARGUMENTS` in the background, with a shared memory folder of its own."""
+
+    def __init__(self, run_dir: Path, shm_dir: Path, *arguments: str) -> None:
+        self.run_dir, self.shm_dir = run_dir, shm_dir
+        self.mark = secrets.token_hex(8)
+        self.output = run_dir.with_name(f"{run_dir.name}-{self.mark}.txt")
+        path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS), os.environ.get("PYTHONPATH", "")])
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "echelon.cli.main", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # leads a group of its own, as a shell's foreground job does
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: self.mark},
+            )
+
+    @classmethod
+    def train(cls, preset: str, env: str, run_dir: Path, shm_dir: Path, **options: Any) -> Running:
+        """Options by name: steps=10, or in full: {"actor.envs": 2}."""
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        # The positional options take their value as a word of its own or after "=" alike.
+        places = [f"--run-dir={run_dir}", f"--shm-dir={shm_dir}"]
+        return cls(run_dir, shm_dir, "train", preset, env, *places, *words)
+
+    @classmethod
+    def resume(cls, run_dir: Path, shm_dir: Path, steps: int) -> Running:
+        return cls(run_dir, shm_dir, "resume", str(run_dir), f"--steps={steps}")
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def until(self, condition: Callable[[], T], what: str) -> T:
+        """Waits for an event of a run that must not end before it."""
+
+        def look() -> T:
+            value = condition()
+            assert value or self.process.poll() is None, f"the run ended before {what}:\n{self.text()}"
+            return value
+
+        return wait_until(look, f"{what}; so far:\n{self.text()}")
+
+    def processes(self) -> dict[str, int]:
+        """Name -> process number of what runs now."""
+        try:
+            record = json.loads((self.run_dir / "processes.json").read_text())
+        except FileNotFoundError:
+            return {}
+        return {name: entry["pid"] for name, entry in record.items()}
+
+    def pid(self, name: str, besides: int = 0) -> int:
+        """The process number of `name` once it is there and another than `besides`."""
+        return self.until(lambda: (p := self.processes().get(name, 0)) != besides and p, f"{name} runs")
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> int:
+        pid = self.pid(name)
+        os.kill(pid, number)
+        return pid
+
+    def heads(self, num_actors: int) -> list[int]:
+        """Trajectories that each actor has committed so far."""
+        segments = list(self.shm_dir.glob("echelon-*/trajectories"))
+        if not segments:
+            return [0] * num_actors
+        words = np.fromfile(segments[0], np.int64, 8 * num_actors)  # `head` comes first, a cache line each
+        return [int(head) for head in words.reshape(num_actors, 8)[:, 0]]
+
+    def until_acting(self, index: int, num_actors: int = 2) -> None:
+        """Waits for two more trajectories of an actor."""
+        before = self.heads(num_actors)[index]
+        self.until(lambda: self.heads(num_actors)[index] >= before + 2, f"actor {index} acts")
+
+    def rows(self) -> list[dict[str, Any]]:
+        if not (self.run_dir / "metrics.jsonl").exists():
+            return []
+        return [row for row in read_metrics(self.run_dir) if row["kind"] == "train"]
+
+    def until_learning(self) -> int:
+        """Waits for learned steps beyond those reported so far; returns their number."""
+        seen = len(self.rows())
+        before = self.rows()[-1]["env_steps"] if seen else 0
+        self.until(lambda: any(row["env_steps"] > before for row in self.rows()[seen:]), "the learner learns")
+        return int(self.rows()[-1]["env_steps"])
+
+    def code(self) -> int:
+        """The exit code, once the run ended by itself."""
+        try:
+            return self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the run did not end:\n{self.text()}") from None
+
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return summary
+
+    def assert_nothing_left(self) -> None:
+        """No process, no shared memory, no list of processes."""
+        wait_until(lambda: not processes_marked(self.mark), f"no process is left of\n{self.text()}")
+        wait_until(lambda: not list(self.shm_dir.iterdir()), "shared memory is empty")
+        assert not (self.run_dir / "processes.json").exists()
+
+    def close(self) -> None:
+        """Ends what a failed test left."""
+        for pid in processes_marked(self.mark):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()

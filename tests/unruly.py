@@ -1,0 +1,116 @@
+"""Environments and a network that misbehave, each in one way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from toy_envs import CounterEnv, Step
+
+
+def is_first(flag: str) -> bool:
+    """Whether nobody asked before, in any process: the flag is a file."""
+    try:
+        os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+class SlowEnv(CounterEnv):
+    """Takes `step_s` for a step; with `seeds`, only if it was reset with one of them."""
+
+    def __init__(self, step_s: float, seeds: list[int] | None = None) -> None:
+        super().__init__(length=20)
+        self.step_s, self.seeds, self.slow = step_s, seeds, seeds is None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None and self.seeds is not None:
+            self.slow = seed in self.seeds
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Step:
+        if self.slow:
+            time.sleep(self.step_s)
+        return super().step(action)
+
+
+class HangingEnv(CounterEnv):
+    """Hangs in its 30th step, once in all processes."""
+
+    def __init__(self, flag: str) -> None:
+        super().__init__(length=50)
+        self.flag = flag
+
+    def step(self, action: Any) -> Step:
+        if self.t == 29 and is_first(self.flag):
+            self.stare_at_the_wall()
+        return super().step(action)
+
+    def stare_at_the_wall(self) -> None:
+        while True:
+            time.sleep(3600.0)
+
+
+class RaisingEnv(CounterEnv):
+    """Raises in its 30th step, once in all processes, and writes down when; its `close` hangs then."""
+
+    def __init__(self, flag: str, close_hangs: bool = False) -> None:
+        super().__init__(length=50)
+        self.flag, self.close_hangs, self.raised = flag, close_hangs, False
+
+    def step(self, action: Any) -> Step:
+        if self.t == 29 and is_first(self.flag):
+            Path(self.flag).write_text(str(time.time()))
+            self.raised = True
+            raise RuntimeError("the simulator burnt down")
+        return super().step(action)
+
+    def close(self) -> None:
+        if self.raised and self.close_hangs:
+            time.sleep(3600.0)
+
+
+class CrashingEnv(CounterEnv):
+    """Takes its process with it: `how` is a signal number, or 0 for an exit with code 0."""
+
+    def __init__(self, how: int) -> None:
+        super().__init__(length=50)
+        self.how = how
+
+    def step(self, action: Any) -> Step:
+        if self.t == 29:
+            os.kill(os.getpid(), self.how) if self.how else os._exit(0)
+        return super().step(action)
+
+
+class ParentalEnv(CounterEnv):
+    """Starts a process of its own, as simulators do, and never ends it."""
+
+    def __init__(self) -> None:
+        super().__init__(length=50)
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+
+
+class LostMatrix(nn.Module):
+    """Works on zeros alone, so it passes the check of its shapes and fails at work."""
+
+    def __init__(self, num_params: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_params + 1)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if bool(observation.any()):
+            raise RuntimeError("the matrix is lost")
+        output = self.layer(observation)
+        return output[:, :-1], output[:, -1]
+
+
+def lost_matrix(spaces: Any, num_params: int) -> LostMatrix:
+    return LostMatrix(num_params)
