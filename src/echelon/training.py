@@ -136,7 +136,6 @@ def _context(config: TrainConfig, session: Path, past: Past, began: float) -> Co
         check_platform()
         if not isinstance(config.env.id, str):
             config = replace(config, env=replace(config.env, id=describe_callable(config.env.id)))
-    pick_device(config.learner.device)
     spaces: Spaces = probe_spaces(config.env)
     run_dir = Path(config.run.dir) if config.run.dir else default_run_dir(config.preset, env_text)
     context = Context(
@@ -153,6 +152,7 @@ def _context(config: TrainConfig, session: Path, past: Past, began: float) -> Co
         started_at=began - past.wall_s,
     )
     plan = Plan(context)
+    pick_device(config.learner.device, plan.model.parameters.numel())
     context = replace(context, state_shapes=plan.model.network.state_shapes)
     if config.run.init_from and past.epoch == 0:
         plan.model.load_weights(find_weights(config.run.init_from), config.run.init_from)

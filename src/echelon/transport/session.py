@@ -99,8 +99,8 @@ def leftovers(shm_dir: str) -> list[Leftover]:
 
 def _num_bytes(path: Path) -> int:
     total = 0
-    for entry in path.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # another run is sweeping too
+    with contextlib.suppress(FileNotFoundError):  # another run is sweeping too
+        for entry in path.rglob("*"):
             total += entry.stat().st_size
     return total
 

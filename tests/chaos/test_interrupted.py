@@ -1,0 +1,76 @@
+"""Ctrl-C and SIGTERM: once in good order, twice at once; `resume` goes on where the run stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from conftest import Runs
+from running import Running
+
+from echelon.runs.checkpoint import load_checkpoint, newest_intact
+
+
+def checkpointed_steps(run: Running) -> int:
+    found = newest_intact(run.run_dir / "checkpoints")
+    assert found is not None
+    steps: int = load_checkpoint(found[0])["counters"]["env_steps"]
+    return steps
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGINT to the group"])
+def test_once_stops_in_good_order_and_resumes(runs: Runs, how: str) -> None:
+    run = runs.train()
+    run.until_learning()
+    if how == "SIGINT to the group":  # as a terminal does
+        os.killpg(run.process.pid, signal.SIGINT)
+    else:
+        run.process.send_signal(signal.Signals[how])
+    assert run.code() == 0, run.text()
+    assert "stopping: writing the final checkpoint" in run.text()
+    run.assert_nothing_left()
+    summary = run.summary()
+    assert summary["status"] == "stopped"
+    assert summary["restarts"] == 0
+    done = summary["env_steps"]
+    assert done == checkpointed_steps(run) > 0
+    rows = len(run.rows())
+    again = runs.resume(done + 10_000)
+    assert again.code() == 0, again.text()
+    again.assert_nothing_left()
+    assert again.rows()[rows]["env_steps"] >= done  # the first thing it tells: it goes on from there
+    assert again.summary()["status"] == "finished"
+    assert done + 10_000 <= again.summary()["env_steps"] < done + 20_000
+
+
+def test_twice_leaves_at_once(runs: Runs) -> None:
+    run = runs.train(env="unruly:SlowEnv", **{"env-kwargs": '{"step_s": 0.2}', "actor.envs": 1})
+    run.until_acting(0)
+    pid = run.kill("learner", signal.SIGSTOP)  # so that stopping in good order takes long
+    run.process.send_signal(signal.SIGINT)
+    run.until(lambda: "interrupt again" in run.text(), "the first interrupt is heard")
+    assert run.pid("learner") == pid
+    run.process.send_signal(signal.SIGINT)
+    assert run.code() == 130, run.text()
+    run.assert_nothing_left()
+
+
+def test_while_starting(runs: Runs) -> None:
+    """Before any role is there the first one leaves at once."""
+    run = runs.train()
+    run.until(lambda: list(run.shm_dir.iterdir()), "the session is there")
+    run.process.send_signal(signal.SIGINT)
+    assert run.code() in (0, 130), run.text()  # 0: it was quicker than we, and stopped in good order
+    run.assert_nothing_left()
+
+
+def test_stop_reaches_a_learner_that_is_just_being_replaced(runs: Runs) -> None:
+    run = runs.train(**{"run.checkpoint_interval_s": 0.2})
+    run.until(lambda: list((run.run_dir / "checkpoints").glob("step_*")), "there is a checkpoint")
+    run.kill("learner")
+    run.process.send_signal(signal.SIGINT)
+    assert run.code() == 0, run.text()
+    assert run.summary()["status"] == "stopped"
+    assert run.summary()["env_steps"] == checkpointed_steps(run)
+    run.assert_nothing_left()

@@ -1,0 +1,161 @@
+"""Any process may be killed at any moment: the others go on, it comes back, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import Runs
+from running import Running
+
+Record = Callable[[str, object], None]
+
+
+def stop(run: Running) -> dict[str, Any]:
+    """Ends a run as a user does."""
+    run.process.send_signal(signal.SIGINT)
+    assert run.code() == 0, run.text()
+    run.assert_nothing_left()
+    return run.summary()
+
+
+def test_killed_actor_is_replaced_while_training_goes_on(runs: Runs, record_property: Record) -> None:
+    run = runs.train()
+    run.until_acting(0)
+    for kill in range(5):  # from outside, however often: replaced each time
+        pid = run.kill("actor-0")
+        began = time.monotonic()
+        run.until_acting(0)
+        record_property(f"actor acts again after kill {kill}, s", round(time.monotonic() - began, 2))
+        assert run.pid("actor-0", besides=pid)
+        run.until_learning()
+    assert run.text().count("actor-0 (process") == 5
+    assert "was ended by SIGKILL; starting it again" in run.text()
+    summary = stop(run)
+    assert summary["restarts"] == 5
+    assert summary["dropped"] == 0
+
+
+def test_training_goes_on_without_the_dead(runs: Runs) -> None:
+    """An actor that lies still (stopped, and not yet judged as hung) keeps nobody from learning."""
+    run = runs.train()
+    run.until_acting(0)
+    pid = run.kill("actor-0", signal.SIGSTOP)
+    before = run.heads(2)
+    for _ in range(3):
+        run.until_learning()
+    after = run.heads(2)
+    assert after[0] <= before[0] + 1
+    assert after[1] > before[1] + 1
+    os.kill(pid, signal.SIGCONT)
+    run.until_acting(0)
+    assert run.pid("actor-0") == pid
+    assert stop(run)["restarts"] == 0
+
+
+def test_killed_learner_goes_on_from_its_newest_checkpoint(runs: Runs, record_property: Record) -> None:
+    run = runs.train(**{"run.checkpoint_interval_s": 0.2})
+    run.until(lambda: list((run.run_dir / "checkpoints").glob("step_*")), "there is a checkpoint")
+    run.until_learning()
+    actors = [run.pid("actor-0"), run.pid("actor-1")]
+    pid = run.kill("learner")
+    began = time.monotonic()
+    assert run.pid("learner", besides=pid)
+    run.until(lambda: "the learner goes on from step_" in run.text(), "the learner is restored")
+    rows = len(run.rows())
+    run.until_learning()
+    record_property("learner learns again, s", round(time.monotonic() - began, 2))
+    assert [run.pid("actor-0"), run.pid("actor-1")] == actors  # they waited
+    versions = [row["version"] for row in run.rows()]
+    assert versions == sorted(versions)
+    restored = int(run.text().split("goes on from step_")[1].split()[0])
+    assert all(row["env_steps"] >= restored for row in run.rows()[rows:])
+    summary = stop(run)
+    assert summary["env_steps"] > restored > 0
+    assert summary["updates"] <= versions[-1] + 10_000
+    assert summary["restarts"] == 1
+    assert summary["episodes"] > 0 and summary["lag_max"] >= 0
+
+
+def test_killed_learner_under_a_lag_bound(runs: Runs) -> None:
+    """Lock-step survives it too: what was in flight is dropped or learned within the bound, and nobody waits forever."""
+    run = runs.train("ppo", **{"run.checkpoint_interval_s": 0.2, "actor.trajectory": 16, "algorithm.epochs": 1})
+    run.until(lambda: list((run.run_dir / "checkpoints").glob("step_*")), "there is a checkpoint")
+    for _ in range(2):
+        pid = run.kill("learner")
+        run.pid("learner", besides=pid)
+        run.until_learning()
+        run.kill("actor-1")
+        run.until_learning()
+    assert stop(run)["lag_max"] == 0
+
+
+def test_killed_evaluator_is_replaced(runs: Runs) -> None:
+    run = runs.train(**{"evaluation.interval_s": 0.2, "evaluation.episodes": 1})
+    pid = run.kill("evaluator")
+    assert run.pid("evaluator", besides=pid)
+
+    def evaluations() -> int:
+        return (run.run_dir / "metrics.jsonl").read_text().count('"evaluation"')
+
+    seen = evaluations()
+    run.until(lambda: evaluations() > seen, "the new evaluator evaluates")
+    stop(run)
+
+
+def test_killed_fork_server_ends_the_run(runs: Runs) -> None:
+    run = runs.train()
+    run.until_acting(0)
+    run.kill("forkserver")
+    assert run.code() == 1
+    assert "the fork server (process" in run.text()
+    assert "was ended by SIGKILL, and every role with it" in run.text()
+    assert "Traceback" not in run.text()
+    assert run.summary()["status"] == "failed"
+    run.assert_nothing_left()
+
+
+def test_killed_coordinator_takes_everything_with_it(runs: Runs, record_property: Record) -> None:
+    run = runs.train(**{"run.checkpoint_interval_s": 0.2})
+    run.until(lambda: list((run.run_dir / "checkpoints").glob("step_*")), "there is a checkpoint")
+    run.until_learning()
+    run.process.kill()
+    began = time.monotonic()
+    run.code()
+    (run.run_dir / "processes.json").unlink()  # nobody is left to do so
+    run.assert_nothing_left()
+    record_property("children gone, s", round(time.monotonic() - began, 2))
+    done = run.rows()[-1]["env_steps"]
+    again = runs.resume(done + 20_000)
+    assert again.code() == 0, again.text()
+    assert again.summary()["env_steps"] >= done + 20_000
+    again.assert_nothing_left()
+
+
+def test_what_an_environment_started_ends_with_its_actor(runs: Runs) -> None:
+    run = runs.train(env="unruly:ParentalEnv", **{"actor.envs": 1, "actor.num_actors": 1})
+    run.until_acting(0, num_actors=1)
+    pid = run.kill("actor-0")
+    run.pid("actor-0", besides=pid)
+    run.until_acting(0, num_actors=1)
+    # The coordinator's own probe started one that is nobody's but the user's; the run must not be blamed for it.
+    run.process.send_signal(signal.SIGINT)
+    assert run.code() == 0, run.text()
+
+
+@pytest.mark.full
+def test_many_kills_of_everybody(runs: Runs) -> None:
+    run = runs.train(**{"run.checkpoint_interval_s": 0.2, "evaluation.interval_s": 0.5})
+    run.until_learning()
+    for turn in range(30):
+        name = ("actor-0", "actor-1", "learner", "actor-0", "evaluator")[turn % 5]
+        pid = run.kill(name)
+        assert run.pid(name, besides=pid)
+        run.until_learning()
+    versions = [row["version"] for row in run.rows()]
+    assert versions == sorted(versions)
+    assert stop(run)["restarts"] == 30

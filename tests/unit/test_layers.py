@@ -1,0 +1,112 @@
+"""The arrows between the parts: who may import whom, read from the source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import echelon
+
+ROOT = Path(echelon.__file__).parent
+MODULES = sorted(ROOT.rglob("*.py"))
+MAX_LINES = 400
+
+GROUND = {"errors", "config", "config_io", "schema"}
+LEARNING = {"objectives", "layers", "networks", "algorithms"}
+PLANES = {"transport", "engines", "world"}
+
+# Each part and the other parts it may import. A new part gets a row here, after a look at the design.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "config_io": {"errors", "config"},
+    "schema": {"errors"},
+    "objectives": {"errors", "schema"},
+    "layers": {"errors", "schema"},
+    "networks": {"errors", "config", "schema", "layers"},
+    "algorithms": {"errors", "config", "schema", "objectives", "layers", "networks"},
+    "transport": {"errors", "schema"},
+    "engines": {"errors", "schema", "transport"},
+    "world": {"errors", "schema", "transport", "engines"},
+    "envs": {"errors", "config", "schema"},
+    "runs": {"errors", "config", "config_io", "schema"},
+    "roles": GROUND | LEARNING | PLANES | {"envs", "runs"},
+    "presets": {"errors", "config"},
+    "training": GROUND | LEARNING | PLANES | {"envs", "runs", "roles", "presets"},
+    "__init__": {"config", "training"},
+    "bench": GROUND | LEARNING | PLANES | {"envs", "runs", "roles", "presets", "training", "__init__"},
+    "cli": GROUND | LEARNING | PLANES | {"envs", "runs", "roles", "presets", "training", "bench", "__init__"},
+}
+
+
+def part_of(path: Path) -> str:
+    """The part a module belongs to: its folder, or its own name at the top."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported_parts(path: Path) -> dict[str, int]:
+    """The parts of Echelon that a module imports, anywhere in it, and a line where it does."""
+    found: dict[str, int] = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively; name the module in full"
+            inside = node.module == "echelon"
+            names = [f"echelon.{alias.name}" for alias in node.names] if inside else [node.module or ""]
+        for name in names:
+            top, _, rest = name.partition(".")
+            if top == "echelon":
+                part = rest.partition(".")[0]
+                known = (ROOT / part).is_dir() or (ROOT / f"{part}.py").is_file()
+                found[part if known and part else "__init__"] = node.lineno
+    return found
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
+    part = part_of(path)
+    assert part in ALLOWED, f"{part} is a new part: say in ALLOWED what it may import"
+    for other, line in imported_parts(path).items():
+        assert other == part or other in ALLOWED[part], f"{path}:{line}: {part} must not import {other}"
+
+
+def test_the_arrows_have_no_cycle_and_the_planes_know_no_algorithm_and_no_role() -> None:
+    for part in PLANES:
+        assert not ALLOWED[part] & (LEARNING | {"roles", "envs", "presets", "training", "config"}), part
+    for part in LEARNING:
+        assert not ALLOWED[part] & (PLANES | {"roles", "runs", "envs"}), part
+    assert "roles" not in ALLOWED["runs"]
+    above: set[str] = set()
+    for part, imported in ALLOWED.items():  # every arrow points upwards in the table, so there is no cycle
+        assert imported <= above, f"{part} may import {imported - above}, which stands below it"
+        above.add(part)
+
+
+def test_the_reader_of_imports_sees_them(tmp_path: Path) -> None:
+    source = "import echelon.roles.actor\ndef f():\n    from echelon.world import world\nfrom echelon import train\n"
+    module = tmp_path / "module.py"
+    module.write_text(source)
+    assert imported_parts(module) == {"roles": 1, "world": 3, "__init__": 4}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_is_short_and_unpickles_nothing(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_LINES, f"{path} is longer than {MAX_LINES} lines: part it"
+    forbidden_modules = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            assert not {alias.name for alias in node.names} & forbidden_modules, f"{path}:{node.lineno}"
+        if isinstance(node, ast.ImportFrom):
+            assert node.module not in forbidden_modules, f"{path}:{node.lineno}"
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in ("torch.load", "eval", "exec", "np.load", "numpy.load"), f"{path}:{node.lineno}"
