@@ -21,7 +21,7 @@ from echelon.envs.make import env_seeds, make_group, probe_spaces
 from echelon.envs.vector import StepRows
 from echelon.roles.acting import LocalActing
 from echelon.roles.context import Context
-from echelon.roles.learner import learn_once, pick_device
+from echelon.roles.learner import learn_once
 from echelon.roles.plan import Plan, window
 from echelon.roles.source import QueueSource
 from echelon.roles.update import LocalUpdate
@@ -192,13 +192,14 @@ class Learning:
 
 
 class Stages:
-    """Everything that is measured, made as `config` says, in the memory of `session`."""
+    """Everything that is measured, made as `config` says, in the memory of `session`; learning happens on `device`."""
 
-    def __init__(self, config: TrainConfig, session: Path) -> None:
+    def __init__(self, config: TrainConfig, session: Path, device: str) -> None:
         context = stage_context(config, session)
-        self.device = pick_device(config.learner.device)
+        if device != "cpu":
+            torch.set_float32_matmul_precision("high")  # as the learner does
         self.collecting = Collecting(Plan(context))
-        self.learning = Learning(Plan(context, device=self.device), self.collecting.views)
+        self.learning = Learning(Plan(context, device=device), self.collecting.views)
 
     def callables(self) -> dict[str, Callable[[], int]]:
         return {"env": self.collecting.env, "act": self.collecting.act, "learn": self.learning.learn}

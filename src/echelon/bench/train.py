@@ -22,7 +22,6 @@ from echelon.bench.stages import Cost, Stages, measure
 from echelon.bench.watch import OWN, Usage, Watch, usage
 from echelon.config import TrainConfig
 from echelon.errors import ConfigError
-from echelon.roles.learner import pick_device
 from echelon.training import RunResult, train
 from echelon.transport.session import create_session
 
@@ -49,11 +48,14 @@ def bench_train(
     def tell(text: str) -> None:
         print(text, file=out, flush=True)
 
-    device = pick_device(config.learner.device)
-    num_cores = 1 if config.engine == "inline" else len(os.sched_getaffinity(0))
+    num_cores = len(os.sched_getaffinity(0))
+    if config.engine == "inline":  # one process: a second core is used only where the learner was given more threads
+        num_cores = config.learner.threads or 1
+        config = replace(config, learner=replace(config.learner, threads=num_cores))
     tell(f"training {config.preset} on {_env_text(config)} for {seconds:g} s")
     result, used = _train(config, seconds, num_cores, tell)
-    costs = _costs(config, num_cores, {"num_chunks": num_chunks, "chunk_s": chunk_s}, tell)
+    device = str(result.summary["device"])
+    costs = _costs(config, device, num_cores, {"num_chunks": num_chunks, "chunk_s": chunk_s}, tell)
     rate = float(result.summary["env_steps_per_s"])
     limits = {load: limit(cost, num_cores, on_gpu=device != "cpu") for load, cost in costs.items()}
     report = {
@@ -105,7 +107,7 @@ def _train(config: TrainConfig, seconds: float, num_cores: int, tell: Tell) -> t
     return result, usage(watch.samples, num_cores, whole_machine=config.engine != "inline")
 
 
-def _costs(config: TrainConfig, num_cores: int, chunks: dict[str, Any], tell: Tell) -> dict[str, Costs]:
+def _costs(config: TrainConfig, device: str, num_cores: int, chunks: dict[str, Any], tell: Tell) -> dict[str, Costs]:
     """The stages' costs, alone and while the other cores are busy."""
     import torch
 
@@ -113,7 +115,7 @@ def _costs(config: TrainConfig, num_cores: int, chunks: dict[str, Any], tell: Te
     torch.set_num_threads(1)
     duration_s = 3 * chunks["num_chunks"] * chunks["chunk_s"]
     try:
-        stages = Stages(config, session)
+        stages = Stages(config, session, device)
         try:
             tell(f"measuring env, act and learn alone, about {duration_s:.0f} s")
             alone = measure(stages.callables(), **chunks)

@@ -113,16 +113,31 @@ class QueueSource:
         self.next_stream = 0
         self.fresh_lag: list[tuple[float, int]] = []  # lag mean and max of batches since the last report
         self.prefetched: Batch | None = None
+        self.ahead = [0] * ring.num_streams  # trajectories of each stream in the prefetched batch
 
     def take(self, version: int) -> Batch | None:
         """The next batch for a learner at `version`, or None when it is not there yet."""
         if self.prefetched is not None:
             batch, self.prefetched = self.prefetched, None
+            self.ahead = [0] * self.ring.num_streams
             return batch
+        return self._fetch(version)
+
+    def prefetch(self, version: int) -> None:
+        """Fetches the batch for a learner at `version`, its next, while the device still learns from this one."""
+        if self.prefetched is not None or self.device.type == "cpu" or self.max_lag == 0:
+            return
+        self.prefetched = self._fetch(version, self.ahead if self.max_lag is not None else None)
+
+    def _fetch(self, version: int, ahead: list[int] | None = None) -> Batch | None:
+        """Copies the next batch out of the ring; `ahead` counts what was taken from each stream before its turn."""
         self._drop_late(version)
         streams = self._choose()
         if streams is None:
             return None
+        if ahead is not None:
+            for stream in streams:
+                ahead[stream] += 1
         staging = self.stagings[0]
         self.stagings.rotate()
         for position, stream in enumerate(streams):
@@ -134,15 +149,10 @@ class QueueSource:
         self._count(staging, version)
         return staging.batch(self.schema)
 
-    def prefetch(self, version: int) -> None:
-        """Fetches the next batch while the device still learns from this one; for unbounded lag on a GPU."""
-        if self.prefetched is None and self.device.type == "cuda" and self.max_lag is None:
-            self.prefetched = self.take(version)
-
     def admit(self) -> None:
-        """Lets every actor start what the window allows; rings those that may go on."""
+        """Lets every actor run a window ahead of what was learned from; rings those that may go on."""
         for stream in range(self.ring.num_streams):
-            self.ring.grant(stream, self.window)
+            self.ring.grant(stream, self.window - self.ahead[stream])
 
     def _drop_late(self, version: int) -> None:
         if self.max_lag is None:
