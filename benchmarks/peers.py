@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import resource
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PEERS_HOME = ROOT / ".venv-peers"
+DISTURBED_CORES = 0.1  # what other programs may use of the machine while a peer runs, before its round is marked
 START_ALLOWANCE_S = 180.0  # starting and ending processes, before a run counts as hung
 
 
@@ -50,6 +52,7 @@ class Score:
 
     rates: list[float] = field(default_factory=list)
     returns: list[float | None] = field(default_factory=list)
+    foreign_cores: list[float] = field(default_factory=list)  # used by other programs meanwhile
     limit: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -89,10 +92,20 @@ def install(peer: Peer) -> None:
     stamp.write_text(digest)
 
 
-def run_alone(name: str, command: list[str], seconds: float, log: Path) -> None:
-    """Run `command` in its own process group to its end; raises PeerError with the end of its log if it fails."""
+def foreign_cpu_s() -> float:
+    """CPU seconds this machine has spent on anything but the processes we started and waited for."""
+    user, nice, system = (int(ticks) for ticks in Path("/proc/stat").read_text().split()[1:4])
+    ours = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK") - ours.ru_utime - ours.ru_stime
+
+
+def run_alone(name: str, command: list[str], seconds: float, log: Path) -> float:
+    """Run `command` in its own process group to its end; returns how many cores other programs used meanwhile.
+
+    Raises PeerError with the end of its log if it fails or does not end.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # measured on two cores: faster than the default for both peers
-    started_s = time.monotonic()
+    started_s, foreign_s = time.monotonic(), foreign_cpu_s()
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
@@ -111,6 +124,7 @@ def run_alone(name: str, command: list[str], seconds: float, log: Path) -> None:
         how = f"did not end within {seconds + START_ALLOWANCE_S:.0f} s" if code is None else f"left with code {code}"
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
         raise PeerError(f"{name}: `{' '.join(command)}` {how}. The end of its output:\n{tail}")
+    return (foreign_cpu_s() - foreign_s) / (time.monotonic() - started_s)
 
 
 def train_command(peer: Peer, seconds: float, seed: int, folder: Path) -> list[str]:
@@ -131,15 +145,18 @@ def measure(peer: Peer, seconds: float, seed: int, score: Score) -> None:
         if peer.home:
             folder.mkdir()
         command = train_command(peer, seconds, seed, folder)
-        run_alone(peer.name, command, seconds, Path(scratch) / "log")
+        foreign_cores = run_alone(peer.name, command, seconds, Path(scratch) / "log")
         summary = json.loads((folder / "summary.json").read_text())
     rate = float(summary["env_steps_per_s"])
     mean_return = summary.get("mean_return", summary.get("return_mean"))
     score.rates.append(rate)
     score.returns.append(mean_return)
+    score.foreign_cores.append(foreign_cores)
     score.settings = summary.get("settings", {"command": " ".join(command[1:])})
     shown = "unknown" if mean_return is None else f"{mean_return:.0f}"
     print(f"  {peer.name}: {rate:,.0f} steps/s, last mean return {shown} ({summary['status']})", flush=True)
+    if foreign_cores > DISTURBED_CORES:
+        print(f"  {peer.name}: DISTURBED: other programs used {foreign_cores:.2f} cores meanwhile", flush=True)
 
 
 def measure_limit(peer: Peer) -> float:
@@ -155,11 +172,13 @@ def table(scores: dict[str, Score]) -> str:
     """The comparison as text; the ratio says how many times faster Echelon is than the row."""
     own = scores.get("echelon")
     lines = [f"{'':16}{'steps/s':>10}{'lowest':>10}{'highest':>10}{'echelon is':>12}{'limit':>10}{'of limit':>10}"]
+    lines[0] += f"{'disturbed':>11}"
     for name, score in scores.items():
         rate = median(score.rates)
         ratio = f"{median(own.rates) / rate:.2f} x" if own else "-"
+        disturbed = sum(cores > DISTURBED_CORES for cores in score.foreign_cores)
         line = f"{name:16}{rate:>10,.0f}{min(score.rates):>10,.0f}{max(score.rates):>10,.0f}{ratio:>12}"
-        lines.append(line + f"{score.limit:>10,.0f}{rate / score.limit:>10.1%}")
+        lines.append(line + f"{score.limit:>10,.0f}{rate / score.limit:>10.1%}{disturbed:>11}")
     return "\n".join(lines)
 
 
@@ -170,6 +189,7 @@ def report(scores: dict[str, Score], seconds: float, load: float) -> dict[str, A
             "env_steps_per_s": median(score.rates),
             "rounds": score.rates,
             "last_mean_returns": score.returns,
+            "foreign_cores": score.foreign_cores,
             "limit_steps_per_s": score.limit,
             "share_of_limit": median(score.rates) / score.limit,
             "settings": score.settings,
@@ -197,8 +217,9 @@ def main() -> int:
     try:
         for peer in peers:
             install(peer)
+        limits = {home: measure_limit(peer) for home, peer in {peer.home: peer for peer in peers}.items()}
         for peer in peers:
-            scores[peer.name].limit = measure_limit(peer)
+            scores[peer.name].limit = limits[peer.home]
         for number in range(options.rounds):
             for peer in peers if number % 2 == 0 else reversed(peers):
                 print(f"round {number + 1} of {options.rounds}: {peer.name}", flush=True)

@@ -44,6 +44,13 @@ def processes_marked(mark: str) -> list[int]:
     return found
 
 
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 class Running:
     """`echelon ARGUMENTS` in the background, with a shared memory folder of its own."""
 
@@ -66,7 +73,6 @@ class Running:
     def train(cls, preset: str, env: str, run_dir: Path, shm_dir: Path, **options: Any) -> Running:
         """Options by name: steps=10, or in full: {"actor.envs": 2}."""
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-        # The positional options take their value as a word of its own or after "=" alike.
         places = [f"--run-dir={run_dir}", f"--shm-dir={shm_dir}"]
         return cls(run_dir, shm_dir, "train", preset, env, *places, *words)
 

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import torch
 from torch import nn
 from toy_envs import CounterEnv, Step
@@ -21,6 +23,33 @@ def is_first(flag: str) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+class WitnessEnv(CounterEnv):
+    """Observes who it is, when, what was done to it last, and sums over all that: a mixed row contradicts itself."""
+
+    def __init__(self, length: int = 13) -> None:
+        super().__init__(length)
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (32,), np.float32)
+        self.seed, self.action = 0, 0
+
+    def observation(self) -> Any:
+        return testimony(np.array([self.seed >> 16, self.seed & 0xFFFF, self.episode, self.t, self.action], np.float32))
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.seed, self.action = self.seed if seed is None else seed, 0
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Step:
+        self.action = int(action)
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, float(observation[-1]), terminated, truncated, info
+
+
+def testimony(facts: Any) -> Any:
+    """`facts` (..., 5) and 27 sums of them, each with other weights."""
+    weights = np.arange(1, 28 * 5 + 1, dtype=np.float32)[: 27 * 5].reshape(27, 5) % 7
+    return np.concatenate([facts, facts @ weights.T], -1).astype(np.float32)
 
 
 class SlowEnv(CounterEnv):

@@ -6,6 +6,7 @@ Shapes: T steps, B lanes, N rows, F features.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -207,24 +208,55 @@ class Core(nn.Module):
                 return tuple(self.cell(x.float(), kept))
             return (self.cell(x.float(), state[0].masked_fill(restart, 0.0)),)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x_TBF: Tensor, state: State, first_TB: Tensor) -> tuple[Tensor, State]:
-        # Looking into `first` is free on a CPU only; elsewhere it would wait for the device.
-        if x_TBF.device.type == "cpu" and not torch.compiler.is_compiling() and not first_TB[1:].any():
-            return self._fused(x_TBF, state, first_TB[0])
-        outputs = []
-        for x, first in zip(x_TBF.unbind(), first_TB.unbind(), strict=True):
-            state = self.step(x, state, first)
-            outputs.append(state[0])
-        return torch.stack(outputs), state
-
-    def _fused(self, x_TBF: Tensor, state: State, first: Tensor) -> tuple[Tensor, State]:
-        """The whole sequence in one call, for episodes that go on to its end."""
-        kept = [leaf.masked_fill(first.unsqueeze(-1), 0.0).unsqueeze(0) for leaf in state]
-        # One layer with biases, no dropout, in one direction, time first; it keeps what a backward pass needs if asked.
-        settings = (tuple(self.cell.parameters()), True, 1, 0.0, torch.is_grad_enabled(), False, False)
+        """A sequence with resets in it: cut where episodes begin, all pieces side by side, in one fused call."""
+        plan = _cut(first_TB)
+        num_steps, num_lanes, features = x_TBF.shape
+        rows = x_TBF.float().transpose(0, 1).reshape(num_lanes * num_steps, features)
+        # A piece at the start of a lane goes on with the lane's state; every other begins with an episode, from zero.
+        kept = [leaf.float().masked_fill(first_TB[0].unsqueeze(-1), 0.0) for leaf in state]
+        begin = [leaf[plan.lane].masked_fill(plan.restarts, 0.0).unsqueeze(0) for leaf in kept]
+        # One layer with biases, no dropout, one direction; it keeps what a backward pass needs if asked.
+        settings = (tuple(self.cell.parameters()), True, 1, 0.0, torch.is_grad_enabled(), False)
         with torch.autocast(x_TBF.device.type, enabled=False):
             if isinstance(self.cell, nn.LSTMCell):
-                output, *after = torch.lstm(x_TBF.float(), kept, *settings)
+                packed, *after = torch.lstm(rows[plan.rows], plan.batch_sizes, begin, *settings)
             else:
-                output, *after = torch.gru(x_TBF.float(), kept[0], *settings)
-        return output, tuple(leaf.squeeze(0) for leaf in after)
+                packed, *after = torch.gru(rows[plan.rows], plan.batch_sizes, begin[0], *settings)
+        output = torch.empty_like(packed).index_copy(0, plan.rows, packed)
+        sequence = output.view(num_lanes, num_steps, -1).transpose(0, 1)
+        return sequence, tuple(leaf.squeeze(0)[plan.last] for leaf in after)
+
+
+@dataclass(slots=True)
+class Pieces:
+    """How sequences with resets are cut into pieces, longest first, in the packed order of torch's recurrent layers."""
+
+    rows: Tensor  # (T * B,) the row, lane by lane, of every packed step
+    batch_sizes: Tensor  # (longest,) pieces that are still going at each step; on the CPU
+    lane: Tensor  # (pieces,) the lane each piece lies in
+    restarts: Tensor  # (pieces, 1) whether it begins inside its lane
+    last: Tensor  # (B,) the last piece of every lane
+
+
+def _cut(first_TB: Tensor) -> Pieces:
+    num_steps, num_lanes = first_TB.shape
+    device = first_TB.device
+    starts_BT = first_TB.t().clone()
+    starts_BT[:, 0] = True
+    begin = starts_BT.reshape(-1).nonzero().squeeze(-1)
+    length = torch.diff(begin, append=begin.new_tensor([num_lanes * num_steps]))
+    length, order = length.sort(descending=True, stable=True)
+    begin = begin[order]
+    step = torch.arange(int(length[0]), device=device).unsqueeze(-1)
+    going = step < length  # (longest, pieces)
+    lane = begin // num_steps
+    rank = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=device))
+    return Pieces(
+        rows=(begin + step)[going],
+        batch_sizes=going.sum(1).cpu(),
+        lane=lane,
+        restarts=(begin % num_steps != 0).unsqueeze(-1),
+        last=rank[starts_BT.sum(1).cumsum(0) - 1],
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import Runs
-from running import Running
+from running import Running, parent_of, processes_marked, wait_until
 
 Record = Callable[[str, object], None]
 
@@ -76,7 +76,7 @@ def test_killed_learner_goes_on_from_its_newest_checkpoint(runs: Runs, record_pr
     assert all(row["env_steps"] >= restored for row in run.rows()[rows:])
     summary = stop(run)
     assert summary["env_steps"] > restored > 0
-    assert summary["updates"] <= versions[-1] + 10_000
+    assert summary["updates"] < run.rows()[-1]["version"]  # the version counts what the dead learner published, too
     assert summary["restarts"] == 1
     assert summary["episodes"] > 0 and summary["lag_max"] >= 0
 
@@ -139,12 +139,12 @@ def test_killed_coordinator_takes_everything_with_it(runs: Runs, record_property
 def test_what_an_environment_started_ends_with_its_actor(runs: Runs) -> None:
     run = runs.train(env="unruly:ParentalEnv", **{"actor.envs": 1, "actor.num_actors": 1})
     run.until_acting(0, num_actors=1)
-    pid = run.kill("actor-0")
+    pid = run.pid("actor-0")
+    children = [one for one in processes_marked(run.mark) if parent_of(one) == pid]
+    assert len(children) == 1
+    run.kill("actor-0")
     run.pid("actor-0", besides=pid)
-    run.until_acting(0, num_actors=1)
-    # The coordinator's own probe started one that is nobody's but the user's; the run must not be blamed for it.
-    run.process.send_signal(signal.SIGINT)
-    assert run.code() == 0, run.text()
+    wait_until(lambda: children[0] not in processes_marked(run.mark), "the dead actor's child is gone")
 
 
 @pytest.mark.full

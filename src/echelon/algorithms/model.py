@@ -104,7 +104,7 @@ class Mirror:
     """A model's weights as seen by an actor: one byte array that a weights board is read into."""
 
     def __init__(self, model: Model) -> None:
-        self.memory = np.zeros(model.nbytes, np.uint8)
+        self.memory: np.ndarray[Any, Any] = torch.zeros(model.nbytes, dtype=torch.uint8).numpy()  # torch aligns it
         self.version = 0
         offset = 0
         for tensor, part in zip([model.parameters, *model.network.buffers()], model.parts(), strict=True):

@@ -163,22 +163,20 @@ def _rest(report: dict[str, Any]) -> str:
     used = report["processor"]
     if used is None:
         return "where the rest goes: not known, the run was too short to look. Raise --seconds."
-    stage = {name: cost["loaded"]["cpu_us"] for name, cost in report["stages"].items()}
+    stages_us = sum(cost["loaded"]["cpu_us"] for cost in report["stages"].values())
     roles = dict(used["roles_us"])
-    if "actor" in roles:
-        parts = {
-            "actors besides env and act": roles.pop("actor") - stage["env"] - stage["act"],
-            "learner besides learning": roles.pop("learner", 0.0) - stage["learn"],
-            **roles,
-            "other programs": used["others_us"],
-        }
-    else:
-        parts = {"besides the stages": roles[OWN] - sum(stage.values())}
-    parts["idle"] = used["idle_us"]
-    waits = {name: shares["wait"] for name, shares in report["time"].items()}
+    inline = "learner" not in roles
+    workers_us = roles.pop(OWN) if inline else roles.pop("actor", 0.0) + roles.pop("learner")
+    parts = {
+        "besides the stages": workers_us - stages_us,
+        **roles,
+        **({} if inline else {"other programs": used["others_us"]}),
+        "without a core" if inline else "idle": used["idle_us"],
+    }
     text = ", ".join(f"{name} {us:.2f}" for name, us in sorted(parts.items(), key=lambda part: -part[1]))
-    waiting = ", ".join(f"{name} {share:.0%}" for name, share in waits.items())
-    return f"of {used['total_us']:.2f} µs a step: {text} µs. Waiting: {waiting}."
+    waiting = ", ".join(f"{name} {shares['wait']:.0%}" for name, shares in report["time"].items())
+    total = f"{used['total_us']:.2f} µs of {report['num_cores']} cores"
+    return f"a step took {total}: the stages {stages_us:.2f}, {text}. Share of time spent waiting: {waiting}."
 
 
 def table(report: dict[str, Any]) -> str:
@@ -192,9 +190,7 @@ def table(report: dict[str, Any]) -> str:
         wall = stages["learn"]
         rows.append(f"  {'learn, by the clock':<28}{wall['alone']['wall_us']:>10.2f}{wall['loaded']['wall_us']:>10.2f}")
     if report["processor"] is not None:
-        rows.append(
-            f"  {'all roles, while training':<38}{sum(report['processor']['roles_us'].values()):>10.2f}"
-        )
+        rows.append(f"  {'all roles, while training':<38}{sum(report['processor']['roles_us'].values()):>10.2f}")
     rows.append(f"{'limit, steps/s':<30}{limits['alone']:>10,.0f}{limits['loaded']:>10,.0f}")
     rows.append(f"{'trained, steps/s':<30}{report['env_steps_per_s']:>10,.0f}")
     rows.append(f"{'efficiency':<30}{efficiency['alone']:>10.1%}{efficiency['loaded']:>10.1%}")
