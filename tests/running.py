@@ -160,3 +160,22 @@ class Running:
             except ProcessLookupError:
                 continue
         self.process.wait()
+
+
+class Runs:
+    """Starts trainings; all of them end with the test."""
+
+    def __init__(self, folder: Path, shm_dir: Path) -> None:
+        self.folder, self.shm_dir = folder, shm_dir
+        self.started: list[Running] = []
+
+    def train(self, preset: str = "impala", env: str = "CartPole-v1", **options: Any) -> Running:
+        options = {"steps": 10**9, "actor.envs": 8, "evaluation.interval-s": 0, **options}
+        run = Running.train(preset, env, self.folder / "run", self.shm_dir, **options)
+        self.started.append(run)
+        return run
+
+    def resume(self, steps: int) -> Running:
+        run = Running.resume(self.folder / "run", self.shm_dir, steps)
+        self.started.append(run)
+        return run

@@ -13,6 +13,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from torch import nn
+
 from toy_envs import CounterEnv, Step
 
 
@@ -34,7 +35,7 @@ class WitnessEnv(CounterEnv):
         self.seed, self.action = 0, 0
 
     def observation(self) -> Any:
-        return testimony(np.array([self.seed >> 16, self.seed & 0xFFFF, self.episode, self.t, self.action], np.float32))
+        return evidence(np.array([self.seed >> 16, self.seed & 0xFFFF, self.episode, self.t, self.action], np.float32))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self.seed, self.action = self.seed if seed is None else seed, 0
@@ -46,7 +47,7 @@ class WitnessEnv(CounterEnv):
         return observation, float(observation[-1]), terminated, truncated, info
 
 
-def testimony(facts: Any) -> Any:
+def evidence(facts: Any) -> Any:
     """`facts` (..., 5) and 27 sums of them, each with other weights."""
     weights = np.arange(1, 28 * 5 + 1, dtype=np.float32)[: 27 * 5].reshape(27, 5) % 7
     return np.concatenate([facts, facts @ weights.T], -1).astype(np.float32)

@@ -208,7 +208,6 @@ class Core(nn.Module):
                 return tuple(self.cell(x.float(), kept))
             return (self.cell(x.float(), state[0].masked_fill(restart, 0.0)),)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x_TBF: Tensor, state: State, first_TB: Tensor) -> tuple[Tensor, State]:
         """A sequence with resets in it: cut where episodes begin, all pieces side by side, in one fused call."""
         plan = _cut(first_TB)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Runs
+
+from running import Runs
 
 Record = Callable[[str, object], None]
 

@@ -6,10 +6,9 @@ import os
 import signal
 
 import pytest
-from conftest import Runs
-from running import Running
 
 from echelon.runs.checkpoint import load_checkpoint, newest_intact
+from running import Running, Runs
 
 
 def checkpointed_steps(run: Running) -> int:

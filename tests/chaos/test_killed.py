@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Runs
-from running import Running, parent_of, processes_marked, wait_until
+
+from running import Running, Runs, parent_of, processes_marked, wait_until
 
 Record = Callable[[str, object], None]
 
@@ -82,7 +82,7 @@ def test_killed_learner_goes_on_from_its_newest_checkpoint(runs: Runs, record_pr
 
 
 def test_killed_learner_under_a_lag_bound(runs: Runs) -> None:
-    """Lock-step survives it too: what was in flight is dropped or learned within the bound, and nobody waits forever."""
+    """Lock-step survives it too: what was in flight is dropped or learned in time, and nobody waits forever."""
     run = runs.train("ppo", **{"run.checkpoint_interval_s": 0.2, "actor.trajectory": 16, "algorithm.epochs": 1})
     run.until(lambda: list((run.run_dir / "checkpoints").glob("step_*")), "there is a checkpoint")
     for _ in range(2):

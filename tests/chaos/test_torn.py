@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from running import wait_until
-from unruly import WitnessEnv, testimony
 
 from echelon.config import TrainConfig
 from echelon.config import replace as change
@@ -27,6 +25,8 @@ from echelon.roles.source import QueueSource
 from echelon.schema import Spaces
 from echelon.transport.session import create_session
 from echelon.world.world import World
+from running import wait_until
+from unruly import WitnessEnv, evidence
 
 Array = np.ndarray[Any, Any]
 NUM_ACTORS, NUM_ENVS, NUM_STEPS = 2, 4, 16
@@ -35,7 +35,7 @@ NUM_ACTORS, NUM_ENVS, NUM_STEPS = 2, 4, 16
 def check_trajectory(views: dict[str, Array]) -> None:
     """Every row agrees with itself, and with the row before it."""
     seen, valid, first = views["observation"], views["valid"], views["first"]
-    np.testing.assert_array_equal(seen, testimony(seen[..., :5]))
+    np.testing.assert_array_equal(seen, evidence(seen[..., :5]))
     seed, episode, t, action = seen[..., 0] * 65536.0 + seen[..., 1], seen[..., 2], seen[..., 3], seen[..., 4]
     assert (seed == seed[0]).all()
     assert (first[1:] == ~valid).all()

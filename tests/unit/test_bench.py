@@ -73,7 +73,8 @@ def test_local_counts_the_time_of_every_role(tmp_path: Path) -> None:
 def test_command_line_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_train, "__kwdefaults__", {**bench_train.__kwdefaults__, "chunk_s": 0.01})
+    assert bench_train.__kwdefaults__ is not None
+    monkeypatch.setitem(bench_train.__kwdefaults__, "chunk_s", 0.01)
     path = tmp_path / "report.json"
     options = ["--engine", "inline", "--actors", "1", "--envs-per-actor", "4", "--actor.trajectory", "8"]
     options += ["--steps", "2000", "--seconds", "60", "--json", str(path)]

