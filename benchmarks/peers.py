@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from steady import steady_rate
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PEERS_HOME = ROOT / ".venv-peers"
@@ -138,6 +140,12 @@ def train_command(peer: Peer, seconds: float, seed: int, folder: Path) -> list[s
     return [*command, "--run-dir", str(folder)]
 
 
+def progress_points(run: Path) -> list[tuple[float, int]]:
+    """Seconds and steps of an Echelon run as it recorded them, so that its speed is read as the peers' are."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(row["wall_s"], row["env_steps"]) for row in rows if row["kind"] == "train"]
+
+
 def measure(peer: Peer, seconds: float, seed: int, score: Score) -> None:
     """Train `peer` once and add what it reached to `score`."""
     with tempfile.TemporaryDirectory(prefix=f"peers-{peer.name}-") as scratch:
@@ -147,7 +155,7 @@ def measure(peer: Peer, seconds: float, seed: int, score: Score) -> None:
         command = train_command(peer, seconds, seed, folder)
         foreign_cores = run_alone(peer.name, command, seconds, Path(scratch) / "log")
         summary = json.loads((folder / "summary.json").read_text())
-    rate = float(summary["env_steps_per_s"])
+        rate = float(summary["env_steps_per_s"]) if peer.home else steady_rate(progress_points(folder))
     mean_return = summary.get("mean_return", summary.get("return_mean"))
     score.rates.append(rate)
     score.returns.append(mean_return)

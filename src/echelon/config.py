@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -60,7 +59,7 @@ class LearnerConfig:
     batch: int = 0  # trajectories per batch; 0: one from every actor
     max_lag: int | None = None  # versions; 0: synchronous, None: bounded only by actor.slots
     device: str = "auto"  # auto, cpu, cuda, cuda:N
-    threads: int = 0  # torch threads of the learner; 0: the cores the actors leave free, at least 1
+    threads: int = 0  # torch threads of the learner; 0: all cores for a large network, else 1
     precision: Literal["float32", "bfloat16"] = "float32"
     compile: bool = False  # torch.compile of the loss
 
@@ -224,10 +223,6 @@ class TrainConfig:
     @property
     def batch_trajectories(self) -> int:
         return self.learner.batch or self.actor.num_actors
-
-    @property
-    def learner_threads(self) -> int:
-        return self.learner.threads or max(1, len(os.sched_getaffinity(0)) - self.actor.num_actors)
 
 
 def replace(config: TrainConfig, **changes: Any) -> TrainConfig:

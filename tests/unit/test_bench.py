@@ -57,11 +57,11 @@ def test_inline_reports_everything(name: str) -> None:
 
 
 def test_local_counts_the_time_of_every_role(tmp_path: Path) -> None:
-    config = tiny("local", "impala", 150_000)
+    config = tiny("local", "impala", 200_000)
     config = replace(config, run=replace(config.run, dir=str(tmp_path / "run")))
     report = bench_train(config, seconds=120.0, num_chunks=1, chunk_s=0.02, output=io.StringIO())
     check(report)
-    assert report["processor"] is not None, "150,000 steps gave no two rows of metrics"
+    assert report["processor"] is not None, "200,000 steps gave no two rows of metrics"
     roles = report["processor"]["roles_us"]
     assert roles.keys() >= {"actor", "learner", "coordinator"} and roles["actor"] > 0
     assert "the stages" in report["rest"] and "learner" in report["rest"]
@@ -144,7 +144,10 @@ def test_usage_makes_up_all_of_the_cores() -> None:
     assert used.roles_us["actor"] == pytest.approx(2.0 / 6_000 * 1e6)
     assert used.others_us == pytest.approx((7.0 - 4.2) / 6_000 * 1e6)
     assert used.total_us == pytest.approx(sum(used.roles_us.values()) + used.others_us + used.idle_us)
+    short = usage(samples[:3], 2, whole_machine=True)  # too short for a warm-up: from the first batch on
+    assert short is not None and short.total_us == pytest.approx(2 * 2.0 / 4_000 * 1e6)
     assert usage(samples[:2], 2, whole_machine=True) is None
+    assert usage([], 2, whole_machine=True) is None
 
 
 def test_processor_time_is_read_from_the_kernel() -> None:

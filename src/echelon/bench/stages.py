@@ -165,9 +165,9 @@ class Learning:
         self.steps_per_batch = config.batch_trajectories * plan.schema.num_steps * plan.schema.num_envs
 
     def _fill(self) -> None:
-        """Commits what the actors would have: every stream full, stamped with the newest version."""
-        for stream in range(self.ring.num_streams):
-            while self.ring.num_ready(stream) < self.window:
+        """Commits what the actors would have: all they are admitted to, stamped with the newest version."""
+        for stream, ahead in enumerate(self.source.ahead):
+            while self.ring.num_ready(stream) < self.window - ahead:
                 self.ring.writable(stream)["version"].fill(self.board.version)
                 self.ring.commit(stream)
 

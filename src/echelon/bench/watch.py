@@ -101,8 +101,8 @@ def usage(samples: list[Sample], num_cores: int, *, whole_machine: bool) -> Usag
     """
     begun = [sample for sample in samples if sample.env_steps > 0]
     warm = [sample for sample in begun if sample.wall_s >= begun[0].wall_s + WARM_UP_S]
-    chosen = warm if len(warm) >= 2 else begun
-    if len(chosen) < 2:
+    chosen = warm if warm and warm[-1].wall_s - warm[0].wall_s >= WARM_UP_S else begun
+    if not chosen or chosen[-1].env_steps == chosen[0].env_steps:
         return None
     first, last = chosen[0], chosen[-1]
     scale = 1e6 / (last.env_steps - first.env_steps)

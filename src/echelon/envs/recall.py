@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 
 
-class Recall(gym.Env[np.ndarray[Any, Any], int]):
+class Recall(gym.Env[np.ndarray[Any, Any], np.int64]):
     """One of two cues is shown at the first step; `delay` steps later the matching action earns 1, the other -1.
 
     Observation: (cue is 0, cue is 1, act now), each 0 or 1; blank in between. Chance is a return of 0, the best is 1.
@@ -25,7 +25,7 @@ class Recall(gym.Env[np.ndarray[Any, Any], int]):
         self.t = 0
         return np.array([self.cue == 0, self.cue == 1, False], np.float32), {}
 
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: np.int64) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         ended = self.t == self.delay
         reward = (1.0 if action == self.cue else -1.0) if ended else 0.0
         self.t += 1

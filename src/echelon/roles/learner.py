@@ -6,6 +6,7 @@ If it dies, its successor starts from the newest checkpoint; the actors wait mea
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 
 from echelon.algorithms import Algorithm, build_algorithm
-from echelon.config import StopConfig
+from echelon.algorithms.model import Model
+from echelon.config import StopConfig, TrainConfig
 from echelon.errors import ConfigError, DivergedError
 from echelon.roles.context import Context, Station
 from echelon.roles.plan import Plan
@@ -31,7 +33,7 @@ from echelon.runs.checkpoint import (
 from echelon.schema import Batch
 
 REPORT_INTERVAL_S = 0.5
-MIN_GPU_PARAMETERS = 200_000
+MIN_GPU_PARAMETERS = 200_000  # of a large network: worth a GPU, or every core
 WARM_UP_S = 2.0  # after the first batch; not part of the steady rate
 
 
@@ -50,6 +52,17 @@ def pick_device(name: str, num_parameters: int) -> str:
     if index and int(index) >= torch.cuda.device_count():
         raise ConfigError(f"device={name}, but there are {torch.cuda.device_count()} GPUs here, counted from cuda:0.")
     return name
+
+
+def pick_threads(config: TrainConfig, model: Model) -> int:
+    """Torch threads of the learner: what was asked for, or what pays.
+
+    A large network keeps all cores busy, and actors wait for it more often than it for them; the operations of a small
+    one are too short to share.
+    """
+    cores = len(os.sched_getaffinity(0))
+    large = model.parameters.numel() >= MIN_GPU_PARAMETERS and model.device.type == "cpu"
+    return config.learner.threads or (cores if large else 1)
 
 
 def learn_once(algorithm: Algorithm, batch: Batch, update: LocalUpdate, losses: list[dict[str, torch.Tensor]]) -> None:
@@ -90,7 +103,6 @@ class Learner:
     def __init__(self, context: Context) -> None:
         config = context.train
         self.context, self.stop = context, config.stop
-        self.threads = config.learner_threads
         self.station = Station(context)
         self.finished = False
         plan = Plan(context)
@@ -99,6 +111,7 @@ class Learner:
             torch.set_float32_matmul_precision("high")
             plan = Plan(context, device=device)
         self.model = plan.model
+        self.threads = pick_threads(config, self.model)
         self.algorithm = build_algorithm(config.algorithm, self.model, config.seed)
         self.update = LocalUpdate(config.optimizer, self.model)
         self.ring, self.board = plan.ring(), plan.board()

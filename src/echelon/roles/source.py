@@ -190,8 +190,9 @@ class QueueSource:
         """Refuses NaN and infinity before anything learns from them."""
         for name in ("reward", *self.schema.observation_names):
             array = staging.arrays[name]
-            if not np.issubdtype(array.dtype, np.floating) or np.isfinite(array.sum()):
-                continue
+            with np.errstate(over="ignore", invalid="ignore"):  # one look at all of it; a sum may overflow
+                if not np.issubdtype(array.dtype, np.floating) or np.isfinite(array.sum()):
+                    continue
             bad = np.argwhere(~np.isfinite(array))
             if len(bad):
                 step, column = int(bad[0][0]), int(bad[0][1])

@@ -1,0 +1,163 @@
+"""What every engine promises, and what processes do to the local one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from running import parent_of, wait_until
+
+from echelon.engines.forkserver import MAX_FAILURE_BYTES, pack_failure
+from echelon.engines.inline import InlineEngine
+from echelon.engines.local import LocalEngine
+from echelon.engines.process import Exit, Failure, ProcessSpec, failure_of
+from echelon.envs.vector import EnvFailed, EnvFailure
+from echelon.errors import RunError
+
+Start = Callable[..., Path]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[LocalEngine]:
+    engine = LocalEngine(str(tmp_path / "session"))
+    yield engine
+    engine.close(0.0)
+
+
+@pytest.fixture
+def start(engine: LocalEngine, tmp_path: Path) -> Start:
+    def start(kind: str, name: str = "role", **config: object) -> Path:
+        file = tmp_path / name
+        config = {"steps": 0, **config, "file": str(file)}
+        engine.start(ProcessSpec(name, f"engine_roles:{kind}", config, log=str(tmp_path / f"{name}.log")))
+        return file
+
+    return start
+
+
+def next_exit(engine: LocalEngine) -> Exit:
+    (gone,) = wait_until(engine.exits, "a process ended")
+    return gone
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_role_runs_to_its_end_on_every_engine(engine: LocalEngine, tmp_path: Path) -> None:
+    inline = InlineEngine()
+    for number, each in enumerate((inline, engine)):
+        file = tmp_path / str(number)
+        each.start(ProcessSpec("role", "engine_roles:Counting", {"steps": 3, "file": str(file)}))
+        exits: list[Exit] = []
+
+        def ended(each: InlineEngine | LocalEngine = each, exits: list[Exit] = exits) -> bool:
+            if isinstance(each, InlineEngine):
+                each.turn()
+            exits += each.exits()
+            return bool(exits)
+
+        wait_until(ended, "the role ended")
+        assert [(gone.name, gone.code, gone.signal, gone.failure) for gone in exits] == [("role", 0, 0, None)]
+        assert file.read_text() == "3"
+        assert file.with_suffix(".closed").exists()
+        assert each.pid("role") is None
+
+
+def test_an_exception_is_told_with_its_traceback(engine: LocalEngine, start: Start, tmp_path: Path) -> None:
+    file = start("Raising", message="seven is too many")
+    gone = next_exit(engine)
+    assert gone.code == 1 and gone.failure is not None
+    assert (gone.failure.kind, gone.failure.message, gone.failure.expected) == ("ValueError", "seven is too many", False)
+    assert 'raise ValueError(self.config["message"])' in gone.failure.traceback
+    assert "seven is too many" in (tmp_path / "role.log").read_text()
+    assert file.with_suffix(".closed").exists()
+
+
+def test_an_exception_of_the_entry_is_told_too(engine: LocalEngine, start: Start) -> None:
+    start("refuse")
+    failure = next_exit(engine).failure
+    assert failure is not None and failure.message == "made wrongly"
+
+
+@pytest.mark.parametrize("letter", ["x", "墙", "\0", "\U0001f9f1"])
+def test_a_huge_message_is_cut_and_still_told(engine: LocalEngine, start: Start, letter: str) -> None:
+    start("Raising", message=letter * 100_000)
+    failure = next_exit(engine).failure
+    assert failure is not None and failure.kind == "ValueError"
+    assert failure.message and set(failure.message) == {letter}
+    assert len(pack_failure(failure)) <= MAX_FAILURE_BYTES
+
+
+def test_an_error_does_not_wait_for_a_role_that_cannot_close(engine: LocalEngine, start: Start) -> None:
+    start("RaisingWithoutEnd", message="first this")
+    gone = next_exit(engine)
+    assert gone.signal == signal.SIGALRM
+    assert gone.failure is not None and gone.failure.message == "first this"
+
+
+def test_signals_are_told(engine: LocalEngine, start: Start, tmp_path: Path) -> None:
+    for number in (signal.SIGKILL, signal.SIGSEGV):
+        start("Killed", signal=int(number))
+        gone = next_exit(engine)
+        assert (gone.signal, gone.failure) == (number, None)
+    assert "Segmentation fault" in (tmp_path / "role.log").read_text()  # and where, for whoever reads the log
+
+
+def test_children_of_a_role_end_with_it_and_hold_nobody_up(engine: LocalEngine, start: Start) -> None:
+    file = start("Parent")
+    assert next_exit(engine).signal == signal.SIGKILL
+    for pid in map(int, file.read_text().split()):
+        wait_until(lambda pid=pid: not is_alive(pid), "the child is gone")
+    start("Counting", "next", steps=1)
+    assert next_exit(engine).code == 0
+
+
+def test_signal_reaches_the_named_role(engine: LocalEngine, start: Start) -> None:
+    files = [start("Counting", name) for name in ("one", "two")]
+    wait_until(lambda: all(file.exists() for file in files) and engine.exits() == [], "both run")
+    wait_until(lambda: (engine.exits(), engine.pid("two"))[1], "both are known")
+    engine.signal("one", signal.SIGTERM)
+    gone = next_exit(engine)
+    assert (gone.name, gone.signal) == ("one", signal.SIGTERM)
+    assert engine.pid("one") is None
+    assert is_alive(engine.pid("two") or 0)
+    engine.signal("one", signal.SIGTERM)  # gone already: nothing happens
+    start("Counting", "three", steps=1)
+    assert next_exit(engine).name == "three"
+
+
+def test_close_ends_the_roles_and_the_server(engine: LocalEngine, start: Start) -> None:
+    start("Counting")
+    pid = wait_until(lambda: (engine.exits(), engine.pid("role"))[1], "it runs")
+    assert pid is not None and parent_of(pid) == engine.server_pid
+    engine.close(0.0)
+    assert not is_alive(pid)
+    assert not is_alive(engine.server_pid)
+    engine.close(0.0)  # twice is once
+
+
+def test_a_killed_server_is_an_error_and_takes_the_roles_with_it(engine: LocalEngine, start: Start) -> None:
+    start("Counting")
+    pid = wait_until(lambda: (engine.exits(), engine.pid("role"))[1], "it runs")
+    assert pid is not None
+    os.kill(engine.server_pid, signal.SIGKILL)
+    with pytest.raises(RunError, match="was ended by SIGKILL, and every role with it"):
+        wait_until(engine.exits, "the loss is told")
+    with pytest.raises(RunError, match="was ended by SIGKILL"):
+        start("Counting")
+    wait_until(lambda: not is_alive(pid), "the kernel ended the role")
+    engine.close(5.0)
+
+
+def test_failures_go_by_their_name_in_the_exception_tree() -> None:
+    error = EnvFailed(EnvFailure(3, 7, 2, "RuntimeError: no", "Traceback: no"), 4, "Mend it.")
+    failure = failure_of(error)
+    assert (failure.kind, failure.expected) == ("EnvError", True)
+    assert failure_of(KeyError("x")) == Failure("KeyError", "'x'", "KeyError: 'x'\n", False)

@@ -1,0 +1,88 @@
+"""The roles together: the lag stays within its bound, and the same seed repeats exactly."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Runs
+
+import echelon
+from echelon.config import replace
+from echelon.envs.make import env_seeds
+from echelon.presets import preset
+from echelon.runs.metrics import read_metrics
+
+
+def train(folder: Path, shm_dir: Path, name: str, engine: str, **changes: Any) -> dict[str, Any]:
+    """The summary of a short training."""
+    settings = {
+        "run.dir": str(folder / f"{name}-{len(list(folder.iterdir()))}"),
+        "engine": engine,
+        "shm_dir": str(shm_dir),
+        "stop.steps": 20_000,
+        "evaluation.interval_s": 0.0,
+        "learner.threads": 1,
+        **changes,
+    }
+    return echelon.train(replace(preset(name, "CartPole-v1"), **settings), output=io.StringIO()).summary
+
+
+def lags(run_dir: str) -> list[float]:
+    return [row["lag_max"] for row in read_metrics(Path(run_dir)) if row["kind"] == "train"]
+
+
+@pytest.mark.parametrize("name", ["ppo", "impala"])
+def test_inline_repeats_exactly(tmp_path: Path, shm_dir: Path, name: str) -> None:
+    first, second = (train(tmp_path, shm_dir, name, "inline") for _ in range(2))
+    other = train(tmp_path, shm_dir, name, "inline", seed=1)
+    assert first["weights_sha256"] == second["weights_sha256"]
+    assert first["weights_sha256"] != other["weights_sha256"]
+    assert first["env_steps"] == second["env_steps"] >= 20_000
+
+
+def test_lock_step_gives_the_same_weights_inline_and_local(tmp_path: Path, shm_dir: Path) -> None:
+    inline, local = (train(tmp_path, shm_dir, "ppo", e, **{"actor.num_actors": 1}) for e in ("inline", "local"))
+    assert inline["weights_sha256"] == local["weights_sha256"]
+
+
+def test_lock_step_with_two_actors_repeats_exactly(tmp_path: Path, shm_dir: Path) -> None:
+    inline, first, second = (train(tmp_path, shm_dir, "ppo", engine) for engine in ("inline", "local", "local"))
+    assert first["weights_sha256"] == second["weights_sha256"] == inline["weights_sha256"]
+    assert first["lag_max"] == 0 and first["dropped"] == 0
+    assert set(lags(first["run_dir"])) == {0}
+    assert not list(shm_dir.iterdir())
+
+
+@pytest.mark.parametrize("max_lag", [1, 2])
+def test_lag_stays_within_its_bound(tmp_path: Path, shm_dir: Path, max_lag: int) -> None:
+    small = {"actor.trajectory": 16, "algorithm.epochs": 2, "learner.max_lag": max_lag}
+    summary = train(tmp_path, shm_dir, "async-ppo", "local", **small)
+    assert summary["lag_max"] <= max_lag
+    assert max(lags(summary["run_dir"])) <= max_lag
+
+
+@pytest.mark.parametrize("max_lag", [1, 2])
+def test_a_slow_actor_is_too_late_and_everybody_else_goes_on(runs: Runs, max_lag: int) -> None:
+    slow = env_seeds(0, 1, 0, 2)
+    run = runs.train(
+        "async-ppo",
+        "unruly:SlowEnv",
+        **{
+            "env.kwargs": f'{{"step_s": 0.1, "seeds": {slow}}}',
+            "actor.envs": 2,
+            "actor.trajectory": 8,
+            "learner.max_lag": max_lag,
+            "learner.batch": 2,
+            "algorithm.epochs": 1,
+            "algorithm.minibatches": 1,
+        },
+    )
+    run.until(lambda: any(row["dropped"] >= 2 for row in run.rows()), "late trajectories are dropped")
+    run.until_learning()
+    assert max(row["lag_max"] for row in run.rows()) <= max_lag
+    fast, late = run.heads(2)
+    assert fast > 2 * late
+    assert "made no progress" not in run.text()

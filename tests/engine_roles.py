@@ -1,0 +1,65 @@
+"""Roles for the tests of the engines: each does one thing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Counting:
+    """Counts to `config["steps"]` into a file; idles for ever with 0."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config, self.finished, self.steps = config, False, 0
+        self.file = Path(config["file"])
+
+    def step(self, timeout_s: float) -> bool:
+        self.steps += 1
+        self.file.write_text(str(self.steps))
+        self.finished = self.steps == self.config["steps"]
+        if not self.config["steps"]:
+            time.sleep(timeout_s)
+        return True
+
+    def close(self) -> None:
+        self.file.with_suffix(".closed").write_text("")
+
+
+class Raising(Counting):
+    def step(self, timeout_s: float) -> bool:
+        raise ValueError(self.config["message"])
+
+
+class RaisingWithoutEnd(Raising):
+    def close(self) -> None:
+        time.sleep(3600.0)
+
+
+class Killed(Counting):
+    """Ends by the signal `config["signal"]`."""
+
+    def step(self, timeout_s: float) -> bool:
+        os.kill(os.getpid(), self.config["signal"])
+        return True
+
+
+class Parent(Counting):
+    """Has a child that holds every descriptor it inherited; then is killed."""
+
+    def step(self, timeout_s: float) -> bool:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], close_fds=False)
+        self.file.write_text(str(child.pid))
+        if (pid := os.fork()) == 0:
+            time.sleep(3600.0)
+        self.file.write_text(f"{child.pid} {pid}")
+        os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+
+def refuse(config: dict[str, Any]) -> Counting:
+    raise RuntimeError("made wrongly")

@@ -1,0 +1,304 @@
+"""The actor: what it writes is what its environments did; and learners that read it, all in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import toy_envs as toy  # noqa: E402
+
+from echelon.config import TrainConfig, replace  # noqa: E402
+from echelon.envs.make import probe_spaces  # noqa: E402
+from echelon.errors import DivergedError, EnvError  # noqa: E402
+from echelon.presets import preset  # noqa: E402
+from echelon.roles.actor import Actor  # noqa: E402
+from echelon.roles.context import Context  # noqa: E402
+from echelon.roles.learner import Learner  # noqa: E402
+from echelon.roles.plan import Plan  # noqa: E402
+from echelon.world.world import World  # noqa: E402
+
+Array = np.ndarray[Any, Any]
+Trajectory = dict[str, Array]
+
+
+class Stage:
+    """A session folder and a world in this process, in which roles are made by hand."""
+
+    def __init__(self, folder: Path, config: TrainConfig) -> None:
+        session = folder / "session"
+        session.mkdir()
+        (folder / "run" / "checkpoints").mkdir(parents=True)
+        address = f"inproc://{folder}"
+        self.world = World.host(address)
+        self.messages: list[str] = []
+        self.world.serve("message", self.messages.append)
+        for name in ("phases", "train", "finished", "evaluation"):
+            self.world.serve(name, lambda *told: None)
+        context = Context(
+            name="coordinator", index=0, incarnation=0, epoch=0, train=config, spaces=probe_spaces(config.env),
+            state_shapes=(), session=session, address=address, run_dir=folder / "run", started_at=time.time(),
+        )  # fmt: skip
+        shapes = Plan(context).model.network.state_shapes
+        self.context = dataclasses.replace(context, state_shapes=shapes)
+        self.plan = Plan(self.context)
+        self.ring, self.board = self.plan.ring(), self.plan.board()
+        self.board.publish(self.plan.model.parts(), 1)
+        self.roles: list[Any] = []
+
+    def actor(self, index: int = 0, incarnation: int = 0) -> Actor:
+        name = f"actor-{index}-{incarnation}"
+        actor = Actor(dataclasses.replace(self.context, name=name, index=index, incarnation=incarnation))
+        self.roles.append(actor)
+        return actor
+
+    def learner(self) -> Learner:
+        learner = Learner(dataclasses.replace(self.context, name="learner"))
+        self.roles.append(learner)
+        return learner
+
+    def collect(self, actor: Actor, count: int) -> list[Trajectory]:
+        """The next `count` trajectories of `actor`, copied out of the ring and released."""
+        found = []
+        for _ in range(count):
+            self.ring.grant(actor.index, 1)
+            while not self.ring.num_ready(actor.index):
+                assert actor.step(0.0)
+            found.append({name: view.copy() for name, view in self.ring.readable(actor.index).items()})
+            self.ring.release(actor.index)
+        return found
+
+    def close(self) -> None:
+        for role in self.roles:
+            role.close()
+        self.ring.close()
+        self.world.close()
+
+
+@pytest.fixture
+def make_stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+    stages: list[Stage] = []
+
+    def make(env: Any = toy.CounterEnv, name: str = "impala", **fields: Any) -> Stage:
+        base = {"env.id": env, "engine": "inline", "actor.envs": 2, "actor.trajectory": 4, "network.hidden": (8,)}
+        stages.append(Stage(tmp_path, replace(preset(name, "CartPole-v1"), **{**base, **fields})))
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        stage.close()
+
+
+def joined(trajectories: list[Trajectory]) -> Trajectory:
+    """Trajectories as one stream of rows; checks that each begins with the row the one before ended with."""
+    for before, after in itertools.pairwise(trajectories):
+        for name in ("observation", "first"):
+            np.testing.assert_array_equal(after[name][0], before[name][-1], err_msg=f"{name} at a border")
+    stream = {name: np.concatenate([t[name] for t in trajectories]) for name in trajectories[0] if "state" not in name}
+    for name in ("observation", "first"):
+        rows = [t[name][:-1] for t in trajectories] + [trajectories[-1][name][-1:]]
+        stream[name] = np.concatenate(rows)
+    return stream
+
+
+def foretold(make: Callable[[], Any], seed: int, actions: Array) -> dict[str, list[Any]]:
+    """What one environment does with `actions`, by gymnasium's plain calls and the NEXT_STEP rule."""
+    env = make()
+    rows: dict[str, list[Any]] = {"observation": [env.reset(seed=seed)[0]], "first": [True]}
+    names = ("reward", "terminated", "truncated", "valid", "episode_return", "episode_length")
+    rows.update({name: [] for name in names})
+    over, total, length = False, 0.0, 0
+    for action in actions:
+        if over:
+            observation, reward, terminated, truncated, valid = env.reset()[0], 0.0, False, False, False
+        else:
+            observation, reward, terminated, truncated, _ = env.step(action)
+            valid, total, length = True, total + reward, length + 1
+        over = terminated or truncated
+        ended = (total, length) if over else (0.0, 0)
+        for name, value in zip(names, (reward, terminated, truncated, valid, *ended), strict=True):
+            rows[name].append(value)
+        rows["observation"].append(observation)
+        rows["first"].append(not valid)
+        if over:
+            total, length = 0.0, 0
+    return rows
+
+
+@pytest.mark.parametrize("truncate", [False, True], ids=["terminating", "truncating"])
+@pytest.mark.parametrize("trajectory", [1, 4, 5])
+def test_the_stream_is_what_the_environments_did(
+    make_stage: Callable[..., Stage], trajectory: int, truncate: bool
+) -> None:
+    kwargs = {"length": 3, "truncate": truncate}
+    stage = make_stage(**{"actor.trajectory": trajectory, "actor.envs": 3, "env.kwargs": kwargs})
+    actor = stage.actor()
+    seeds = list(actor.group.seeds)
+    assert len(set(seeds)) == 3
+    stream = joined(stage.collect(actor, 6))
+    for k, seed in enumerate(seeds):
+        expected = foretold(lambda: toy.CounterEnv(**kwargs), seed, stream["action"][:, k])
+        for name, rows in expected.items():
+            np.testing.assert_array_equal(stream[name][:, k], rows, err_msg=f"{name} of environment {k}")
+    ended = stream["terminated"] | stream["truncated"]
+    assert ended.any() and bool(stream["truncated"].any()) == truncate
+    if len(stream["reward"]) > 4:
+        final = stream["observation"][1:][ended]
+        assert (final[:, 1] == 3).all(), "the row after an end is the true final observation"
+        assert not stream["valid"][1:][ended[:-1]].any(), "and the step after it only resets"
+
+
+def test_a_restarted_environment_begins_a_new_episode_without_an_end(make_stage: Callable[..., Stage]) -> None:
+    log: dict[str, Any] = {"failures": 0}
+    fields = {"env.on_error": "restart", "actor.envs": 1, "actor.trajectory": 3}
+    stage = make_stage(lambda: toy.FragileEnv(log, fail_at=2), **fields)
+    actor = stage.actor()
+    log["failures"] = 1
+    stream = joined(stage.collect(actor, 4))
+    t = stream["observation"][:, 0, 1].astype(int).tolist()
+    assert t == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+    assert stream["valid"][:, 0].tolist() == [True, True, False, True, True, True, True, False, True, True, True, True]
+    assert stream["first"][:, 0].tolist() == [True, False, False, True] + [False] * 4 + [True] + [False] * 4
+    assert np.flatnonzero(stream["terminated"]).tolist() == [6, 11]
+    assert stream["episode_length"][[6, 11], 0].tolist() == [4, 4]
+    assert stream["episode_return"][[6, 11], 0].tolist() == [410.0, 810.0], "what came before the failure is not in it"
+    assert stream["reward"][2, 0] == 0.0
+    stage.world.poll(0.0)
+    assert len(stage.messages) == 1 and "actor 0: environment 0" in stage.messages[0]
+    assert "the simulator burnt down" in stage.messages[0] and "its step 2" in stage.messages[0]
+
+
+def test_an_environment_that_raises_ends_the_actor_with_its_name(make_stage: Callable[..., Stage]) -> None:
+    log: dict[str, Any] = {"failures": 0}
+    stage = make_stage(lambda: toy.FragileEnv(log, fail_at=2))
+    actor = stage.actor()
+    log["failures"] = 1
+    with pytest.raises(EnvError, match=r"actor 0: environment 0 \(seed \d+\) raised RuntimeError: the simulator burnt"):
+        stage.collect(actor, 1)
+
+
+def test_steps_are_stamped_with_the_version_that_chose_them(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage()
+    actor = stage.actor()
+    (one,) = stage.collect(actor, 1)
+    model = stage.plan.model
+    model.network.get_parameter("policy_head.bias").data[1] = 100.0  # from now on action 1 is certain
+    stage.board.publish(model.parts(), 2)
+    (two,) = stage.collect(actor, 1)
+    assert one["version"].tolist() == [1] * 4 and two["version"].tolist() == [2] * 4
+    assert (two["action"] == 1).all() and np.abs(two["log_prob"]).max() < 1e-6
+    assert not (one["log_prob"] > -0.1).any()
+
+
+def test_an_actor_waits_until_it_is_admitted_and_ends_when_told(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage()
+    actor = stage.actor()
+    assert actor.step(0.0) is False and not stage.ring.num_ready(0)
+    stage.ring.grant(0, 2)
+    assert sum(actor.step(0.0) for _ in range(20)) == 8, "two trajectories of four steps, then it waits"
+    assert stage.ring.num_ready(0) == 2
+    stage.world.post("actor-0-0", "stop")
+    deadline = time.monotonic() + 10.0
+    while not actor.finished:
+        actor.station._next_beat = 0.0
+        actor.station.tick(time.perf_counter())
+        actor.step(0.01)
+        assert time.monotonic() < deadline
+
+
+def test_actors_and_their_successors_have_seeds_of_their_own(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(**{"actor.num_actors": 2})
+    first, second, successor = stage.actor(0), stage.actor(1), stage.actor(0, incarnation=1)
+    seeds = first.group.seeds + second.group.seeds + successor.group.seeds
+    assert len(set(seeds)) == 6
+    (trajectory,) = stage.collect(successor, 1)
+    assert trajectory["first"][0].all(), "a successor begins new episodes"
+
+
+@pytest.mark.parametrize("core", ["lstm", "gru"])
+def test_the_state_at_a_trajectorys_start_is_what_a_replay_gives(make_stage: Callable[..., Stage], core: str) -> None:
+    stage = make_stage("CartPole-v1", **{"network.core": core, "network.core_size": 6, "actor.envs": 3})
+    trajectories = stage.collect(stage.actor(), 12)
+    network = stage.plan.model.network
+    state = network.initial_state(3, "cpu")
+    assert any(trajectory["first"][1:].any() for trajectory in trajectories), "episodes end on the way"
+    with torch.no_grad():
+        for trajectory in trajectories:
+            for i, leaf in enumerate(state):
+                np.testing.assert_allclose(trajectory[f"state.{i}"], leaf.numpy(), rtol=1e-4, atol=1e-5)
+            for row, first in zip(trajectory["observation"][:-1], trajectory["first"][:-1], strict=True):
+                state = network.act(torch.from_numpy(row), state, torch.from_numpy(first)).state
+
+
+@pytest.mark.parametrize("core", ["none", "gru"])
+@pytest.mark.parametrize("max_lag", [0, 1, None])
+def test_the_learner_sees_the_actors_probabilities_and_bounds_their_lag(
+    make_stage: Callable[..., Stage], max_lag: int | None, core: str
+) -> None:
+    fields = {"learner.max_lag": max_lag, "network.core": core, "network.core_size": 6, "actor.num_actors": 2}
+    rule = {"algorithm.minibatches": 2, "algorithm.epochs": 1, "optimizer.learning_rate": 0.01}
+    stage = make_stage("CartPole-v1", "ppo", **fields, **rule)
+    learner, actors = stage.learner(), [stage.actor(0), stage.actor(1)]
+    divergences = []
+    while learner.counters.updates < 10:
+        for actor in actors:
+            while actor.step(0.0):  # as far ahead as they may
+                pass
+        if learner.step(0.0) and learner.losses:
+            divergences.append(abs(float(learner.losses[-2]["divergence"])))  # before the batch changed anything
+    counters = learner.counters
+    assert counters.updates == 10 and counters.dropped == 0 and learner.board.version == 12
+    if max_lag == 0:
+        assert max(divergences) < 1e-6 and counters.lag_max == 0
+    elif max_lag == 1:
+        assert counters.lag_max == 1 and max(divergences) > 1e-5
+    else:
+        assert 1 < counters.lag_max <= stage.context.train.actor.slots
+    assert 10 * 2 * 2 * 4 * 0.8 < counters.env_steps <= 10 * 2 * 2 * 4
+
+
+class PoisonEnv(toy.CounterEnv):
+    """Gives `value` as reward or in its observation at step 3 of its first episode, if it is the chosen one."""
+
+    made = 0
+
+    def __init__(self, chosen: int, where: str, value: float) -> None:
+        super().__init__(length=50)
+        self.is_chosen, self.where, self.value = PoisonEnv.made == chosen, where, value
+        PoisonEnv.made += 1
+
+    def step(self, action: Any) -> toy.Step:
+        observation, reward, terminated, truncated, info = super().step(action)
+        if self.is_chosen and self.t == 3:
+            if self.where == "reward":
+                reward = self.value
+            else:
+                observation[1] = self.value
+        return observation, reward, terminated, truncated, info
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("where", "row"), [("reward", 2), ("observation", 3)])
+def test_a_number_that_is_none_ends_the_run_with_who_where_and_when(
+    make_stage: Callable[..., Stage], where: str, row: int, value: float
+) -> None:
+    PoisonEnv.made = -1  # the first is only looked at
+    kwargs = {"chosen": 3, "where": where, "value": value}  # the second environment of the second actor
+    stage = make_stage(PoisonEnv, **{"actor.num_actors": 2, "env.kwargs": kwargs})
+    learner, actors = stage.learner(), [stage.actor(0), stage.actor(1)]
+    with pytest.raises(DivergedError) as caught:
+        for _ in range(20):
+            for role in (*actors, learner):
+                role.step(0.0)
+    message = str(caught.value)
+    assert f"{where} is {value} at step {row}" in message and "actor 1, environment 1" in message
