@@ -131,7 +131,7 @@ def _context(config: TrainConfig, session: Path, past: Past, began: float) -> Co
     from echelon.runs.folder import default_run_dir
     from echelon.transport.shared_memory import check_platform
 
-    env_text = config.env.id if isinstance(config.env.id, str) else getattr(config.env.id, "__qualname__", "callable")
+    env_text = _env_text(config)
     if config.engine != "inline":
         check_platform()
         if not isinstance(config.env.id, str):
@@ -163,6 +163,19 @@ def _context(config: TrainConfig, session: Path, past: Past, began: float) -> Co
     return context
 
 
+def _env_text(config: TrainConfig) -> str:
+    """The environment as the record names it; what cannot be imported (inline only) has no name to be found by."""
+    from echelon.envs.names import describe_callable
+
+    id = config.env.id
+    if isinstance(id, str):
+        return id
+    try:
+        return describe_callable(id)
+    except ConfigError:
+        return str(getattr(id, "__qualname__", type(id).__qualname__))
+
+
 def _train_in(context: Context, engine: InlineEngine | LocalEngine, *, resumed: bool, output: TextIO) -> RunResult:
     from echelon import config_io
     from echelon.roles.coordinator import Coordinator
@@ -172,7 +185,7 @@ def _train_in(context: Context, engine: InlineEngine | LocalEngine, *, resumed: 
     from echelon.world.world import World
 
     config = context.train
-    env_text = config.env.id if isinstance(config.env.id, str) else getattr(config.env.id, "__qualname__", "callable")
+    env_text = _env_text(config)
     folder = RunFolder.open(context.run_dir) if resumed else RunFolder.create(context.run_dir)
     folder.write_config(config_io.to_json(config, env_text))
     console = Console(f"{config.preset} on {env_text}", context.run_dir, output)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,19 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import toy_envs as toy  # noqa: E402
-
-from echelon.config import TrainConfig, replace  # noqa: E402
-from echelon.envs.make import probe_spaces  # noqa: E402
-from echelon.errors import DivergedError, EnvError  # noqa: E402
-from echelon.presets import preset  # noqa: E402
-from echelon.roles.actor import Actor  # noqa: E402
-from echelon.roles.context import Context  # noqa: E402
-from echelon.roles.learner import Learner  # noqa: E402
-from echelon.roles.plan import Plan  # noqa: E402
-from echelon.world.world import World  # noqa: E402
+import toy_envs as toy
+from echelon.config import TrainConfig, replace
+from echelon.envs.make import probe_spaces
+from echelon.errors import DivergedError, EnvError
+from echelon.presets import preset
+from echelon.roles.actor import Actor
+from echelon.roles.context import Context
+from echelon.roles.learner import Learner
+from echelon.roles.plan import Plan
+from echelon.world.world import World
 
 Array = np.ndarray[Any, Any]
 Trajectory = dict[str, Array]

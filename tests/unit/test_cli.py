@@ -1,0 +1,197 @@
+"""The command line and the Python functions behind it, doing what they promise."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import echelon
+from echelon.cli.main import COMMANDS, main
+from echelon.cli.train import SHORT, make_parser, parse_config
+from echelon.config import TrainConfig, replace
+from echelon.config_io import fields_of
+from echelon.errors import ConfigError
+from echelon.presets import PRESETS, preset
+from echelon.runs.checkpoint import load_weights
+from toy_envs import CounterEnv, make_counter
+
+INLINE = [
+    *("--engine", "inline", "--actors", "1", "--envs-per-actor", "2", "--actor.trajectory", "8"),
+    *("--network.hidden", "8", "--evaluation.interval-s", "0"),
+]
+PPO = ["--algorithm.minibatches", "2", "--algorithm.epochs", "1"]
+
+
+def tiny(env: Any, engine: str = "inline", **fields: Any) -> TrainConfig:
+    base = {"env.id": env, "engine": engine, "actor.num_actors": 1, "actor.envs": 2, "actor.trajectory": 8}
+    rule = {"algorithm.minibatches": 2, "algorithm.epochs": 1, "evaluation.interval_s": 0.0, "stop.steps": 100}
+    return replace(preset("ppo", "CartPole-v1"), **{**base, **rule, **fields})
+
+
+def options(*arguments: str) -> TrainConfig:
+    return parse_config(make_parser("echelon train", ""), arguments)
+
+
+def test_without_a_command_it_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--help"], ["-h"]):
+        assert main(arguments) == 0
+        out = capsys.readouterr().out
+        assert all(name in out and text in out for name, text in COMMANDS.items())
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"echelon {echelon.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [command, "--help"]
+    try:
+        code: Any = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    assert code == 0
+    out = capsys.readouterr().out
+    assert f"echelon {command}" in out
+
+
+def test_the_help_of_train_names_every_field_and_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    for info in fields_of(TrainConfig()):
+        assert f"--{info.path.replace('_', '-')} " in out, info.path
+    assert all(name in out for name in PRESETS) and all(f"--{name} " in out for name in SHORT)
+
+
+def test_options_are_read_wherever_they_stand_and_however_they_are_written() -> None:
+    expected = replace(preset("ppo", "CartPole-v1"), **{"actor.envs": 4, "actor.trajectory": 16, "seed": 3})
+    assert options("ppo", "CartPole-v1", "--actor.envs", "4", "--actor.trajectory=16", "--seed", "3") == expected
+    assert options("--actor.envs", "4", "ppo", "--seed=3", "CartPole-v1", "--actor.trajectory", "16") == expected
+    assert (
+        options("ppo", "CartPole-v1", "--envs-per-actor", "4", "--actor.trajectory", "1_6", "--seed", "3") == expected
+    )
+
+
+@pytest.mark.parametrize(("arguments", "path", "value"), [
+    (["--until-return", "-150"], "stop.until_return", -150.0),
+    (["--stop.until-return", "-1.5e2"], "stop.until_return", -150.0),
+    (["--steps", "1e6"], "stop.steps", 1_000_000),
+    (["--learner.max-lag", "none"], "learner.max_lag", None),
+    (["--network.hidden", "32,16"], "network.hidden", (32, 16)),
+    (["--env-kwargs", '{"delay": 3}'], "env.kwargs", {"delay": 3}),
+    (["--algorithm.normalize-advantage", "false"], "algorithm.normalize_advantage", False),
+    (["--env.wrappers", "a:b,c:d"], "env.wrappers", ("a:b", "c:d")),
+])  # fmt: skip
+def test_values_of_every_kind_are_read(arguments: list[str], path: str, value: Any) -> None:
+    config = options("ppo", "CartPole-v1", *arguments)
+    assert config == replace(preset("ppo", "CartPole-v1"), **{path: value})
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_run_leaves_its_record_and_goes_on_and_plays(
+    name: str, here: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rule = [] if name == "impala" else PPO
+    train = ["train", name, "CartPole-v1", *INLINE, *rule, "--steps", "200", "--shm-dir", str(shm_dir), "--seed", "5"]
+    assert main([*train, "--run-dir", "run"]) == 0
+    run = here / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "finished" and 200 <= summary["env_steps"] < 220 and summary["seed"] == 5
+    assert (run / "config.json").is_file() and (run / "metrics.jsonl").is_file() and (run / "curve.png").is_file()
+    assert len(list((run / "checkpoints").iterdir())) == 1
+    assert main(["eval", "run", "--episodes", "3", "--json"]) == 0
+    score = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert score["episodes"] == 3 and 1 <= score["return_min"] <= score["return_mean"] <= score["return_max"] <= 500
+    assert main(["eval", "run", "--episodes", "2"]) == 0
+    assert "over 2 episodes" in capsys.readouterr().out
+    assert main(["resume", "run", "--steps", "400"]) == 0
+    after = json.loads((run / "summary.json").read_text())
+    assert 400 <= after["env_steps"] < 420 and after["updates"] > summary["updates"]
+    assert after["weights_sha256"] != summary["weights_sha256"]
+    steps = [json.loads(line)["env_steps"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps) and steps[-1] == after["env_steps"], "one record, appended to"
+    assert list(shm_dir.iterdir()) == []
+
+
+def test_the_default_folder_tells_preset_environment_and_time(here: Path, shm_dir: Path) -> None:
+    assert main(["train", "ppo", "CartPole-v1", *INLINE, *PPO, "--steps", "50", "--shm-dir", str(shm_dir)]) == 0
+    (run,) = (here / "runs").iterdir()
+    assert run.name.startswith("ppo-CartPole-v1-20") and (run / "summary.json").is_file()
+
+
+def test_weights_of_one_run_start_another(here: Path, shm_dir: Path) -> None:
+    common = [*INLINE, *PPO, "--shm-dir", str(shm_dir)]
+    assert main(["train", "ppo", "CartPole-v1", *common, "--steps", "100", "--run-dir", "a"]) == 0
+    frozen = [*common, "--steps", "50", "--seed", "9", "--optimizer.learning-rate", "1e-30"]
+    for source in ("a", "a/weights.safetensors"):
+        target = "b" if source == "a" else "c"
+        assert main(["train", "ppo", "CartPole-v1", *frozen, "--run-dir", target, "--init-from", source]) == 0
+        one, other = load_weights(here / "a/weights.safetensors"), load_weights(here / target / "weights.safetensors")
+        assert all(bool((one[name] == other[name]).all()) for name in one)
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_others(here: Path, shm_dir: Path) -> None:
+    hashes = []
+    for run, seed in (("a", 1), ("b", 1), ("c", 2)):
+        config = tiny("CartPole-v1", seed=seed, shm_dir=str(shm_dir), **{"run.dir": run})
+        hashes.append(echelon.train(config, output=io.StringIO()).summary["weights_sha256"])
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_doctor_looks_and_sweeps(shm_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--shm-dir", str(shm_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "cores" in out and "torch" in out and "none" in out
+    dead = shm_dir / "echelon-4194304-deadbeef"  # above every process number
+    dead.mkdir()
+    (dead / "owner.json").write_text('{"pid": 4194304, "start_ticks": 1}')
+    assert main(["doctor", "--shm-dir", str(shm_dir)]) == 0
+    assert "left behind" in (out := capsys.readouterr().out) and str(dead) in out and dead.exists()
+    assert main(["doctor", "--shm-dir", str(shm_dir), "--sweep"]) == 0
+    assert "removed" in capsys.readouterr().out and not dead.exists()
+
+
+def test_python_trains_a_lambda_inline(here: Path, shm_dir: Path) -> None:
+    config = tiny(lambda: CounterEnv(5), shm_dir=str(shm_dir), **{"run.dir": "run"})
+    output = io.StringIO()
+    result = echelon.train(config, output=output)
+    assert result.status == "finished" and result.run_dir == here / "run"
+    assert result.return_mean == result.summary["return_mean"] and "run" in output.getvalue()
+    with pytest.raises(ConfigError, match="<lambda>"):
+        echelon.evaluate("run")  # nobody can find it by name
+
+
+def test_what_was_trained_inline_by_an_importable_factory_can_be_played(here: Path, shm_dir: Path) -> None:
+    echelon.train(tiny(make_counter, shm_dir=str(shm_dir), **{"run.dir": "run"}), output=io.StringIO())
+    assert echelon.evaluate("run", episodes=2)["length_mean"] == 3.0
+    assert echelon.resume("run", steps=200, output=io.StringIO()).summary["env_steps"] >= 200
+
+
+def train_on_processes(env: Callable[..., Any], shm_dir: Path) -> echelon.RunResult:
+    return echelon.train(tiny(env, "local", shm_dir=str(shm_dir), **{"run.dir": "run"}), output=io.StringIO())
+
+
+def test_python_trains_an_importable_factory_on_processes(here: Path, shm_dir: Path) -> None:
+    result = train_on_processes(make_counter, shm_dir)
+    assert result.status == "finished" and result.summary["env_steps"] >= 100
+    assert json.loads((here / "run/config.json").read_text())["config"]["env"]["id"] == "toy_envs:make_counter"
+    score = echelon.evaluate("run", episodes=2)
+    assert score["length_mean"] == 3.0
+    assert list(shm_dir.iterdir()) == []
+
+
+def test_python_refuses_a_lambda_on_processes(here: Path, shm_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r'is a lambda, so other processes cannot import it; .*engine="inline"'):
+        train_on_processes(lambda: CounterEnv(5), shm_dir)
+    assert list(shm_dir.iterdir()) == [] and not (here / "run").exists()

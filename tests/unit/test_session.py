@@ -1,0 +1,144 @@
+"""Session folders: made private, swept when their owner is dead, and only then."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from echelon.cli.main import main
+from echelon.errors import ConfigError
+from echelon.transport import session
+from echelon.transport.session import OWNER, check_room, create_session, leftovers, sweep
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that lives as long as the test."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def forge(shm_dir: Path, pid: int, **owner: object) -> Path:
+    """A session folder as process `pid` would have left it; without `owner`, as of one killed before it wrote that."""
+    path = shm_dir / f"echelon-{pid}-0123abcd"
+    path.mkdir()
+    (path / "weights").write_bytes(b"\0" * 1000)
+    if owner:
+        namespace = os.readlink("/proc/self/ns/pid")
+        (path / OWNER).write_text(json.dumps({"pid": pid, "start_ticks": 1, "pid_namespace": namespace, **owner}))
+    return path
+
+
+def test_a_session_is_private_and_names_its_owner(shm_dir: Path) -> None:
+    path = create_session(str(shm_dir))
+    assert path.parent == shm_dir
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert json.loads((path / OWNER).read_text())["pid"] == os.getpid()
+    assert create_session(str(shm_dir)) != path
+
+
+def test_a_living_owner_keeps_its_folder(shm_dir: Path, other: subprocess.Popen[bytes]) -> None:
+    mine = create_session(str(shm_dir))
+    young = forge(shm_dir, other.pid)  # its owner is just about to write its name
+    assert leftovers(str(shm_dir)) == sweep(str(shm_dir)) == []
+    assert mine.exists() and young.exists()
+
+
+def test_folders_of_the_dead_are_swept(shm_dir: Path, dead_pid: int) -> None:
+    mine, dead = create_session(str(shm_dir)), forge(shm_dir, dead_pid, start_ticks=1)
+    (found,) = leftovers(str(shm_dir))
+    assert (found.path, found.owner_pid) == (dead, dead_pid)
+    assert found.nbytes >= 1000
+    assert dead.exists()  # looking removes nothing
+    assert [leftover.path for leftover in sweep(str(shm_dir))] == [dead]
+    assert not dead.exists() and mine.exists()
+
+
+def test_a_new_session_sweeps(shm_dir: Path, dead_pid: int) -> None:
+    dead = forge(shm_dir, dead_pid)
+    create_session(str(shm_dir))
+    assert not dead.exists()
+
+
+def test_a_number_used_again_is_not_its_owner(shm_dir: Path, other: subprocess.Popen[bytes]) -> None:
+    forge(shm_dir, other.pid, start_ticks=1)  # that process began at another time
+    assert len(leftovers(str(shm_dir))) == 1
+
+
+def test_a_damaged_owner_is_judged_by_its_name(shm_dir: Path, dead_pid: int, other: subprocess.Popen[bytes]) -> None:
+    for pid in (dead_pid, other.pid):
+        (forge(shm_dir, pid) / OWNER).write_text('{"pid": ')
+    assert [found.owner_pid for found in leftovers(str(shm_dir))] == [dead_pid]
+
+
+def test_folders_of_others_are_left_alone(shm_dir: Path, dead_pid: int) -> None:
+    forge(shm_dir, dead_pid, pid_namespace="pid:[1]")  # of another container: its numbers mean nothing here
+    for name in ("echelon-data", "echelon-12-x", "other-1-0123abcd"):
+        (shm_dir / name).mkdir()
+    (shm_dir / f"echelon-{dead_pid}-00000000").write_text("a file")
+    before = sorted(shm_dir.iterdir())
+    assert sweep(str(shm_dir)) == []
+    assert sorted(shm_dir.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["none", "file"])
+def test_a_folder_that_cannot_be_used_is_refused(shm_dir: Path, name: str) -> None:
+    (shm_dir / "file").write_text("")
+    with pytest.raises(ConfigError, match="is not a folder that can be written. Name another with --shm-dir"):
+        create_session(str(shm_dir / name))
+
+
+def test_doctor_lists_and_sweeps(shm_dir: Path, dead_pid: int, capsys: pytest.CaptureFixture[str]) -> None:
+    dead = forge(shm_dir, dead_pid)
+    assert main(["doctor", f"--shm-dir={shm_dir}"]) == 0
+    told = capsys.readouterr().out
+    assert f"left behind   {dead} (0.0 MiB, of process {dead_pid})" in told and "doctor --sweep" in told
+    assert main(["doctor", f"--shm-dir={shm_dir}", "--sweep"]) == 0
+    assert f"removed       {dead}" in capsys.readouterr().out
+    assert not dead.exists()
+    assert main(["doctor", f"--shm-dir={shm_dir}"]) == 0
+    assert "leftovers     none" in capsys.readouterr().out
+
+
+@pytest.fixture
+def tiny_shm(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A mount of 1 MiB; where mounting is not permitted, a folder that claims to be one."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(shm_dir)]
+    if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+        yield shm_dir
+        subprocess.run(["umount", str(shm_dir)], check=True)
+        return
+    real = os.statvfs(shm_dir)
+    claimed = os.statvfs_result((4096, 4096, 256, 256, 256, *real[5:]))
+    monkeypatch.setattr(session.os, "statvfs", lambda path: claimed)
+    yield shm_dir
+
+
+def test_too_small_a_mount_is_told_before_anything_is_made(
+    tiny_shm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_room(tiny_shm, 1000)
+    with pytest.raises(ConfigError, match=r"needs 2.0 MiB of shared memory, but .* has \d.\d MiB free. Lower --envs"):
+        check_room(tiny_shm / ".", 2 << 20)
+    run_dir = tmp_path / "run"
+    options = [f"--shm-dir={tiny_shm}", f"--run-dir={run_dir}", "--actor.envs=2000", "--steps=10"]
+    assert main(["train", "impala", "CartPole-v1", *options]) == 2
+    assert "MiB of shared memory, but" in capsys.readouterr().err
+    assert not run_dir.exists()
+    assert not list(tiny_shm.iterdir())
