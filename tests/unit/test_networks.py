@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from echelon.config import NetworkConfig
 from echelon.errors import ConfigError
-from echelon.layers import Image, channels_last
+from echelon.layers import Image, channels_last, tanh
 from echelon.networks import ActorCritic, action_mask, build_network
 from echelon.objectives.distributions import make_distribution
 from echelon.schema import Spaces, map_tree
@@ -373,3 +373,14 @@ def test_a_module_that_does_not_fit_is_named(zoo: Zoo, factory: Callable[[Spaces
 def test_a_name_that_leads_nowhere_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
         build_network(dataclasses.replace(NetworkConfig(), name=name), SMALL, 3)
+
+
+def test_the_wide_tanh_is_tanh_and_so_is_its_gradient() -> None:
+    x = torch.linspace(-12.0, 12.0, 10_001, requires_grad=True)
+    y = tanh(x)
+    y.backward(torch.cos(x.detach()))
+    exact = x.detach().double().requires_grad_()
+    torch.tanh(exact).backward(torch.cos(exact.detach()))
+    torch.testing.assert_close(y.double(), torch.tanh(exact.detach()), rtol=0.0, atol=3e-7)
+    assert x.grad is not None and exact.grad is not None
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=0.0, atol=1e-6)

@@ -22,7 +22,7 @@ FLOATS_PER_LINE = ALIGNMENT // 4
 
 
 class Model:
-    """Network and action distribution; the network's parameters are views of the flat `parameters`, `gradients` alike."""
+    """Network and action distribution; the network's parameters are views of `parameters`, their gradients alike."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ def _take_fields(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             continue
         if not equals:
             found = next(words, None)
-            if found is None:
+            if found is None or found.startswith("--"):
                 raise ConfigError(f"{word} needs a value: {word} VALUE.")
             value = found
         texts[name.replace("-", "_")] = value

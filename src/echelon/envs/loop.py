@@ -105,12 +105,13 @@ class LoopGroup:
             rewards.append(reward)
             terminated.append(terminal)
             truncated.append(cut)
-        self._write(observations, rows.observation)
-        try:
-            rows.reward[:] = rewards
-        except (TypeError, ValueError):
-            self._check_rewards(rewards)
-            raise
+        with np.errstate(over="ignore"):  # too large for float32 becomes an infinity, which the learner refuses by name
+            self._write(observations, rows.observation)
+            try:
+                rows.reward[:] = rewards
+            except (TypeError, ValueError):
+                self._check_rewards(rewards)
+                raise
         rows.terminated[:] = terminated
         rows.truncated[:] = truncated
         np.logical_not(ended, out=rows.valid)

@@ -141,8 +141,9 @@ class VectorGroup:
                 flags[:] = False
             return
         self._ticks += 1
-        self._write(tree, rows.observation)
-        rows.reward[:] = reward
+        with np.errstate(over="ignore"):  # too large for float32 becomes an infinity, which the learner refuses by name
+            self._write(tree, rows.observation)
+            rows.reward[:] = reward
         rows.terminated[:] = terminated
         rows.truncated[:] = truncated
         np.logical_not(self._ended, out=rows.valid)

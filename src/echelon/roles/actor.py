@@ -14,11 +14,11 @@ import torch
 
 from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
-from echelon.errors import EnvError
+from echelon.errors import DivergedError, EnvError
 from echelon.roles.acting import LocalActing
 from echelon.roles.context import Context, Station
 from echelon.roles.plan import Plan
-from echelon.schema import TrajectorySchema, Tree, unflatten
+from echelon.schema import TrajectorySchema, Tree, action_leaf, unflatten
 
 Array = np.ndarray[Any, Any]
 
@@ -70,9 +70,13 @@ class EpisodeLedger:
 
     def record(self, views: dict[str, Array]) -> None:
         """Fills `episode_return` and `episode_length` of a finished trajectory."""
+        views["episode_return"].fill(0.0)
+        views["episode_length"].fill(0)
+        with np.errstate(over="ignore", invalid="ignore"):  # infinite rewards: the learner will tell whose they are
+            self._record(views)
+
+    def _record(self, views: dict[str, Array]) -> None:
         episode_return, episode_length = views["episode_return"], views["episode_length"]
-        episode_return.fill(0.0)
-        episode_length.fill(0)
         returns = self.returns + np.cumsum(views["reward"], 0, dtype=np.float64)
         lengths = self.lengths + np.cumsum(views["valid"], 0)
         past_return, past_length = np.zeros_like(self.returns), np.zeros_like(self.lengths)
@@ -98,6 +102,7 @@ class Actor:
         self.schema, self.ring = plan.schema, plan.ring()
         self.slots = [Slot(self.schema, views) for views in self.ring.slots[self.index]]
         self.to_env = plan.model.distribution.to_env
+        self.is_continuous = np.issubdtype(action_leaf(context.spaces.action).dtype, np.floating)
         life = (context.epoch << 16) + context.incarnation
         seeds = env_seeds(config.seed, context.index, life, config.actor.envs + 1)
         self.acting = LocalActing(plan.model, plan.board(), [config.actor.envs], seeds[-1:])
@@ -131,6 +136,8 @@ class Actor:
         action = sample.action.numpy()
         row.action[...] = action
         row.log_prob[...] = sample.log_prob.numpy()
+        if self.is_continuous and not np.isfinite(action).all():
+            raise self._diverged(action)
         acted = time.perf_counter()
         self._guarded(self.group.step, self.to_env(action), row.step)
         np.logical_not(row.step.valid, out=row.next_first)
@@ -145,6 +152,15 @@ class Actor:
             self._commit()
         self.station.tick(now)
         return True
+
+    def _diverged(self, action: Array) -> DivergedError:
+        """What to say of actions that no environment should be blamed for."""
+        bad = int(np.argwhere(~np.isfinite(action))[0][0])
+        return DivergedError(
+            f"the policy of version {self.acting.mirror.version} chose the action {action[bad].tolist()} for "
+            f"environment {bad} of actor {self.index}: its weights have diverged. Lower --optimizer.learning-rate (now "
+            f"{self.config.optimizer.learning_rate:g}) or --optimizer.clip-norm, or scale observations and rewards."
+        )
 
     def _begin(self, timeout_s: float) -> bool:
         """Starts a trajectory if the learner admits one; else waits."""

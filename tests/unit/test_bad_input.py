@@ -1,0 +1,405 @@
+"""Mistakes: each ends with one clear message and the right exit code, and leaves nothing half-made behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from echelon.cli.main import main
+from echelon.runs.checkpoint import save_weights
+from toy_envs import CounterEnv, Step
+
+HERE = str(Path(__file__).resolve())
+SMALL = [
+    *("--engine", "inline", "--actors", "1", "--envs-per-actor", "2", "--actor.trajectory", "8"),
+    *("--network.hidden", "8", "--evaluation.interval-s", "0"),
+]
+
+
+class MatrixActionEnv(CounterEnv):
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = gym.spaces.Box(-1.0, 1.0, (2, 2))
+
+
+class TextEnv(CounterEnv):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = gym.spaces.Text(5)
+
+
+class GivingEnv(CounterEnv):
+    """Gives `reward` and `observation` from its `after`th step on."""
+
+    def __init__(self, reward: float | str = 1.0, observation: float | str = 0.5, after: int = 10) -> None:
+        super().__init__(length=1000)
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        self.gift, self.after = (np.array([float(observation)], np.float32), float(reward)), after
+
+    def observation(self) -> Any:
+        return self.gift[0].copy() if self.t >= self.after else np.zeros(1, np.float32)
+
+    def step(self, action: Any) -> Step:
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, self.gift[1] if self.t >= self.after else 1.0, terminated, truncated, info
+
+
+class SteeredEnv(GivingEnv):
+    """Continuous: it observes what it was last told to do."""
+
+    def __init__(self) -> None:
+        super().__init__(after=0)
+        self.action_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        self.told = np.zeros(1, np.float32)
+
+    def observation(self) -> Any:
+        return self.told.copy()
+
+    def step(self, action: Any) -> Step:
+        self.told = action
+        return super().step(action)
+
+
+class RaisingEnv(CounterEnv):
+    def step(self, action: Any) -> Step:
+        raise ValueError("the wheel came off")
+
+
+def make_unmakable() -> gym.Env[Any, Any]:
+    raise ValueError("no wheels in stock")
+
+
+def raising_network(spaces: Any, num_params: int) -> nn.Module:
+    raise ValueError("no neurons in stock")
+
+
+def misfit_network(spaces: Any, num_params: int) -> nn.Module:
+    return nn.Linear(4, num_params)  # no value
+
+
+def not_a_network(spaces: Any, num_params: int) -> str:
+    return "a network"
+
+
+def processes() -> set[int]:
+    """The living children of this process."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:  # it ended meanwhile
+                continue
+            if int(parent) == os.getpid() and state != "Z":
+                found.add(int(folder.name))
+    return found
+
+
+@dataclass
+class Told:
+    """What a command said."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Told]
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Command]:
+    """Runs a command in an empty folder; afterwards no process and no shared memory may be left."""
+    monkeypatch.chdir(tmp_path)
+    before = processes(), {path for path in Path("/dev/shm").glob(f"echelon-{os.getpid()}-*")}
+
+    def run(*arguments: str) -> Told:
+        capfd.readouterr()
+        where = ["--shm-dir", str(shm_dir)] if arguments[:1] == ("train",) and "--shm-dir" not in arguments else []
+        code = main([*arguments, *where])
+        out, err = capfd.readouterr()
+        assert list(shm_dir.iterdir()) == []
+        assert (processes(), set(Path("/dev/shm").glob(f"echelon-{os.getpid()}-*"))) == before
+        return Told(code, out, err)
+
+    yield run
+
+
+def assert_told(told: Told, code: int, *fragments: str) -> None:
+    """One message on stderr, in one piece, that holds every fragment."""
+    assert told.code == code, told.err or told.out
+    assert told.err.startswith("echelon: ") and told.err.count("echelon: ") == 1, told.err
+    assert "Warning" not in told.err, told.err
+    if code == 2:
+        assert "Traceback" not in told.err, told.err
+    for fragment in fragments:
+        assert fragment in told.err, told.err
+
+
+MISTAKES: dict[str, tuple[list[str], list[str]]] = {
+    "preset": (["train", "imppala", "CartPole-v1"], ["'imppala'", "Did you mean impala?"]),
+    "environment": (["train", "ppo", "CartPol-v1"], ['"CartPol-v1"', "Did you mean CartPole-v1"]),
+    "module": (["train", "ppo", "no_such_module:make"], ["no_such_module", "install its package"]),
+    "file": (["train", "ppo", "no_such.py:make"], ["there is no file", "no_such.py"]),
+    "factory": (["train", "ppo", "toy_envs:make_countr"], ["make_countr", "Did you mean make_counter"]),
+    "no factory": (["train", "ppo", "toy_envs:np"], ["toy_envs:np", "must be callable"]),
+    "missing environment": (["train", "ppo"], ["ENV", "--help"]),
+    "one too many": (["train", "ppo", "CartPole-v1", "MountainCar-v0"], ["MountainCar-v0", "--help"]),
+}
+VALUES: dict[str, tuple[str, list[str]]] = {
+    "field": ("--actor.evns 8", ["actor.evns", "Did you mean actor.envs?"]),
+    "option": ("--actrs 8", ["actrs", "Did you mean actor.num_actors?"]),
+    "section": ("--actor 8", ["names a section", "actor.envs"]),
+    "no value": ("--actor.envs", ["--actor.envs needs a value"]),
+    "no short value": ("--actors", ["--actors", "expected one argument"]),
+    "word": ("--actors many", ["actor.num_actors='many'", "int"]),
+    "fraction": ("--actors 1.5", ["actor.num_actors=1.5", "int"]),
+    "zero": ("--actors 0", ["actor.num_actors=0", "at least 1"]),
+    "engine": ("--engine inlin", ["engine='inlin'", "inline or local", "Did you mean inline?"]),
+    "precision": ("--learner.precision float16", ["float16", "float32 or bfloat16"]),
+    "nan": ("--optimizer.learning-rate nan", ["optimizer.learning_rate=nan", "finite"]),
+    "no rate": ("--optimizer.learning-rate 0", ["optimizer.learning_rate=0", "above 0"]),
+    "epsilon": ("--optimizer.epsilon -1", ["optimizer.epsilon=-1", "at least 0"]),
+    "seed": ("--seed -1", ["seed=-1", "from 0"]),
+    "steps": ("--steps -5", ["stop.steps=-5", "at least 0"]),
+    "lag": ("--learner.max-lag -1", ["learner.max_lag=-1"]),
+    "layer": ("--network.hidden 64,0", ["network.hidden=(64, 0)"]),
+    "layers": ("--network.hidden 64,x", ["network.hidden", "'x'"]),
+    "core": ("--network.core-size 0", ["network.core_size=0"]),
+    "epochs": ("--algorithm.epochs 0", ["algorithm.epochs=0", "at least 1"]),
+    "minibatches": ("--algorithm.minibatches 0", ["algorithm.minibatches=0", "at least 1"]),
+    "too many minibatches": ("--algorithm.minibatches 17", ["algorithm.minibatches=17", "16 sequences", "Lower it"]),
+    "discount": ("--algorithm.discount 1.5", ["algorithm.discount=1.5", "between 0 and 1"]),
+    "other rule": ("--algorithm.rho-clip 1", ["algorithm.rho_clip"]),
+    "checkpoints": ("--run.keep-checkpoints 0", ["run.keep_checkpoints=0", "at least 1"]),
+    "episodes": ("--evaluation.episodes 0", ["evaluation.episodes=0", "at least 1"]),
+    "kwargs": ("--env-kwargs {", ["env.kwargs='{'", "not JSON"]),
+    "kwargs list": ("--env-kwargs [1]", ["env.kwargs=[1]", "JSON object"]),
+    "wrapper": ("--env.wrappers toy_envs:lost", ["toy_envs:lost", "lose"]),
+    "losing wrapper": ("--env.wrappers toy_envs:lose", ["toy_envs:lose", "NoneType"]),
+    "vector": ("--env.vector vector_entry_points", ["env.vector", "Did you mean vector_entry_point?"]),
+    "no device": ("--device tpu", ["device=tpu", "auto, cpu, cuda"]),
+    "other device": ("--device meta", ["device=meta", "auto, cpu, cuda"]),
+    "share": ("--actors 2 --learner.batch 3", ["learner.batch=3", "2 actors", "learner.max_lag=0"]),
+    "shm_dir": ("--shm-dir /no/such/folder", ["shm_dir=/no/such/folder", "--shm-dir"]),
+    "init_from": ("--init-from no_such_run", ["no_such_run", "neither a weights file nor a run folder"]),
+    "init_from text": (f"--init-from {HERE}", [HERE, "cannot be read", ".safetensors"]),
+    "network": ("--network.name nothing", ['network.name="nothing"', "module:factory"]),
+    "network module": ("--network.name no_such_module:make", ["no_such_module", "PYTHONPATH"]),
+    "network factory": ("--network.name toy_envs:nothing", ["toy_envs has no attribute nothing"]),
+    "network raises": ("--network.name test_bad_input:raising_network", ["no neurons in stock", "num_params=2"]),
+    "network misfit": ("--network.name test_bad_input:misfit_network", ["misfit_network", "(params, value)"]),
+    "network type": ("--network.name test_bad_input:not_a_network", ["returned a str", "torch.nn.Module"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_before_anything_is_made(name: str, command: Command) -> None:
+    arguments, fragments = MISTAKES[name]
+    assert_told(command(*arguments, "--steps", "100"), 2, *fragments)
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_that_cannot_work_is_told_with_the_remedy(name: str, command: Command) -> None:
+    text, fragments = VALUES[name]
+    arguments = ["train", "ppo", "CartPole-v1", *SMALL]
+    if name not in ("no value", "no short value"):
+        told = command(*arguments, *([] if name == "steps" else ["--steps", "100"]), "--run-dir", "run", *text.split())
+    else:
+        told = command(*arguments, "--steps", "100", text)
+    assert_told(told, 2, *fragments)
+    assert list(Path.cwd().iterdir()) == [], "no run folder"
+
+
+def test_an_unknown_command_is_told_with_the_nearest(command: Command) -> None:
+    assert_told(command("trian"), 2, "'trian'", "Did you mean train?")
+
+
+def test_a_run_without_an_end_is_refused(command: Command) -> None:
+    assert_told(command("train", "ppo", "CartPole-v1"), 2, "--steps", "--minutes", "--until-return")
+
+
+def test_a_gpu_that_is_not_there_is_told(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", "cuda:3"):
+        told = command("train", "ppo", "CartPole-v1", "--steps", "100", "--device", device)
+        assert_told(told, 2, f"device={device}", "--device cpu")
+
+
+@pytest.mark.parametrize(
+    ("env", "fragments"),
+    [
+        ("MatrixActionEnv", ["action space Box", "one-dimensional"]),
+        ("TextEnv", ["observation has the space Text", "Box"]),
+    ],
+)
+def test_spaces_that_do_not_fit_are_told(env: str, fragments: list[str], command: Command) -> None:
+    assert_told(command("train", "ppo", f"{HERE}:{env}", "--steps", "100"), 2, *fragments)
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize("engine", ["inline", "local"])
+def test_a_folder_that_holds_something_is_not_touched(engine: str, command: Command) -> None:
+    Path("run").mkdir()
+    Path("run/thesis.txt").write_text("three years")
+    told = command("train", "ppo", "CartPole-v1", *SMALL, "--engine", engine, "--steps", "100", "--run-dir", "run")
+    assert_told(told, 2, "run", "is not empty", "echelon resume", "--run-dir")
+    assert [path.name for path in Path("run").iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("engine", ["inline", "local"])
+@pytest.mark.parametrize(
+    ("kwargs", "what"),
+    [({"reward": "nan"}, "reward is nan"), ({"observation": "inf"}, "observation is inf")],
+)
+def test_numbers_that_are_none_end_the_run(engine: str, kwargs: dict[str, str], what: str, command: Command) -> None:
+    small = [*SMALL, "--engine", engine, "--steps", "10000", "--run-dir", "run", "--env-kwargs", json.dumps(kwargs)]
+    told = command("train", "impala", f"{HERE}:GivingEnv", *small)
+    assert_told(told, 2, what, "actor 0, environment 0", "step", "finite")
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert summary["status"] == "failed" and what in summary["error"]
+
+
+@pytest.mark.parametrize("preset", ["impala", "ppo"])
+@pytest.mark.parametrize("env", ["CartPole-v1", f"{HERE}:SteeredEnv"], ids=["discrete", "continuous"])
+def test_weights_that_explode_end_the_run_with_the_learning_rate_named(env: str, preset: str, command: Command) -> None:
+    small = [*SMALL, "--steps", "10000", "--run-dir", "run", "--optimizer.learning-rate", "1e30"]
+    told = command("train", preset, env, *small)
+    assert_told(told, 2, "--optimizer.learning-rate (now 1e+30)")
+    assert json.loads(Path("run/summary.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("reward", [1e30, 1e300])
+def test_rewards_too_large_to_learn_from_are_told(reward: float, command: Command) -> None:
+    small = [*SMALL, "--steps", "100000", "--run-dir", "run", "--env-kwargs", json.dumps({"reward": reward})]
+    told = command("train", "impala", f"{HERE}:GivingEnv", *small)
+    assert_told(told, 2, "loss became" if reward == 1e30 else "reward is inf", "reward")
+
+
+def test_an_environment_that_raises_ends_the_run_with_its_traceback(command: Command) -> None:
+    for engine in ("inline", "local"):
+        small = [*SMALL, "--engine", engine, "--steps", "1000", "--run-dir", engine]
+        told = command("train", "ppo", f"{HERE}:RaisingEnv", *small)
+        assert_told(told, 1, "actor 0: environment 0 (seed", "ValueError: the wheel came off", 'env.on_error="restart"')
+
+
+def test_an_environment_that_cannot_be_made_is_told(command: Command) -> None:
+    told = command("train", "ppo", f"{HERE}:make_unmakable", "--steps", "10")
+    assert_told(told, 1, "no wheels in stock", "env.kwargs")
+    told = command("train", "ppo", "CartPole-v1", "--steps", "10", "--env-kwargs", '{"x": 1}')
+    assert_told(told, 1, "'x'", "env.kwargs")
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run that reached its end."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    small = [*SMALL, "--algorithm.epochs", "1", "--steps", "100", "--run-dir", str(folder)]
+    assert main(["train", "ppo", "CartPole-v1", *small]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, command: Command) -> Path:
+    """A copy of it in the folder of the test."""
+    shutil.copytree(finished, "run")
+    return Path("run")
+
+
+def test_commands_want_a_run(command: Command) -> None:
+    Path("empty").mkdir()
+    for name in ("resume", "eval"):
+        assert_told(command(name, "nowhere"), 2, "there is no run folder nowhere")
+        assert_told(command(name, "empty"), 2, "empty is not a run folder", "config.json")
+        assert_told(command(name), 2, "RUN", "--help")
+        assert_told(command(name, "empty", "--stepps", "3"), 2, "--stepps")
+
+
+def test_a_run_that_reached_its_end_is_not_resumed_without_a_new_one(run: Path, command: Command) -> None:
+    before = (run / "summary.json").read_bytes()
+    assert_told(command("resume", "run"), 2, "has reached its end", "--steps 100", "--steps")
+    assert_told(command("resume", "run", "--steps", "50"), 2, "has reached its end", "--steps 50")
+    assert_told(command("resume", "run", "--minutes", "1e-9"), 2, "has reached its end", "--minutes")
+    assert_told(command("resume", "run", "--steps", "-3"), 2, "stop.steps=-3")
+    assert_told(command("resume", "run", "--steps", "many"), 2, "'many'")
+    assert_told(command("eval", "run", "--episodes", "0"), 2, "episodes=0")
+    assert (run / "summary.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["resume", "eval"])
+@pytest.mark.parametrize(
+    ("change", "fragments"),
+    [
+        (lambda record: "{", ["config.json is damaged"]),
+        (lambda record: json.dumps([record]), ["config.json is damaged", "not an object"]),
+        (lambda record: json.dumps({**record, "format": 9}), ["format 9", "reads format 1"]),
+        (lambda record: json.dumps({**record, "config": {"actr": {}}}), ["config.json", "actr", "Did you mean actor"]),
+        (lambda record: json.dumps({**record, "config": {"seed": "x"}}), ["config.json", "seed='x'"]),
+        (lambda record: json.dumps({**record, "config": {**record["config"], "env": {"id": "Gone-v0"}}}), ["Gone-v0"]),
+    ],
+    ids=["torn", "list", "format", "field", "value", "environment"],
+)
+def test_a_damaged_configuration_is_told(
+    name: str, change: Callable[[Any], str], fragments: list[str], run: Path, command: Command
+) -> None:
+    record = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(change(record))
+    more = ["--steps", "200"] if name == "resume" else []
+    assert_told(command(name, "run", *more), 2, *fragments)
+    assert "seed" in (run / "summary.json").read_text(), "the record of the past stays"
+
+
+@pytest.mark.parametrize("name", ["resume", "eval", "init-from"])
+@pytest.mark.parametrize(
+    ("file", "content", "fragments"),
+    [
+        ("tensors.safetensors", b"", ["is damaged", "SHA-256", "start a new run"]),
+        ("state.json", b"{", ["is damaged", "start a new run"]),
+        ("state.json", b'{"format": 2, "structure": {}}', ["format 2", "reads format 1"]),
+    ],
+)
+def test_a_damaged_checkpoint_is_told(
+    name: str, file: str, content: bytes, fragments: list[str], run: Path, command: Command
+) -> None:
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    (checkpoint / file).write_bytes(content)
+    told = {
+        "resume": lambda: command("resume", "run", "--steps", "200"),
+        "eval": lambda: command("eval", "run"),
+        "init-from": lambda: command("train", "ppo", "CartPole-v1", *SMALL, "--steps", "9", "--init-from", "run"),
+    }[name]()
+    assert_told(told, 2, str(checkpoint), *fragments)
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["run"]
+
+
+def test_a_run_without_a_checkpoint_is_told(run: Path, command: Command) -> None:
+    shutil.rmtree(run / "checkpoints")
+    assert_told(command("resume", "run", "--steps", "200"), 2, "run has no checkpoint to go on from")
+    (run / "weights.safetensors").unlink()
+    assert_told(command("eval", "run"), 2, "run is neither a weights file nor a run folder with a checkpoint")
+
+
+def test_weights_of_another_network_are_told(run: Path, command: Command) -> None:
+    wider = [*SMALL, "--network.hidden", "9", "--steps", "100", "--run-dir", "new", "--init-from"]
+    for source in ("run", "run/weights.safetensors"):
+        told = command("train", "ppo", "CartPole-v1", *wider, source)
+        assert_told(told, 2, "weights do not fit", "(8, 4)", "(9, 4)", source)
+    save_weights(Path("odd.safetensors"), {"x": torch.zeros(1)}, {})
+    told = command("train", "ppo", "CartPole-v1", *SMALL, "--steps", "100", "--init-from", "odd.safetensors")
+    assert_told(told, 2, "weights do not fit", "odd.safetensors")
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["odd.safetensors", "run"]
