@@ -74,7 +74,11 @@ def test_an_exception_is_told_with_its_traceback(engine: LocalEngine, start: Sta
     file = start("Raising", message="seven is too many")
     gone = next_exit(engine)
     assert gone.code == 1 and gone.failure is not None
-    assert (gone.failure.kind, gone.failure.message, gone.failure.expected) == ("ValueError", "seven is too many", False)
+    assert (gone.failure.kind, gone.failure.message, gone.failure.expected) == (
+        "ValueError",
+        "seven is too many",
+        False,
+    )
     assert 'raise ValueError(self.config["message"])' in gone.failure.traceback
     assert "seven is too many" in (tmp_path / "role.log").read_text()
     assert file.with_suffix(".closed").exists()

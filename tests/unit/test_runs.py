@@ -163,8 +163,7 @@ def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     accumulator = EventAccumulator(str(folder))
     accumulator.Reload()
     return {
-        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
-        for tag in accumulator.Tags()["scalars"]
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
     }
 
 

@@ -20,7 +20,14 @@ from running import TESTS, wait_until
 from echelon.errors import ConfigError, TransportError
 from echelon.schema import Spaces, TrajectorySchema
 from echelon.transport import shared_memory
-from echelon.transport.shared_memory import Doorbell, SlotRing, WeightsBoard, check_platform, create_segment, open_segment
+from echelon.transport.shared_memory import (
+    Doorbell,
+    SlotRing,
+    WeightsBoard,
+    check_platform,
+    create_segment,
+    open_segment,
+)
 
 BOARD_BYTES = 1 << 16
 

@@ -25,9 +25,7 @@ class Impala:
     def __init__(self, config: ImpalaConfig, model: Model, seed: int) -> None:
         del seed  # nothing here is drawn
         self.config, self.model = config, model
-        self.rewards = RewardScale(
-            clip=config.reward_clip, normalize=config.normalize_reward, discount=config.discount
-        )
+        self.rewards = RewardScale(clip=config.reward_clip, normalize=config.normalize_reward, discount=config.discount)
 
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         yield batch
@@ -65,5 +63,3 @@ class Impala:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rewards.load_state_dict(state["rewards"])
-
-

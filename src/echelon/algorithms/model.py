@@ -122,5 +122,3 @@ class Mirror:
 
 def _padded(count: int) -> int:
     return -(-count // FLOATS_PER_LINE) * FLOATS_PER_LINE
-
-

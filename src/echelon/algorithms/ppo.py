@@ -52,9 +52,7 @@ class Ppo:
     def __init__(self, config: PpoConfig, model: Model, seed: int) -> None:
         self.config, self.model = config, model
         self.generator = torch.Generator().manual_seed(seed)
-        self.rewards = RewardScale(
-            clip=config.reward_clip, normalize=config.normalize_reward, discount=config.discount
-        )
+        self.rewards = RewardScale(clip=config.reward_clip, normalize=config.normalize_reward, discount=config.discount)
 
     def minibatches(self, batch: Batch) -> Iterator[Minibatch]:
         whole = self._with_advantages(batch)
@@ -129,9 +127,7 @@ class Ppo:
             log_ratio = log_prob - minibatch.log_prob
             ratio = log_ratio.exp()
             divergence = masked_mean(ratio - 1 - log_ratio, minibatch.valid)
-        yield Loss(
-            total, {"policy_loss": policy, "value_loss": value, "entropy": entropy, "divergence": divergence}
-        )
+        yield Loss(total, {"policy_loss": policy, "value_loss": value, "entropy": entropy, "divergence": divergence})
 
     def finish(self, batch: Batch) -> None:
         self.rewards.observe(batch)

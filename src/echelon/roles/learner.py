@@ -251,9 +251,7 @@ class Learner:
             "epoch": self.context.epoch,
             "wall_s": time.time() - self.context.started_at,
         }
-        return save_checkpoint(
-            self.checkpoints, tree, step=self.counters.env_steps, keep=config.keep_checkpoints
-        )
+        return save_checkpoint(self.checkpoints, tree, step=self.counters.env_steps, keep=config.keep_checkpoints)
 
     def _finish(self) -> None:
         """Leaves a final checkpoint and the summary's figures, and ends."""

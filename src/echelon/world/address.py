@@ -47,7 +47,9 @@ def check_address(address: str) -> None:
                 "version cannot do. Use tcp://127.0.0.1:PORT or ipc://."
             )
     elif scheme != "inproc" or not rest:
-        raise ConfigError(f"{address!r} is no address: write ipc:///folder/file, tcp://127.0.0.1:PORT or inproc://name.")
+        raise ConfigError(
+            f"{address!r} is no address: write ipc:///folder/file, tcp://127.0.0.1:PORT or inproc://name."
+        )
 
 
 def is_loopback(host: str) -> bool:
