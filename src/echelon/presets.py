@@ -38,7 +38,7 @@ def impala(env: str = "CartPole-v1") -> TrainConfig:
         env=EnvConfig(id=env),
         actor=ActorConfig(envs=32, trajectory=20, slots=2),
         algorithm=ImpalaConfig(entropy_weight=0.01),
-        optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=0.5),
+        optimizer=OptimizerConfig(learning_rate=2e-3, clip_norm=0.5),
     )
 
 
@@ -60,7 +60,7 @@ def ppo(env: str = "CartPole-v1") -> TrainConfig:
         learner=LearnerConfig(max_lag=0),
         network=NetworkConfig(),
         algorithm=PpoConfig(epochs=10, minibatches=8),
-        optimizer=OptimizerConfig(learning_rate=3e-4),
+        optimizer=OptimizerConfig(learning_rate=5e-4),
     )
 
 

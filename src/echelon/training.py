@@ -87,8 +87,8 @@ def resume(
 
 
 def _told(stop: StopConfig) -> str:
-    texts = (("steps", stop.steps), ("minutes", stop.minutes), ("until-return", stop.until_return))
-    return ", ".join(f"--{name} {value:g}" for name, value in texts if value)
+    texts = (("steps", stop.steps or None), ("minutes", stop.minutes or None), ("until-return", stop.until_return))
+    return ", ".join(f"--{name} {value:g}" for name, value in texts if value is not None)
 
 
 def _read_config(folder: RunFolder) -> TrainConfig:
