@@ -29,7 +29,7 @@ def bottleneck(roles: Mapping[str, Shares], *, num_cores: int, num_processes: in
         return "bottleneck: not known (no times from actors and learner yet)."
     work = {phase: sum(shares.get(phase, 0.0) for shares in roles.values()) for phase in _WORK}
     if num_processes >= num_cores and sum(work.values()) >= BUSY * num_cores:
-        return _processor(work, num_cores)
+        return _processor(work, num_cores, num_processes)
     actors_busy, learner_busy = _busy(actors), _busy(learners)
     waits = f"actors wait {_mean(actors, 'wait'):.0%}, the learner {_mean(learners, 'wait'):.0%}"
     if max(actors_busy, learner_busy) < 0.6:
@@ -56,13 +56,14 @@ def _acting(actors: list[Shares], learners: list[Shares], free_cores: int) -> st
     )
 
 
-def _processor(work: Mapping[str, float], num_cores: int) -> str:
+def _processor(work: Mapping[str, float], num_cores: int, num_processes: int) -> str:
     total = sum(work.values())
     split = ", ".join(f"{phase} {work[phase] / total:.0%}" for phase in _WORK)
     largest = max(work, key=work.__getitem__)
     return (
-        f"bottleneck: the processor, all {num_cores} cores are busy ({split}). More cores, or less work: "
-        f"{_REMEDIES[largest][0].lower()}{_REMEDIES[largest][1:]}."
+        f"bottleneck: the processor, all {num_cores} cores are busy with {num_processes} processes ({split}), so more "
+        f"actors would only take turns. More cores, or less work: {_REMEDIES[largest][0].lower()}"
+        f"{_REMEDIES[largest][1:]}."
     )
 
 
