@@ -49,14 +49,21 @@ class Killed(Counting):
 
 
 class Parent(Counting):
-    """Has a child that holds every descriptor it inherited; then is killed."""
+    """Has children that hold every descriptor it inherited; then is killed."""
 
     def step(self, timeout_s: float) -> bool:
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], close_fds=False)
-        self.file.write_text(str(child.pid))
+        escapes = bool(self.config["children_escape"])  # into a session of their own, as daemons do
+        child = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(3600)"], close_fds=False, start_new_session=escapes
+        )
         if (pid := os.fork()) == 0:
+            if escapes:
+                os.setsid()
             time.sleep(3600.0)
         self.file.write_text(f"{child.pid} {pid}")
+        if escapes:
+            while os.getpgid(pid) != pid:
+                time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)
         return True
 

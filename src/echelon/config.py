@@ -111,6 +111,8 @@ class ImpalaConfig:
     rho_clip: float = 1.0
     c_clip: float = 1.0
     trace_lambda: float = 1.0
+    epochs: int = 1  # passes over each batch; V-trace corrects for the later ones too
+    minibatches: int = 1  # pieces of each pass, by environment
     value_weight: float = 0.5
     entropy_weight: float = 0.01
     normalize_advantage: bool = False

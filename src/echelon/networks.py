@@ -221,14 +221,15 @@ def _load_module(name: str, spaces: Spaces, num_params: int) -> nn.Module:
     if not module_name or not attribute:
         raise ConfigError(f'network.name="{name}" must be "auto" or "module:factory".')
     try:
-        factory = getattr(import_module(module_name), attribute)
-    except ImportError as error:
+        loaded = import_module(module_name)
+    except Exception as error:
         raise ConfigError(
-            f'network.name="{name}": importing {module_name} failed ({error}). Check the spelling, and that it can be '
-            "imported from where the run starts (install it, or set PYTHONPATH)."
+            f'network.name="{name}": importing {module_name} failed ({type(error).__name__}: {error}). Check the '
+            "spelling, and that it can be imported from where the run starts (install it, or set PYTHONPATH)."
         ) from error
-    except AttributeError as error:
-        raise ConfigError(f'network.name="{name}": {module_name} has no attribute {attribute}.') from error
+    factory = getattr(loaded, attribute, None)
+    if factory is None:
+        raise ConfigError(f'network.name="{name}": {module_name} has no attribute {attribute}.')
     try:
         module = factory(spaces, num_params)
     except Exception as error:

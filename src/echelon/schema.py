@@ -243,3 +243,22 @@ class Batch:
     valid: torch.Tensor
     state: tuple[torch.Tensor, ...]
     lanes: torch.Tensor  # (B,) which environment of the whole run each column is, for statistics that span batches
+
+    def select(self, lanes: torch.Tensor) -> Batch:
+        """The columns `lanes` of this batch."""
+
+        def column(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.index_select(1, lanes)
+
+        return Batch(
+            observation=map_tree(column, self.observation),
+            first=column(self.first),
+            action=column(self.action),
+            log_prob=column(self.log_prob),
+            reward=column(self.reward),
+            terminated=column(self.terminated),
+            truncated=column(self.truncated),
+            valid=column(self.valid),
+            state=tuple(leaf.index_select(0, lanes) for leaf in self.state),
+            lanes=self.lanes[lanes.to(self.lanes.device)],
+        )

@@ -18,29 +18,39 @@ def checkpointed_steps(run: Running) -> int:
     return steps
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGINT to the group"])
-def test_once_stops_in_good_order_and_resumes(runs: Runs, how: str) -> None:
-    run = runs.train()
-    run.until_learning()
-    if how == "SIGINT to the group":  # as a terminal does
-        os.killpg(run.process.pid, signal.SIGINT)
-    else:
-        run.process.send_signal(signal.Signals[how])
+def assert_stopped(run: Running) -> int:
+    """The run ended in good order; returns its number of steps."""
     assert run.code() == 0, run.text()
     assert "stopping: writing the final checkpoint" in run.text()
     run.assert_nothing_left()
     summary = run.summary()
-    assert summary["status"] == "stopped"
-    assert summary["restarts"] == 0
-    done = summary["env_steps"]
-    assert done == checkpointed_steps(run) > 0
-    rows = len(run.rows())
+    assert (summary["status"], summary["restarts"]) == ("stopped", 0)
+    assert summary["env_steps"] == checkpointed_steps(run) > 0
+    return int(summary["env_steps"])
+
+
+def test_once_stops_in_good_order_and_resumes(runs: Runs) -> None:
+    run = runs.train()
+    run.until_learning()
+    run.process.send_signal(signal.SIGINT)
+    done, rows = assert_stopped(run), len(run.rows())
     again = runs.resume(done + 10_000)
     assert again.code() == 0, again.text()
     again.assert_nothing_left()
     assert again.rows()[rows]["env_steps"] >= done  # the first thing it tells: it goes on from there
     assert again.summary()["status"] == "finished"
     assert done + 10_000 <= again.summary()["env_steps"] < done + 20_000
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT to the group"])
+def test_so_do_other_ways_to_say_it(runs: Runs, how: str) -> None:
+    run = runs.train()
+    run.until_learning()
+    if how == "SIGTERM":
+        run.process.send_signal(signal.SIGTERM)
+    else:
+        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
+    assert_stopped(run)
 
 
 def test_twice_leaves_at_once(runs: Runs) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from running import parent_of, wait_until
 
 from echelon.engines.forkserver import MAX_FAILURE_BYTES, pack_failure
 from echelon.engines.inline import InlineEngine
@@ -16,6 +15,7 @@ from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, Failure, ProcessSpec, failure_of
 from echelon.envs.vector import EnvFailed, EnvFailure
 from echelon.errors import RunError
+from running import parent_of, wait_until
 
 Start = Callable[..., Path]
 
@@ -114,10 +114,13 @@ def test_signals_are_told(engine: LocalEngine, start: Start, tmp_path: Path) -> 
     assert "Segmentation fault" in (tmp_path / "role.log").read_text()  # and where, for whoever reads the log
 
 
-def test_children_of_a_role_end_with_it_and_hold_nobody_up(engine: LocalEngine, start: Start) -> None:
-    file = start("Parent")
+@pytest.mark.parametrize("escape", [False, True])
+def test_children_of_a_role_end_with_it_and_hold_nobody_up(engine: LocalEngine, start: Start, escape: bool) -> None:
+    file = start("Parent", children_escape=escape)
     assert next_exit(engine).signal == signal.SIGKILL
     for pid in map(int, file.read_text().split()):
+        if escape:  # it wanted to live on, and does; what it holds open must not matter
+            os.kill(pid, signal.SIGKILL)
         wait_until(lambda pid=pid: not is_alive(pid), "the child is gone")
     start("Counting", "next", steps=1)
     assert next_exit(engine).code == 0
@@ -158,6 +161,16 @@ def test_a_killed_server_is_an_error_and_takes_the_roles_with_it(engine: LocalEn
         start("Counting")
     wait_until(lambda: not is_alive(pid), "the kernel ended the role")
     engine.close(5.0)
+
+
+def test_a_server_killed_with_requests_unread_is_the_same_error(engine: LocalEngine, start: Start) -> None:
+    start("Counting")
+    wait_until(lambda: (engine.exits(), engine.pid("role"))[1], "it runs")
+    os.kill(engine.server_pid, signal.SIGSTOP)
+    start("Counting", "never")
+    os.kill(engine.server_pid, signal.SIGKILL)
+    with pytest.raises(RunError, match="was ended by SIGKILL"):
+        wait_until(engine.exits, "the loss is told")
 
 
 def test_failures_go_by_their_name_in_the_exception_tree() -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Runs
 
 import echelon
 from echelon.config import replace
 from echelon.envs.make import env_seeds
 from echelon.presets import preset
 from echelon.runs.metrics import read_metrics
+from running import Runs
 
 
 def train(folder: Path, shm_dir: Path, name: str, engine: str, **changes: Any) -> dict[str, Any]:
@@ -36,23 +36,23 @@ def lags(run_dir: str) -> list[float]:
 
 @pytest.mark.parametrize("name", ["ppo", "impala"])
 def test_inline_repeats_exactly(tmp_path: Path, shm_dir: Path, name: str) -> None:
-    first, second = (train(tmp_path, shm_dir, name, "inline") for _ in range(2))
-    other = train(tmp_path, shm_dir, name, "inline", seed=1)
+    quick = {"algorithm.epochs": 2} if name == "ppo" else {}
+    first, second = (train(tmp_path, shm_dir, name, "inline", **quick) for _ in range(2))
+    other = train(tmp_path, shm_dir, name, "inline", seed=1, **quick)
     assert first["weights_sha256"] == second["weights_sha256"]
     assert first["weights_sha256"] != other["weights_sha256"]
     assert first["env_steps"] == second["env_steps"] >= 20_000
 
 
-def test_lock_step_gives_the_same_weights_inline_and_local(tmp_path: Path, shm_dir: Path) -> None:
-    inline, local = (train(tmp_path, shm_dir, "ppo", e, **{"actor.num_actors": 1}) for e in ("inline", "local"))
-    assert inline["weights_sha256"] == local["weights_sha256"]
-
-
-def test_lock_step_with_two_actors_repeats_exactly(tmp_path: Path, shm_dir: Path) -> None:
-    inline, first, second = (train(tmp_path, shm_dir, "ppo", engine) for engine in ("inline", "local", "local"))
-    assert first["weights_sha256"] == second["weights_sha256"] == inline["weights_sha256"]
-    assert first["lag_max"] == 0 and first["dropped"] == 0
-    assert set(lags(first["run_dir"])) == {0}
+@pytest.mark.parametrize("num_actors", [1, 2])
+def test_lock_step_gives_the_same_weights_on_every_engine(tmp_path: Path, shm_dir: Path, num_actors: int) -> None:
+    quick = {"actor.num_actors": num_actors, "algorithm.epochs": 2}
+    engines = ["inline", "local"] if num_actors == 1 else ["inline", "local", "local"]
+    summaries = [train(tmp_path, shm_dir, "ppo", engine, **quick) for engine in engines]
+    assert len({summary["weights_sha256"] for summary in summaries}) == 1
+    for summary in summaries:
+        assert (summary["lag_max"], summary["dropped"]) == (0, 0)
+        assert set(lags(summary["run_dir"])) == {0}
     assert not list(shm_dir.iterdir())
 
 

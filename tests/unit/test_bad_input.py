@@ -225,6 +225,21 @@ def test_a_value_that_cannot_work_is_told_with_the_remedy(name: str, command: Co
     assert list(Path.cwd().iterdir()) == [], "no run folder"
 
 
+@pytest.mark.parametrize("content", ["1 / 0", "import no_such_module", "def"])
+def test_a_module_that_cannot_be_imported_is_told(
+    content: str, command: Command, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "broken_module.py").write_text(content)
+    monkeypatch.syspath_prepend(folder)
+    common = ["--steps", "100", *SMALL]
+    assert_told(command("train", "ppo", "broken_module:make", *common), 2, "broken_module")
+    told = command("train", "ppo", "CartPole-v1", *common, "--network.name", "broken_module:make")
+    assert_told(told, 2, 'network.name="broken_module:make"', "importing broken_module failed")
+    assert_told(command("train", "ppo", f"{folder}/broken_module.py:make", *common), 2, "broken_module.py")
+    assert list(Path.cwd().iterdir()) == []
+
+
 def test_an_unknown_command_is_told_with_the_nearest(command: Command) -> None:
     assert_told(command("trian"), 2, "'trian'", "Did you mean train?")
 

@@ -100,7 +100,7 @@ def test_folders_of_others_are_left_alone(shm_dir: Path, dead_pid: int) -> None:
 @pytest.mark.parametrize("name", ["none", "file"])
 def test_a_folder_that_cannot_be_used_is_refused(shm_dir: Path, name: str) -> None:
     (shm_dir / "file").write_text("")
-    with pytest.raises(ConfigError, match="is not a folder that can be written. Name another with --shm-dir"):
+    with pytest.raises(ConfigError, match=r"is not a folder that can be written\. Name another with --shm-dir"):
         create_session(str(shm_dir / name))
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import TESTS, wait_until
 
 from echelon.errors import ConfigError, TransportError
 from echelon.schema import Spaces, TrajectorySchema
@@ -28,8 +27,10 @@ from echelon.transport.shared_memory import (
     create_segment,
     open_segment,
 )
+from running import TESTS, wait_until
 
 BOARD_BYTES = 1 << 16
+MOVES = ("grant", "write", "write", "write", "die", "read")
 
 
 @pytest.fixture
@@ -76,24 +77,24 @@ def test_a_segment_that_is_not_there_says_so(shm_dir: Path) -> None:
 
 
 def test_a_segment_that_finds_no_room_leaves_nothing(shm_dir: Path) -> None:
-    with pytest.raises(TransportError, match="cannot reserve .* MiB at .*one"):
+    with pytest.raises(TransportError, match=r"cannot reserve .* MiB at .*one"):
         create_segment(shm_dir / "one", 1 << 60)
     assert not list(shm_dir.iterdir())
 
 
 def test_another_layout_is_refused(shm_dir: Path, schema: TrajectorySchema) -> None:
     SlotRing(shm_dir, schema, 2, 3).close()
-    with pytest.raises(TransportError, match="bytes where .* are expected"):
+    with pytest.raises(TransportError, match=r"bytes where .* are expected"):
         SlotRing(shm_dir, schema, 2, 4)
     WeightsBoard(shm_dir, 64)
-    with pytest.raises(TransportError, match="bytes where .* are expected"):
+    with pytest.raises(TransportError, match=r"bytes where .* are expected"):
         WeightsBoard(shm_dir, 128)
 
 
 def test_a_processor_that_reorders_stores_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_platform()
     monkeypatch.setattr(shared_memory.platform, "machine", lambda: "aarch64")
-    with pytest.raises(ConfigError, match="aarch64.*--engine inline"):
+    with pytest.raises(ConfigError, match=r"aarch64.*--engine inline"):
         check_platform()
 
 
@@ -192,8 +193,8 @@ class TestSlotRing:
         assert not ring.free[0].wait(0.0)
         ring.close()
 
-    @settings(max_examples=60, deadline=None)
-    @given(st.lists(st.tuples(st.sampled_from(["write", "die", "read", "grant"]), st.integers(0, 1)), max_size=80))
+    @settings(max_examples=200, deadline=None)
+    @given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 1)), max_size=80))
     def test_any_sequence_keeps_the_order(self, tmp_path_factory: Any, moves: list[tuple[str, int]]) -> None:
         """Against plain lists: nothing is lost, read twice, or overwritten unread."""
         folder = tmp_path_factory.mktemp("ring")

@@ -30,7 +30,7 @@ from echelon.engines.process import Failure, ProcessSpec, Role, failure_of, make
 
 PR_SET_PDEATHSIG = 1
 MAX_FAILURE_BYTES = 60_000  # under the 64 KiB a pipe holds, so a failing worker never blocks on it
-CLOSE_TIMEOUT_S = 0.5  # what a failed role may take to clean up: its error must not wait for that
+CLOSE_TIMEOUT_S = 0.3  # what a failed role may take to clean up: its error must not wait for that
 
 
 @dataclass(slots=True)

@@ -87,6 +87,11 @@ def _import(module: str, name: str) -> ModuleType:
         else:
             remedy = f'it needs the module "{error.name}", which is not installed'
         raise ConfigError(f'"{name}" was not found: cannot import {module}; {remedy}.') from error
+    except Exception as error:
+        raise ConfigError(
+            f'"{name}" could not be loaded: importing {module} raised {type(error).__name__}: {error}. Correct the '
+            "module; what must run only as a script belongs under `if __name__ == \"__main__\":`."
+        ) from error
 
 
 def _load_file(path: Path, name: str) -> ModuleType:
