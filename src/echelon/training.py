@@ -103,13 +103,14 @@ def _read_config(folder: RunFolder) -> TrainConfig:
 
 def _run(config: TrainConfig, past: Past, output: TextIO | None) -> RunResult:
     """The whole life of a run: session, engine, validation, folder, coordinator, summary."""
-    began = time.time()
+    began, output = time.time(), output or sys.stdout
     _check_stop(config)
+    print(f"preparing {config.preset} on {_env_text(config)}", file=output, flush=True)
     session = create_session(config.shm_dir)
     engine = InlineEngine() if config.engine == "inline" else LocalEngine(str(session), PRELOAD)
     try:
         context = _context(config, session, past, began)
-        return _train_in(context, engine, resumed=past.epoch > 0, output=output or sys.stdout)
+        return _train_in(context, engine, resumed=past.epoch > 0, output=output)
     finally:
         engine.close(0.0)
         shutil.rmtree(session, ignore_errors=True)
@@ -246,7 +247,7 @@ def _curve(run_dir: Path) -> str | None:
         return None
 
 
-def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1, output: TextIO | None = None) -> dict[str, Any]:
+def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1) -> dict[str, Any]:
     """Plays greedy episodes with the newest weights of a run; returns their statistics."""
     import torch
 
@@ -256,7 +257,6 @@ def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1, output: 
     from echelon.roles.learner import find_weights
     from echelon.runs.folder import RunFolder
 
-    del output
     if episodes < 1:
         raise ConfigError(f"episodes={episodes} must be at least 1.")
     config = _read_config(RunFolder.open(Path(run_dir)))

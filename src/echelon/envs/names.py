@@ -90,7 +90,7 @@ def _import(module: str, name: str) -> ModuleType:
     except Exception as error:
         raise ConfigError(
             f'"{name}" could not be loaded: importing {module} raised {type(error).__name__}: {error}. Correct the '
-            "module; what must run only as a script belongs under `if __name__ == \"__main__\":`."
+            'module; what must run only as a script belongs under `if __name__ == "__main__":`.'
         ) from error
 
 
