@@ -4,8 +4,8 @@
 
 A run solves its task when the mean return of its last 100 training episodes (stochastic policy) reaches the threshold
 within the step budget. Thresholds: CartPole-v1 475 and Acrobot-v1 -100 are gymnasium's own (reward_threshold);
-LunarLander's is gymnasium's 200; Pendulum-v1 has none, -200 is what the field's tables count as solved; Recall's best is
-1 and chance is 0. `recall-feedforward` is the control: without memory nothing beats chance.
+LunarLander's is gymnasium's 200; Pendulum-v1 has none, -200 is what the field counts as solved; Recall's best is 1 and
+chance is 0. `recall-feedforward` is the control: without memory nothing beats chance.
 """
 
 from __future__ import annotations

@@ -79,9 +79,7 @@ def test_crashing_again_and_again_ends_the_run(runs: Runs, how: int, cause: str)
 
 
 @pytest.mark.parametrize("close_hangs", [False, True])
-def test_raising_environment_ends_the_run_and_is_told(
-    runs: Runs, tmp_path: Path, close_hangs: bool
-) -> None:
+def test_raising_environment_ends_the_run_and_is_told(runs: Runs, tmp_path: Path, close_hangs: bool) -> None:
     flag = tmp_path / "raised"
     kwargs = json.dumps({"flag": str(flag), "close_hangs": close_hangs})
     run = runs.train(env="unruly:RaisingEnv", **{"env-kwargs": kwargs})

@@ -13,16 +13,13 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 TOYS = Path(__file__).parents[1] / "toy_envs.py"
-sys.path.insert(0, str(TOYS.parent))
-
-import toy_envs as toy  # noqa: E402
-
-from echelon.config import EnvConfig  # noqa: E402
-from echelon.envs.loop import LoopGroup  # noqa: E402
-from echelon.envs.make import describe_callable, env_seeds, make_group, probe_spaces, resolve  # noqa: E402
-from echelon.envs.vector import EnvFailed, Group, StepRows, VectorGroup  # noqa: E402
-from echelon.errors import ConfigError, EnvError  # noqa: E402
-from echelon.schema import space_leaves  # noqa: E402
+import toy_envs as toy
+from echelon.config import EnvConfig
+from echelon.envs.loop import LoopGroup
+from echelon.envs.make import describe_callable, env_seeds, make_group, probe_spaces, resolve
+from echelon.envs.vector import EnvFailed, Group, StepRows, VectorGroup
+from echelon.errors import ConfigError, EnvError
+from echelon.schema import space_leaves
 
 
 def empty_rows(group: Group) -> StepRows:
