@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-TOYS = Path(__file__).parents[1] / "toy_envs.py"
 import toy_envs as toy
 from echelon.config import EnvConfig
 from echelon.envs.loop import LoopGroup
@@ -20,6 +19,8 @@ from echelon.envs.make import describe_callable, env_seeds, make_group, probe_sp
 from echelon.envs.vector import EnvFailed, Group, StepRows, VectorGroup
 from echelon.errors import ConfigError, EnvError
 from echelon.schema import space_leaves
+
+TOYS = Path(__file__).parents[1] / "toy_envs.py"
 
 
 def empty_rows(group: Group) -> StepRows:

@@ -423,7 +423,7 @@ BOTTLENECKS = [
     (
         {"learner": shares(learn=0.9, transfer=0.1), "actor-0": shares(env=0.5, act=0.5)},
         2,
-        "the processor, all 2 cores are busy with 2 processes (env 25%, act 25%, learn 45%, transfer 5%), so more actors",
+        "the processor, all 2 cores are busy with 2 processes (env 25%, act 25%, learn 45%, transfer 5%), so more",
     ),
     (
         {"learner": shares(learn=0.5, wait=0.5), "actor-0": shares(env=0.3, act=0.2, wait=0.5)},
