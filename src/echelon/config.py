@@ -121,7 +121,7 @@ class ImpalaConfig:
 
     def __post_init__(self) -> None:
         _fractions(self, "algorithm", "discount", "trace_lambda")
-        _at_least(self, "algorithm", rho_clip=0, c_clip=0, value_weight=0, reward_clip=0)
+        _at_least(self, "algorithm", epochs=1, minibatches=1, rho_clip=0, c_clip=0, value_weight=0, reward_clip=0)
 
 
 @dataclass(frozen=True, slots=True)

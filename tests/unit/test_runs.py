@@ -61,7 +61,7 @@ BAD_JSON: list[tuple[Any, str]] = [
     ({"actor": 3}, "actor=3 must be an object"),
     ({"actr": {}}, "no field actr. Did you mean actor?"),
     ({"actor": {"envz": 3}}, "actor.envz=3: .* Did you mean actor.envs?"),
-    ({"algorithm": {"name": "impala", "epochs": 3}}, "no field algorithm.epochs. Fields there: .*algorithm.rho_clip"),
+    ({"algorithm": {"name": "impala", "zzz": 1.0}}, "no field algorithm.zzz. Fields there: .*algorithm.rho_clip"),
     ({"actor": {"envs": True}}, "actor.envs=True does not fit: int is wanted"),
     ({"seed": 1.5}, "seed=1.5 does not fit: int"),
     ({"seed": None}, "seed=None does not fit: int"),
