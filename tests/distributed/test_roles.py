@@ -64,7 +64,7 @@ def test_lag_stays_within_its_bound(tmp_path: Path, shm_dir: Path, max_lag: int)
     assert max(lags(summary["run_dir"])) <= max_lag
 
 
-@pytest.mark.parametrize("max_lag", [1, 2])
+@pytest.mark.parametrize("max_lag", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_slow_actor_is_too_late_and_everybody_else_goes_on(runs: Runs, max_lag: int) -> None:
     slow = env_seeds(0, 1, 0, 2)
     run = runs.train(

@@ -6,6 +6,7 @@ If it dies, its successor starts from the newest checkpoint; the actors wait mea
 
 from __future__ import annotations
 
+import collections
 import os
 import re
 import time
@@ -34,6 +35,7 @@ from echelon.schema import Batch
 
 REPORT_INTERVAL_S = 0.5
 MIN_GPU_PARAMETERS = 200_000  # of a large network: worth a GPU, or every core
+RATE_WINDOW_S = 1.0  # that the rate on the console covers
 WARM_UP_S = 2.0  # after the first batch; not part of the steady rate
 
 
@@ -75,21 +77,29 @@ def learn_once(algorithm: Algorithm, batch: Batch, update: LocalUpdate, losses: 
 
 
 class Rate:
-    """Environment steps per second, over the last interval and in the steady state."""
+    """Environment steps per second: lately, and in the steady state."""
 
     def __init__(self) -> None:
         self.first: tuple[float, int] | None = None
         self.steady: tuple[float, int] | None = None
-        self.last: tuple[float, int] | None = None
+        self.recent_batches: collections.deque[tuple[float, int]] = collections.deque()
 
     def note(self, now: float, env_steps: int) -> None:
+        """A batch was taken that brought the count to `env_steps`."""
         self.first = self.first or (now, env_steps)
         if self.steady is None and now - self.first[0] >= WARM_UP_S:
             self.steady = (now, env_steps)
+        batches = self.recent_batches
+        batches.append((now, env_steps))
+        while len(batches) > 2 and now - batches[1][0] >= RATE_WINDOW_S:
+            batches.popleft()
 
-    def recent(self, now: float, env_steps: int) -> float:
-        then, self.last = self.last or self.first or (now, env_steps), (now, env_steps)
-        return (env_steps - then[1]) / max(now - then[0], 1e-9)
+    def recent(self) -> float:
+        """From batch to batch, so that a report between two does not read as standstill."""
+        if len(self.recent_batches) < 2:
+            return 0.0
+        (then, before), (now, after) = self.recent_batches[0], self.recent_batches[-1]
+        return (after - before) / max(now - then, 1e-9)
 
     def steady_state(self, now: float, env_steps: int) -> float:
         """From the end of the warm-up on; of a run too short for one, from its first batch."""
@@ -109,6 +119,7 @@ class Learner:
         device = pick_device(config.learner.device, plan.model.parameters.numel())
         if device != "cpu":
             torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.benchmark = True  # shapes stay the same from batch to batch
             plan = Plan(context, device=device)
         self.model = plan.model
         self.threads = pick_threads(config, self.model)
@@ -211,9 +222,9 @@ class Learner:
         if now < self.next_report:
             return
         self.next_report = now + REPORT_INTERVAL_S
-        self.station.report("train", self._row(now))
+        self.station.report("train", self._row())
 
-    def _row(self, now: float) -> dict[str, Any]:
+    def _row(self) -> dict[str, Any]:
         """Where the run stands: one row of the metrics."""
         counters, lags = self.counters, self.source.fresh_lag
         row = {
@@ -222,7 +233,7 @@ class Learner:
             "updates": counters.updates,
             "version": self.board.version,
             "wall_s": time.time() - self.context.started_at,
-            "env_steps_per_s": self.rate.recent(now, counters.env_steps),
+            "env_steps_per_s": self.rate.recent(),
             "return_mean": counters.return_mean,
             "return_max": counters.return_max,
             "length_mean": sum(counters.lengths) / len(counters.lengths) if counters.lengths else None,
@@ -256,7 +267,7 @@ class Learner:
     def _finish(self) -> None:
         """Leaves a final checkpoint and the summary's figures, and ends."""
         now, counters = time.perf_counter(), self.counters
-        row = self._row(now)
+        row = self._row()
         checkpoint = self.checkpoint()
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.model.weights().items()}
         save_weights(self.context.run_dir / "weights.safetensors", weights, {"env_steps": str(counters.env_steps)})

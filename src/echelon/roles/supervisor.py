@@ -37,7 +37,7 @@ class Member:
 
     spec: ProcessSpec
     context: Context
-    started: float
+    moved: float  # when it last made progress; before it has begun, when it was started
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     past_phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     failures: collections.deque[tuple[float, str]] = field(default_factory=lambda: collections.deque(maxlen=16))
@@ -80,7 +80,7 @@ class Supervisor:
         member.phases = dict.fromkeys(PHASES, 0.0)
         member.context = replace(member.context, incarnation=member.context.incarnation + 1)
         member.spec = replace(member.spec, config=member.context.to_config(keep_objects=False))
-        member.started, member.begun, member.doomed = time.monotonic(), False, False
+        member.moved, member.begun, member.doomed = time.monotonic(), False, False
         self.restarts += 1
         self.engine.start(member.spec)
 
@@ -106,10 +106,8 @@ class Supervisor:
                 continue
             progress = self.world.last_progress(name)
             if progress is not None and progress.pid == pid and progress.counter > 0:
-                member.begun = True
-                silent_s = now - progress.changed_at
-            else:
-                silent_s = now - member.started
+                member.begun, member.moved = True, progress.changed_at
+            silent_s = now - member.moved  # also of one that left the world and is just closing
             hang_timeout_s = self.config.hang_timeout_s
             if silent_s > (hang_timeout_s if member.begun else max(hang_timeout_s, START_GRACE_S)):
                 self._end_hung(name, silent_s)
