@@ -111,6 +111,7 @@ class Learner:
     """Learns from one batch a step."""
 
     def __init__(self, context: Context) -> None:
+        torch.set_num_threads(1)  # the first weights must not depend on how many drew them
         config = context.train
         self.context, self.stop = context, config.stop
         self.station = Station(context)
