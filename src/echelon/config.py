@@ -58,6 +58,7 @@ class LearnerConfig:
 
     batch: int = 0  # trajectories per batch; 0: one from every actor
     max_lag: int | None = None  # versions; 0: synchronous, None: bounded only by actor.slots
+    patience_s: float = 2.0  # with max_lag >= 1: how long a batch waits for an actor that stalled
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     threads: int = 0  # torch threads of the learner; 0: all cores for a large network, else 1
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -167,7 +168,7 @@ class RunConfig:
     """The run folder."""
 
     dir: str = ""  # "": runs/<preset>-<env>-<time>
-    checkpoint_interval_s: float = 60.0
+    checkpoint_interval_s: float = 30.0
     keep_checkpoints: int = 3
     init_from: str = ""  # run folder or weights file to start from
 

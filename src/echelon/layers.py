@@ -157,8 +157,6 @@ class Image(nn.Module):
             x = x * self.scale
         if self.channels_last:
             x = x.permute(0, 3, 1, 2)
-        if x.is_cuda:  # the layout that a GPU's matrix units read; a CPU is faster with the other
-            x = x.contiguous(memory_format=torch.channels_last)
         for convolution in self.convolutions:
             x = torch.relu(convolution(x))
         return torch.relu(self.linear(x.flatten(1)))

@@ -10,7 +10,6 @@ Shapes: T steps, B lanes, N any number of rows (T * B, or B).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from echelon.config import NetworkConfig
 from echelon.errors import ConfigError
 from echelon.layers import Core, Flat, Image, Mlp, State, initialize, make_encoder
+from echelon.names import resolve
 from echelon.schema import Spaces, Tree, map_tree, space_leaves
 
 MASK = "action_mask"
@@ -216,20 +216,11 @@ class CustomNetwork(ActorCritic):
 
 
 def _load_module(name: str, spaces: Spaces, num_params: int) -> nn.Module:
-    """The module that the factory named "module:factory" makes."""
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(f'network.name="{name}" must be "auto" or "module:factory".')
+    """The module that the factory named "module:factory" or "file.py:factory" makes."""
     try:
-        loaded = import_module(module_name)
-    except Exception as error:
-        raise ConfigError(
-            f'network.name="{name}": importing {module_name} failed ({type(error).__name__}: {error}). Check the '
-            "spelling, and that it can be imported from where the run starts (install it, or set PYTHONPATH)."
-        ) from error
-    factory = getattr(loaded, attribute, None)
-    if factory is None:
-        raise ConfigError(f'network.name="{name}": {module_name} has no attribute {attribute}.')
+        factory: Any = resolve(name)
+    except ConfigError as error:
+        raise ConfigError(f"network.name={error}") from error
     try:
         module = factory(spaces, num_params)
     except Exception as error:

@@ -125,7 +125,7 @@ def _check_stop(config: TrainConfig) -> None:
 def _context(config: TrainConfig, session: Path, past: Past, began: float) -> Context:
     """Checks everything that can be checked before a folder or a process exists."""
     from echelon.envs.make import probe_spaces
-    from echelon.envs.names import describe_callable
+    from echelon.names import describe_callable
     from echelon.roles.context import Context
     from echelon.roles.learner import find_weights, pick_device
     from echelon.roles.plan import Plan, shared_bytes
@@ -159,14 +159,14 @@ def _context(config: TrainConfig, session: Path, past: Past, began: float) -> Co
         plan.model.load_weights(find_weights(config.run.init_from), config.run.init_from)
     check_room(session, shared_bytes(config, context.schema, plan.model))
     plan = Plan(context)
-    plan.ring()
+    plan.ring().close()
     plan.board()
     return context
 
 
 def _env_text(config: TrainConfig) -> str:
     """The environment as the record names it; what cannot be imported (inline only) has no name to be found by."""
-    from echelon.envs.names import describe_callable
+    from echelon.names import describe_callable
 
     id = config.env.id
     if isinstance(id, str):
@@ -179,17 +179,31 @@ def _env_text(config: TrainConfig) -> str:
 
 def _train_in(context: Context, engine: InlineEngine | LocalEngine, *, resumed: bool, output: TextIO) -> RunResult:
     from echelon import config_io
-    from echelon.roles.coordinator import Coordinator
-    from echelon.runs.console import Console, final_summary
-    from echelon.runs.folder import RunFolder
-    from echelon.runs.metrics import MetricsWriter
-    from echelon.world.world import World
+    from echelon.runs.console import final_summary
+    from echelon.runs.folder import SUMMARY, RunFolder
 
     config = context.train
     env_text = _env_text(config)
+    config_json = config_io.to_json(config, env_text)
     folder = RunFolder.open(context.run_dir) if resumed else RunFolder.create(context.run_dir)
-    folder.write_config(config_io.to_json(config, env_text))
-    console = Console(f"{config.preset} on {env_text}", context.run_dir, output)
+    with folder.held():
+        folder.write_config(config_json)
+        (folder.path / SUMMARY).unlink(missing_ok=True)  # of the part that is being gone on with
+        figures = _coordinate(context, engine, folder, resumed=resumed, output=output)
+    final_summary(figures, output)
+    return RunResult(figures["status"], folder.path, figures)
+
+
+def _coordinate(
+    context: Context, engine: InlineEngine | LocalEngine, folder: RunFolder, *, resumed: bool, output: TextIO
+) -> dict[str, Any]:
+    """Runs the coordinator and writes the summary, of a failure too; returns it."""
+    from echelon.roles.coordinator import Coordinator
+    from echelon.runs.console import Console
+    from echelon.runs.metrics import MetricsWriter
+    from echelon.world.world import World
+
+    console = Console(f"{context.train.preset} on {_env_text(context.train)}", context.run_dir, output)
     world = World.host(context.address)
     metrics = MetricsWriter(folder.path, append=resumed)
     coordinator = Coordinator(context, engine, world, console, metrics)
@@ -207,8 +221,7 @@ def _train_in(context: Context, engine: InlineEngine | LocalEngine, *, resumed: 
         metrics.close()
     summary = _summary(context, coordinator, figures)
     folder.write_summary(summary)
-    final_summary(summary, output)
-    return RunResult(summary["status"], folder.path, summary)
+    return summary
 
 
 def _base(context: Context) -> dict[str, Any]:
@@ -263,6 +276,7 @@ def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1) -> dict[
     torch.set_num_threads(1)
     model = Model(config.network, probe_spaces(config.env), seed=config.seed)
     model.load_weights(find_weights(str(run_dir)), str(run_dir))
+    model.network.eval()
     match = Match(config.env, model, episodes, env_seeds(seed, EVALUATION_SEED + 1, 0, episodes))
     try:
         return match.play(seed).summary()

@@ -75,6 +75,7 @@ def test_a_slow_actor_is_too_late_and_everybody_else_goes_on(runs: Runs, max_lag
             "actor.envs": 2,
             "actor.trajectory": 8,
             "learner.max_lag": max_lag,
+            "learner.patience_s": 0.1,
             "learner.batch": 2,
             "algorithm.epochs": 1,
             "algorithm.minibatches": 1,

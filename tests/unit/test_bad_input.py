@@ -197,9 +197,9 @@ VALUES: dict[str, tuple[str, list[str]]] = {
     "shm_dir": ("--shm-dir /no/such/folder", ["shm_dir=/no/such/folder", "--shm-dir"]),
     "init_from": ("--init-from no_such_run", ["no_such_run", "neither a weights file nor a run folder"]),
     "init_from text": (f"--init-from {HERE}", [HERE, "cannot be read", ".safetensors"]),
-    "network": ("--network.name nothing", ['network.name="nothing"', "module:factory"]),
-    "network module": ("--network.name no_such_module:make", ["no_such_module", "PYTHONPATH"]),
-    "network factory": ("--network.name toy_envs:nothing", ["toy_envs has no attribute nothing"]),
+    "network": ("--network.name nothing", ['network.name="nothing"', "module:name"]),
+    "network module": ("--network.name no_such_module:make", ["no_such_module", "install its package, or name a file"]),
+    "network factory": ("--network.name toy_envs:nothing", ['toy_envs has no "nothing"']),
     "network raises": ("--network.name test_bad_input:raising_network", ["no neurons in stock", "num_params=2"]),
     "network misfit": ("--network.name test_bad_input:misfit_network", ["misfit_network", "(params, value)"]),
     "network type": ("--network.name test_bad_input:not_a_network", ["returned a str", "torch.nn.Module"]),
@@ -235,7 +235,7 @@ def test_a_module_that_cannot_be_imported_is_told(
     common = ["--steps", "100", *SMALL]
     assert_told(command("train", "ppo", "broken_module:make", *common), 2, "broken_module")
     told = command("train", "ppo", "CartPole-v1", *common, "--network.name", "broken_module:make")
-    assert_told(told, 2, 'network.name="broken_module:make"', "importing broken_module failed")
+    assert_told(told, 2, 'network.name="broken_module:make"', "broken_module")
     assert_told(command("train", "ppo", f"{folder}/broken_module.py:make", *common), 2, "broken_module.py")
     assert list(Path.cwd().iterdir()) == []
 

@@ -113,6 +113,19 @@ def test_without_lock_step_whoever_is_ready_is_taken_in_turns(tmp_path: Path) ->
     assert scene.take() == [4, 8] and scene.lanes == [0, 1, 0, 1]
 
 
+def test_within_a_bound_every_actor_brings_its_share_unless_one_stalls(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, num_actors=2, max_lag=1)
+    fast = [scene.write(0), scene.write(0)]
+    assert scene.take() is None, "two are ready, but actor 1 may take its time"
+    slow = scene.write(1)
+    assert scene.take() == [fast[0], slow]
+    scene.source.admit()
+    scene.write(0)
+    scene.source.patience_s = 0.0
+    assert scene.take() is None, "the wait for actor 1 begins"
+    assert scene.take() is not None, "it has stalled: the others go on without it"
+
+
 def test_what_comes_too_late_is_dropped_counted_and_the_actor_admitted_again(tmp_path: Path) -> None:
     scene = Scene(tmp_path, num_actors=2, max_lag=1)
     scene.write(0, version=3)

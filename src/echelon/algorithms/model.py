@@ -118,6 +118,7 @@ class Mirror:
             parameter.data = model.parameters[start:stop].view(parameter.shape)
             parameter.grad = None
             parameter.requires_grad_(False)
+        model.network.eval()  # a user's dropout is for learning
 
 
 def _padded(count: int) -> int:

@@ -90,7 +90,11 @@ class Ppo:
                     trace_lambda=config.gae_lambda,
                 )
                 target_TB = trace.target_TB
-                advantage_TB = target_TB - value_XB[:-1]
+                # The surrogate weighs each step by its own ratio, so its advantage carries those of later steps only.
+                later_TB = torch.zeros_like(target_TB)
+                later_TB[:-1] = config.gae_lambda * (target_TB[1:] - value_XB[1:-1])
+                ahead_TB = reward_TB + discount_TB * (value_XB[1:] + later_TB) - value_XB[:-1]
+                advantage_TB = ahead_TB.masked_fill(~batch.valid, 0.0)
             else:
                 advantage_TB = gae(reward_TB, discount_TB, value_XB, batch.valid, config.gae_lambda)
                 target_TB = advantage_TB + value_XB[:-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -29,6 +30,8 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as with `python -m`: modules beside the user are found
     try:
         if not arguments or arguments[0] in ("-h", "--help"):
             print(_overview())

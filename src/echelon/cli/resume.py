@@ -7,12 +7,20 @@ from collections.abc import Sequence
 from echelon.cli.main import Parser
 
 
+def whole(text: str) -> int:
+    """A whole number, as `train` takes it: 2000000, 2_000_000 or 2e6."""
+    number = float(text)
+    if number != int(number):
+        raise ValueError(text)
+    return int(number)
+
+
 def run(arguments: Sequence[str]) -> int:
     from echelon.training import resume
 
     parser = Parser(prog="echelon resume", description="Go on with a run from its newest checkpoint.")
     parser.add_argument("run", metavar="RUN", help="the run folder")
-    parser.add_argument("--steps", type=int, default=0, metavar="TOTAL", help="new total of environment steps")
+    parser.add_argument("--steps", type=whole, default=0, metavar="TOTAL", help="new total of environment steps")
     parser.add_argument("--minutes", type=float, default=0.0, metavar="TOTAL", help="new total of minutes")
     parser.add_argument("--until-return", type=float, default=None, metavar="R", help="new return to stop at")
     known = parser.parse_args(list(arguments))

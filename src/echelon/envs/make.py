@@ -19,9 +19,9 @@ from echelon.config import EnvConfig
 from echelon.envs.atari import atari_group, import_ale
 from echelon.envs.envpool import envpool_group
 from echelon.envs.loop import LoopGroup
-from echelon.envs.names import describe_callable, resolve
 from echelon.envs.vector import Group, VectorGroup
 from echelon.errors import ConfigError
+from echelon.names import describe_callable, resolve
 from echelon.schema import Spaces
 
 __all__ = ["describe_callable", "env_seeds", "make_group", "probe_spaces", "resolve"]

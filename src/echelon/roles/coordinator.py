@@ -168,10 +168,12 @@ class Coordinator:
             return
         self.next_console = now + CONSOLE_INTERVAL_S
         row, stop = self.row, self.config.stop
-        bounded = bool(stop.steps or stop.minutes)
+        wall_s = time.time() - self.context.started_at
+        elapsed = wall_s / (60 * stop.minutes) if stop.minutes else 0.0
+        fraction = min(max(row.get("progress", 0.0), elapsed), 1.0) if stop.steps or stop.minutes else None
         self.console.update(
             Status(
-                fraction=row.get("progress", 0.0) if bounded else None,
+                fraction=fraction,
                 env_steps=row.get("env_steps", 0),
                 steps_per_s=row.get("env_steps_per_s", 0.0),
                 episodes=row.get("episodes", 0),
@@ -180,7 +182,7 @@ class Coordinator:
                 lag_mean=row.get("lag_mean", 0.0),
                 lag_max=row.get("lag_max", 0),
                 updates=row.get("updates", 0),
-                wall_s=time.time() - self.context.started_at,
+                wall_s=wall_s,
                 dropped=row.get("dropped", 0),
                 roles=self.shares(),
             )

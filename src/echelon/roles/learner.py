@@ -7,9 +7,11 @@ If it dies, its successor starts from the newest checkpoint; the actors wait mea
 from __future__ import annotations
 
 import collections
+import math
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +69,21 @@ def pick_threads(config: TrainConfig, model: Model) -> int:
     return config.learner.threads or (cores if large else 1)
 
 
-def learn_once(algorithm: Algorithm, batch: Batch, update: LocalUpdate, losses: list[dict[str, torch.Tensor]]) -> None:
-    """One batch, the same for every learning rule: minibatches, their losses in order, an update each."""
+def learn_once(
+    algorithm: Algorithm,
+    batch: Batch,
+    update: LocalUpdate,
+    losses: list[dict[str, torch.Tensor]],
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """One batch, the same for every learning rule: minibatches, their losses in order, an update each.
+
+    `tick` is called after each, so that a learner with much to do is seen to move.
+    """
     for minibatch in algorithm.minibatches(batch):
         for loss in algorithm.losses(minibatch):
             update(loss)
+            tick()
             losses.append({"loss": loss.value.detach(), **{k: v.detach() for k, v in loss.metrics.items()}})
     algorithm.finish(batch)
 
@@ -176,7 +188,7 @@ class Learner:
         self.rate.note(taken, self.counters.env_steps)
         self.update.schedule(self._progress())
         torch.set_num_threads(self.threads)
-        learn_once(self.algorithm, batch, self.update, self.losses)
+        learn_once(self.algorithm, batch, self.update, self.losses, self._tick)
         torch.set_num_threads(1)  # actors in this process (inline) compute as they do in their own
         self.counters.updates += 1
         self.source.prefetch(self.board.version + 1)
@@ -186,12 +198,15 @@ class Learner:
         published = time.perf_counter()
         phases["learn"] += learned - taken
         phases["transfer"] += published - learned
-        self.station.progress += 1
         self._report_if_due()
         if time.monotonic() >= self.next_checkpoint:
             self.checkpoint()
         self.station.tick(published)
         return True
+
+    def _tick(self) -> None:
+        self.station.progress += 1
+        self.station.tick(time.perf_counter())
 
     def _publish(self) -> None:
         """The version goes up here only."""
@@ -200,12 +215,15 @@ class Learner:
 
     def _check_loss(self) -> None:
         loss = float(self.losses[-1]["loss"])
-        if loss != loss or loss in (float("inf"), float("-inf")):
-            rate = self.update.optimizer.param_groups[0]["lr"]
-            raise DivergedError(
-                f"the loss became {loss} at update {self.counters.updates} ({self.counters.env_steps:,} steps). Lower "
-                f"--optimizer.learning-rate (now {rate:g}) or --optimizer.clip-norm, or scale the rewards."
-            )
+        if not math.isfinite(loss):
+            raise self._diverged(f"the loss became {loss}")
+
+    def _diverged(self, what: str) -> DivergedError:
+        rate = self.update.optimizer.param_groups[0]["lr"]
+        return DivergedError(
+            f"{what} at update {self.counters.updates} ({self.counters.env_steps:,} steps). Lower "
+            f"--optimizer.learning-rate (now {rate:g}) or --optimizer.clip-norm, or scale the rewards."
+        )
 
     def _progress(self) -> float:
         stop, fractions = self.stop, [0.0]
@@ -251,7 +269,9 @@ class Learner:
         return row
 
     def checkpoint(self) -> Path:
-        """Writes everything a successor needs; atomic."""
+        """Writes everything a successor needs; atomic, and never weights that are lost."""
+        if not torch.isfinite(self.model.parameters).all():
+            raise self._diverged("the weights became NaN or infinite")
         config = self.context.train.run
         self.next_checkpoint = time.monotonic() + config.checkpoint_interval_s
         tree = {

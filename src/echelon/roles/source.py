@@ -8,6 +8,7 @@ actor dies, its unread slots stay readable; if it stalls, what it brings too lat
 from __future__ import annotations
 
 import collections
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +78,10 @@ class Staging:
             tensor = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
             self.tensors[entry.name], self.arrays[entry.name] = tensor, tensor.numpy()
         self.lanes = torch.zeros(lanes, dtype=torch.int64)
+        self.batch: Batch
+        self.copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def put(self, position: int, stream: int, views: dict[str, Array]) -> None:
         """Copies one slot into the lanes of its position."""
@@ -90,11 +95,20 @@ class Staging:
                 array[:, lanes] = views[name]
         self.lanes[lanes] = torch.arange(stream * self.num_envs, (stream + 1) * self.num_envs)
 
-    def batch(self, schema: TrajectorySchema) -> Batch:
+    def wait(self) -> None:
+        """Until the device has read what was staged here before."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+    def move(self, schema: TrajectorySchema) -> None:
+        """Makes the batch: on a GPU by copies that go on while the caller does."""
         move = {name: self._move(tensor) for name, tensor in self.tensors.items() if not name.startswith("episode")}
         observation = unflatten(schema.spaces.observation, iter([move[n] for n in schema.observation_names]))
         state = tuple(move[f"state.{i}"] for i in range(len(schema.state_shapes)))
-        return Batch(observation, **{name: move[name] for name in BATCH_FIELDS}, state=state, lanes=self.lanes)
+        rest = {name: move[name] for name in BATCH_FIELDS}
+        self.batch = Batch(observation, **rest, state=state, lanes=self.lanes)
+        if self.copied is not None:
+            self.copied.record()
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
@@ -112,26 +126,34 @@ class QueueSource:
         self.stagings = collections.deque(Staging(schema, self.batch_size, device) for _ in range(num_stagings))
         self.next_stream = 0
         self.fresh_lag: list[tuple[float, int]] = []  # lag mean and max of batches since the last report
-        self.prefetched: Batch | None = None
+        self.prefetched: Staging | None = None
+        self.patience_s = config.learner.patience_s
+        self.short_since: float | None = None  # since when a batch could be filled without the slowest actor
         self.ahead = [0] * ring.num_streams  # trajectories of each stream in the prefetched batch
 
     def take(self, version: int) -> Batch | None:
         """The next batch for a learner at `version`, or None when it is not there yet."""
-        if self.prefetched is not None:
-            batch, self.prefetched = self.prefetched, None
+        staging, self.prefetched = self.prefetched, None
+        if staging is not None:
             self.ahead = [0] * self.ring.num_streams
-            return batch
-        return self._fetch(version)
+        else:
+            if self._drop_late(version):
+                self.admit()
+            staging = self._fetch()
+        if staging is None:
+            return None
+        self._count(staging, version)
+        return staging.batch
 
     def prefetch(self, version: int) -> None:
         """Fetches the batch for a learner at `version`, its next, while the device still learns from this one."""
         if self.prefetched is not None or self.device.type == "cpu" or self.max_lag == 0:
             return
-        self.prefetched = self._fetch(version, self.ahead if self.max_lag is not None else None)
-
-    def _fetch(self, version: int, ahead: list[int] | None = None) -> Batch | None:
-        """Copies the next batch out of the ring; `ahead` counts what was taken from each stream before its turn."""
         self._drop_late(version)
+        self.prefetched = self._fetch(self.ahead if self.max_lag is not None else None)
+
+    def _fetch(self, ahead: list[int] | None = None) -> Staging | None:
+        """Copies the next batch out of the ring; `ahead` counts what was taken from each stream before its turn."""
         streams = self._choose()
         if streams is None:
             return None
@@ -140,42 +162,49 @@ class QueueSource:
                 ahead[stream] += 1
         staging = self.stagings[0]
         self.stagings.rotate()
+        staging.wait()
         for position, stream in enumerate(streams):
             staging.put(position, stream, self.ring.readable(stream))
             self.ring.release(stream)
         if self.max_lag is None:
             self.admit()
         self._check(staging)
-        self._count(staging, version)
-        return staging.batch(self.schema)
+        staging.move(self.schema)
+        return staging
 
     def admit(self) -> None:
         """Lets every actor run a window ahead of what was learned from; rings those that may go on."""
         for stream in range(self.ring.num_streams):
             self.ring.grant(stream, self.window - self.ahead[stream])
 
-    def _drop_late(self, version: int) -> None:
+    def _drop_late(self, version: int) -> int:
+        """Gives up what lags beyond the bound; returns how many trajectories that were."""
         if self.max_lag is None:
-            return
+            return 0
         late = 0
         for stream in range(self.ring.num_streams):
             while self.ring.num_ready(stream) and version - self.ring.readable(stream)["version"][0] > self.max_lag:
                 self.ring.release(stream)
                 late += 1
-        if late:
-            self.counters.dropped += late
-            self.admit()
+        self.counters.dropped += late
+        return late
 
     def _choose(self) -> list[int] | None:
         """Which stream fills each position of the batch; None if too few are ready.
 
-        Lock-step takes equal shares in the order of the actors; otherwise whoever is ready, in turns.
+        With a bound on the lag every actor brings the same share, in the order of the actors: then nobody overtakes
+        anybody, and nothing comes late. Only when one has stalled, and the bound allows it, do the others go on without
+        it. Without a bound it is whoever is ready, in turns.
         """
         num_streams = self.ring.num_streams
         ready = [self.ring.num_ready(stream) for stream in range(num_streams)]
-        if self.max_lag == 0:
+        if self.max_lag is not None:
             share = self.batch_size // num_streams
-            return [s for s in range(num_streams) for _ in range(share)] if min(ready) >= share else None
+            if min(ready) >= share:
+                self.short_since = None
+                return [s for s in range(num_streams) for _ in range(share)]
+            if self.max_lag == 0 or not self._has_stalled(sum(ready) >= self.batch_size):
+                return None
         if sum(ready) < self.batch_size:
             return None
         chosen: list[int] = []
@@ -185,6 +214,15 @@ class QueueSource:
                 chosen.append(self.next_stream)
             self.next_stream = (self.next_stream + 1) % num_streams
         return chosen
+
+    def _has_stalled(self, others_ready: bool) -> bool:
+        """Whether the others have been ready without the slowest for longer than it may take its time."""
+        if not others_ready:
+            self.short_since = None
+            return False
+        now = time.monotonic()
+        self.short_since = self.short_since or now
+        return now - self.short_since > self.patience_s
 
     def _check(self, staging: Staging) -> None:
         """Refuses NaN and infinity before anything learns from them."""

@@ -89,8 +89,9 @@ class Supervisor:
         if failure.kind in FATAL:
             raise FATAL[failure.kind](failure.message)
         now, text = time.monotonic(), f"{failure.kind}: {failure.message}"
-        member.failures.append((now, text))
-        recent = [t for t, what in member.failures if what == text and now - t <= self.config.failure_window_s]
+        same = f"{failure.kind} {origin_of(failure)}"  # not its message, which may name a number that changes
+        member.failures.append((now, same))
+        recent = [t for t, what in member.failures if what == same and now - t <= self.config.failure_window_s]
         if len(recent) >= self.config.max_same_failures:
             raise RunError(
                 f"{member.spec.name} failed {len(recent)} times within {self.config.failure_window_s:g} s with the "
@@ -109,7 +110,8 @@ class Supervisor:
                 member.begun, member.moved = True, progress.changed_at
             silent_s = now - member.moved  # also of one that left the world and is just closing
             hang_timeout_s = self.config.hang_timeout_s
-            if silent_s > (hang_timeout_s if member.begun else max(hang_timeout_s, START_GRACE_S)):
+            compiling = name == "learner" and self.context.train.learner.compile
+            if silent_s > (hang_timeout_s if member.begun and not compiling else max(hang_timeout_s, START_GRACE_S)):
                 self._end_hung(name, silent_s)
                 member.doomed = True
         self._record()
@@ -167,6 +169,12 @@ class Supervisor:
 
     def _log(self, name: str) -> Path:
         return self.context.run_dir / "logs" / f"{name}.log"
+
+
+def origin_of(failure: Failure) -> str:
+    """Where an exception was raised: the last file and line of its traceback."""
+    places = [line.strip() for line in failure.traceback.splitlines() if line.strip().startswith('File "')]
+    return places[-1] if places else failure.message
 
 
 def cause_of(gone: Exit) -> str:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -13,7 +15,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from echelon.errors import ConfigError
 from echelon.runs.metrics import plain
 
 FORMAT = 1
-CONFIG, SUMMARY = "config.json", "summary.json"
+CONFIG, SUMMARY, LOCK = "config.json", "summary.json", ".lock"
 GIT_TIMEOUT_S = 2.0
 
 
@@ -69,6 +71,23 @@ class RunFolder:
         run = cls(path)
         run.read_config()
         return run
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps every other run out of this folder; the kernel lets go when the process ends, however it does."""
+        with (self.path / LOCK).open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                raise ConfigError(
+                    f"{self.path} belongs to a run that is still going on (process {file.read() or 'unknown'}). Wait "
+                    "for it, or stop it with Ctrl-C, then resume."
+                ) from error
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
 
     def write_config(self, config_json: Mapping[str, Any]) -> None:
         """Write the configuration, and beside it the format and the versions it ran with."""
