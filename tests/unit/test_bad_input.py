@@ -314,9 +314,9 @@ def test_an_environment_that_raises_ends_the_run_with_its_traceback(command: Com
 
 def test_an_environment_that_cannot_be_made_is_told(command: Command) -> None:
     told = command("train", "ppo", f"{HERE}:make_unmakable", "--steps", "10")
-    assert_told(told, 1, "no wheels in stock", "env.kwargs")
+    assert_told(told, 2, "no wheels in stock", "env.kwargs")
     told = command("train", "ppo", "CartPole-v1", "--steps", "10", "--env-kwargs", '{"x": 1}')
-    assert_told(told, 1, "'x'", "env.kwargs")
+    assert_told(told, 2, "'x'", "env.kwargs")
     assert list(Path.cwd().iterdir()) == []
 
 

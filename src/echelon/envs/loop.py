@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,8 @@ from echelon.envs.vector import (
 from echelon.errors import ConfigError, EchelonError, EnvError
 from echelon.schema import Spaces, Tree, action_leaf, flatten, space_leaves
 
+SLOW_S = 1.0  # a step of all environments beyond this tells that it moves after every one
+
 
 class LoopGroup:
     """K single environments, stepped one after the other in this process."""
@@ -30,6 +33,8 @@ class LoopGroup:
         self.num_envs = len(seeds)
         self.seeds = list(seeds)
         self.failures: list[EnvFailure] = []
+        self.tick: Callable[[], None] | None = None
+        self._slow = False  # whether the last step took so long that this one ticks
         self._make = make
         self._on_error = on_error
         self._envs: list[gym.Env[Any, Any]] = []
@@ -82,6 +87,7 @@ class LoopGroup:
 
     def step(self, action: Array, rows: StepRows) -> None:
         self._ticks += 1
+        started, tick = time.perf_counter(), self.tick if self._slow else None
         ended = self._ended
         observations: list[Tree] = []
         rewards: list[Any] = []
@@ -105,6 +111,9 @@ class LoopGroup:
             rewards.append(reward)
             terminated.append(terminal)
             truncated.append(cut)
+            if tick is not None:
+                tick()
+        self._slow = time.perf_counter() - started > SLOW_S
         with np.errstate(over="ignore"):  # too large for float32 becomes an infinity, which the learner refuses by name
             self._write(observations, rows.observation)
             try:

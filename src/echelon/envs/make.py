@@ -19,7 +19,7 @@ from echelon.config import EnvConfig
 from echelon.envs.atari import atari_group, import_ale
 from echelon.envs.envpool import envpool_group
 from echelon.envs.loop import LoopGroup
-from echelon.envs.vector import Group, VectorGroup
+from echelon.envs.vector import EnvFailed, Group, VectorGroup
 from echelon.errors import ConfigError
 from echelon.names import describe_callable, resolve
 from echelon.schema import Spaces
@@ -52,7 +52,14 @@ def make_group(config: EnvConfig, seeds: list[int]) -> Group:
 
 def probe_spaces(config: EnvConfig) -> Spaces:
     """The spaces of one environment of `config`: makes it, checks them, closes it."""
-    group = make_group(config, [0])
+    try:
+        group = make_group(config, [0])
+    except EnvFailed as error:
+        id = config.id if isinstance(config.id, str) else _named(config.id)
+        raise ConfigError(
+            f"{id} could not be made with env.kwargs={config.kwargs}: {error.failure.error}. Check its keyword "
+            "arguments (--env-kwargs), or the environment itself: make it once in Python to see where it fails."
+        ) from error
     group.close()
     return group.spaces
 

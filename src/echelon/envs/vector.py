@@ -68,6 +68,7 @@ class Group(Protocol):
     num_envs: int
     seeds: list[int]  # of the environments as they are now: a restarted one has a new seed
     failures: list[EnvFailure]  # environments restarted since the caller last cleared it
+    tick: Callable[[], None] | None  # called inside a long step, so that slow is not taken for hung
 
     def reset(self, observation: list[Array]) -> None:
         """Start an episode everywhere; seeded the first time."""
@@ -98,6 +99,7 @@ class VectorGroup:
         self.num_envs = len(seeds)
         self.seeds = list(seeds)
         self.failures: list[EnvFailure] = []
+        self.tick: Callable[[], None] | None = None  # never called: one call steps all environments
         self._make = make
         self._on_error = on_error
         self._reset_seed = reset_seed

@@ -5,6 +5,7 @@ Waits for: admission (its `free` doorbell, rung by the learner). Wakes: the lear
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +107,12 @@ class Actor:
         life = (context.epoch << 16) + context.incarnation
         seeds = env_seeds(config.seed, context.index, life, config.actor.envs + 1)
         self.acting = LocalActing(plan.model, plan.board(), [config.actor.envs], seeds[-1:])
+        if config.engine != "inline":  # forked alike: environments that draw from global generators must differ
+            random.seed(seeds[-1])
+            np.random.seed(seeds[-1])
+            torch.manual_seed(seeds[-1])
         self.group = self._guarded(make_group, config.env, seeds[:-1])
+        self.group.tick = self._tick
         self.ledger = EpisodeLedger(config.actor.envs)
         self.slot: Slot | None = None
         self.t = 0
@@ -114,6 +120,10 @@ class Actor:
         self.observation = [np.zeros_like(leaf) for leaf in self.slots[0].observations[0]]
         self.first = np.ones(config.actor.envs, np.bool_)
         self._guarded(self.group.reset, self.observation)
+
+    def _tick(self) -> None:
+        self.station.progress += 1
+        self.station.tick(time.perf_counter())
 
     def _guarded(self, function: Any, *args: Any) -> Any:
         """Calls into the environments, naming this actor in what they raise."""
