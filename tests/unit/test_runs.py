@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -442,3 +443,12 @@ def test_bottleneck(roles: dict[str, dict[str, float]], num_cores: int, sentence
 def test_no_more_actors_where_no_core_is_free() -> None:
     roles = {"learner": shares(learn=0.1, wait=0.9), "actor-0": shares(env=0.9, wait=0.1), "actor-1": shares(env=0.5)}
     assert "More actors" not in bottleneck(roles, num_cores=3, num_processes=3)
+
+
+def test_a_run_folder_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    told = rf"still going on \(process {os.getpid()}\)"
+    with run.held(), pytest.raises(ConfigError, match=told), RunFolder(run.path).held():
+        pass
+    with run.held():
+        pass  # free again

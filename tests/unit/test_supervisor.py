@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from echelon.config import TrainConfig
-from echelon.engines.process import Exit, ProcessSpec
+from echelon.engines.process import Exit, Failure, ProcessSpec
 from echelon.roles import supervisor as module
 from echelon.roles.context import Context
-from echelon.roles.supervisor import PROCESSES, START_GRACE_S, Supervisor
+from echelon.roles.supervisor import PROCESSES, START_GRACE_S, Supervisor, origin_of
 from echelon.schema import Spaces
 from echelon.world.directory import Progress
 from toy_envs import CounterEnv
@@ -138,3 +138,12 @@ def test_processes_are_written_down(scene: Any) -> None:
     scene.engine.process = None
     scene.supervisor.look()
     assert "actor-0" not in json.loads((scene.folder / PROCESSES).read_text())
+
+
+def test_a_failure_is_the_same_when_it_comes_from_the_same_line() -> None:
+    def failure(message: str, line: int) -> Failure:
+        trace = f'Traceback:\n  File "role.py", line 3, in step\n  File "net.py", line {line}, in forward\n{message}'
+        return Failure("ValueError", message, trace, expected=False)
+
+    assert origin_of(failure("0.123", 7)) == origin_of(failure("0.456", 7))
+    assert origin_of(failure("0.123", 7)) != origin_of(failure("0.123", 8))
