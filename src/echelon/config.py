@@ -232,6 +232,13 @@ def replace(config: TrainConfig, **changes: Any) -> TrainConfig:
     """`config` with dotted fields changed: replace(config, **{"actor.envs": 8, "seed": 1})."""
     for path, value in changes.items():
         head, _, rest = path.partition(".")
+        section = getattr(config, head, None)
+        known = (
+            {field.name for field in dataclasses.fields(section)} if rest and dataclasses.is_dataclass(section) else ()
+        )
+        require(
+            hasattr(config, head) and (not rest or rest in known), f"there is no field {path} in the configuration."
+        )
         if rest:
             value = dataclasses.replace(getattr(config, head), **{rest: value})
         config = dataclasses.replace(config, **{head: value})

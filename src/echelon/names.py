@@ -32,6 +32,12 @@ def resolve(name: str) -> object:
     return target
 
 
+def absolute(name: str) -> str:
+    """`name` as it is found from any folder: the file of "file.py:qualname" by its whole path."""
+    place, colon, qualname = name.rpartition(":")
+    return f"{Path(place).expanduser().absolute()}{colon}{qualname}" if place.endswith(".py") else name
+
+
 def describe_callable(function: Callable[..., Any]) -> str:
     """The name under which another process finds `function`; raises ConfigError where there is none."""
     qualname, module = getattr(function, "__qualname__", None), getattr(function, "__module__", None)

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -47,6 +47,7 @@ class Past:
 
     epoch: int = 0
     wall_s: float = 0.0
+    row: dict[str, Any] = field(default_factory=dict)  # where it stood
 
 
 def train(config: TrainConfig, *, output: TextIO | None = None) -> RunResult:
@@ -83,7 +84,8 @@ def resume(
             f"{wall_s / 60:.1f} minutes behind it). Give a larger total with --steps, --minutes or --until-return."
         )
     config = replace(config, run=replace(config.run, dir=str(run_dir)))
-    return _run(config, Past(epoch=int(tree["epoch"]) + 1, wall_s=wall_s), output)
+    row = {name: counters[name] for name in ("env_steps", "episodes", "updates", "dropped", "return_max")}
+    return _run(config, Past(int(tree["epoch"]) + 1, wall_s, row), output)
 
 
 def _told(stop: StopConfig) -> str:
@@ -110,7 +112,7 @@ def _run(config: TrainConfig, past: Past, output: TextIO | None) -> RunResult:
     engine = InlineEngine() if config.engine == "inline" else LocalEngine(str(session), PRELOAD)
     try:
         context = _context(config, session, past, began)
-        return _train_in(context, engine, resumed=past.epoch > 0, output=output)
+        return _train_in(context, engine, past, output)
     finally:
         engine.close(0.0)
         shutil.rmtree(session, ignore_errors=True)
@@ -132,13 +134,15 @@ def _context(config: TrainConfig, session: Path, past: Past, began: float) -> Co
     from echelon.runs.folder import default_run_dir
     from echelon.transport.shared_memory import check_platform
 
+    config = _with_whole_paths(config)
     env_text = _env_text(config)
     if config.engine != "inline":
         check_platform()
         if not isinstance(config.env.id, str):
             config = replace(config, env=replace(config.env, id=describe_callable(config.env.id)))
     spaces: Spaces = probe_spaces(config.env)
-    run_dir = Path(config.run.dir) if config.run.dir else default_run_dir(config.preset, env_text)
+    short = env_text if ".py:" not in env_text else Path(env_text).name.replace(".py:", "-")
+    run_dir = Path(config.run.dir) if config.run.dir else default_run_dir(config.preset, short)
     context = Context(
         name="coordinator",
         index=0,
@@ -164,6 +168,16 @@ def _context(config: TrainConfig, session: Path, past: Past, began: float) -> Co
     return context
 
 
+def _with_whole_paths(config: TrainConfig) -> TrainConfig:
+    """`config` with files named by their whole path, so that the run can be gone on with from any folder."""
+    from echelon.names import absolute
+
+    env = replace(config.env, wrappers=tuple(absolute(name) for name in config.env.wrappers))
+    if isinstance(env.id, str):
+        env = replace(env, id=absolute(env.id))
+    return replace(config, env=env, network=replace(config.network, name=absolute(config.network.name)))
+
+
 def _env_text(config: TrainConfig) -> str:
     """The environment as the record names it; what cannot be imported (inline only) has no name to be found by."""
     from echelon.names import describe_callable
@@ -177,7 +191,7 @@ def _env_text(config: TrainConfig) -> str:
         return str(getattr(id, "__qualname__", type(id).__qualname__))
 
 
-def _train_in(context: Context, engine: InlineEngine | LocalEngine, *, resumed: bool, output: TextIO) -> RunResult:
+def _train_in(context: Context, engine: InlineEngine | LocalEngine, past: Past, output: TextIO) -> RunResult:
     from echelon import config_io
     from echelon.runs.console import final_summary
     from echelon.runs.folder import SUMMARY, RunFolder
@@ -185,17 +199,17 @@ def _train_in(context: Context, engine: InlineEngine | LocalEngine, *, resumed: 
     config = context.train
     env_text = _env_text(config)
     config_json = config_io.to_json(config, env_text)
-    folder = RunFolder.open(context.run_dir) if resumed else RunFolder.create(context.run_dir)
+    folder = RunFolder.open(context.run_dir) if past.epoch else RunFolder.create(context.run_dir)
     with folder.held():
         folder.write_config(config_json)
         (folder.path / SUMMARY).unlink(missing_ok=True)  # of the part that is being gone on with
-        figures = _coordinate(context, engine, folder, resumed=resumed, output=output)
+        figures = _coordinate(context, engine, folder, past, output)
     final_summary(figures, output)
     return RunResult(figures["status"], folder.path, figures)
 
 
 def _coordinate(
-    context: Context, engine: InlineEngine | LocalEngine, folder: RunFolder, *, resumed: bool, output: TextIO
+    context: Context, engine: InlineEngine | LocalEngine, folder: RunFolder, past: Past, output: TextIO
 ) -> dict[str, Any]:
     """Runs the coordinator and writes the summary, of a failure too; returns it."""
     from echelon.roles.coordinator import Coordinator
@@ -205,12 +219,13 @@ def _coordinate(
 
     console = Console(f"{context.train.preset} on {_env_text(context.train)}", context.run_dir, output)
     world = World.host(context.address)
-    metrics = MetricsWriter(folder.path, append=resumed)
+    metrics = MetricsWriter(folder.path, append=past.epoch > 0)
     coordinator = Coordinator(context, engine, world, console, metrics)
+    coordinator.row = past.row
     try:
         figures = coordinator.run()
     except BaseException as error:
-        if isinstance(error, ConfigError) and not resumed and not coordinator.row.get("env_steps"):
+        if isinstance(error, ConfigError) and not coordinator.row.get("env_steps"):
             shutil.rmtree(folder.path, ignore_errors=True)  # nothing was learned: leave nothing half-written
         elif isinstance(error, EchelonError):
             folder.write_summary({"status": "failed", "error": str(error), **_base(context), **coordinator.row})
@@ -236,15 +251,19 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
     status = {"steps": "finished", "minutes": "finished", "return": "solved"}.get(figures["reason"], "stopped")
     shares = coordinator.shares()
     evaluation = coordinator.evaluation
-    cores = len(os.sched_getaffinity(0))
+    inline = context.train.engine == "inline"
+    cores, processes = (1, 1) if inline else (len(os.sched_getaffinity(0)), len(shares))
+    bounded = context.train.learner.max_lag is not None
+    limit = bottleneck(shares, num_cores=cores, num_processes=processes, lag_bounded=bounded) if shares else ""
     return {
         "status": status,
         **figures,
         "wall_s": time.time() - context.started_at,
         "evaluation_return": evaluation["return_mean"] if evaluation else None,
         "restarts": coordinator.restarts,
+        "env_restarts": coordinator.env_restarts,
         "time": shares,
-        "bottleneck": bottleneck(shares, num_cores=cores, num_processes=len(shares)) if shares else "",
+        "bottleneck": limit,
         "curve": _curve(context.run_dir),
         **_base(context),
     }

@@ -29,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
 def train(arguments: Sequence[str]) -> int:
     """`echelon bench train PRESET ENV`."""
     prog = "echelon bench train"
-    own, parser = Parser(prog=prog, add_help=False, allow_abbrev=False), make_parser(prog, TRAIN_TEXT)
+    own, parser = Parser(prog=prog, add_help=False, allow_abbrev=False), make_parser(prog, TRAIN_TEXT, arguments)
     for each in (own, parser):  # its own options are taken first; the training's parser shows them in its help
         each.add_argument("--seconds", type=float, default=20.0, metavar="S", help="time to train, start included (20)")
         each.add_argument("--json", default="", metavar="FILE", help="write the whole report here too")

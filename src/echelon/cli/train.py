@@ -16,7 +16,7 @@ SHORT = {
     "envs-per-actor": ("actor.envs", "K", "environments each actor steps"),
     "engine": ("engine", "inline|local", "all roles in one process, or a process each"),
     "seed": ("seed", "S", "seed of everything drawn"),
-    "steps": ("stop.steps", "N", "stop after N environment steps"),
+    "steps": ("stop.steps", "N", "stop after N environment steps (at the end of a batch)"),
     "minutes": ("stop.minutes", "M", "stop after M minutes"),
     "until-return": ("stop.until_return", "R", "stop when the last 100 episodes return R on average"),
     "run-dir": ("run.dir", "DIR", "the run folder (default: runs/PRESET-ENV-TIME)"),
@@ -28,12 +28,12 @@ SHORT = {
 }
 
 
-def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the positional arguments and short options of a training."""
+def make_parser(prog: str, description: str, arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """A parser with the positional arguments and short options of a training; its help shows the preset it finds."""
     parser = Parser(
         prog=prog,
         description=description,
-        epilog=_fields_help(),
+        epilog=_fields_help(next((word for word in arguments if word in PRESETS), "impala")),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -44,9 +44,10 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _fields_help() -> str:
-    lines = ["every field (defaults are the impala preset's base; presets set their own):"]
-    for info in fields_of(TrainConfig()):
+def _fields_help(name: str) -> str:
+    others = ", ".join(f"`echelon train {other} --help`" for other in PRESETS if other != name)
+    lines = [f"every field, with the values of the {name} preset ({others} for the others):"]
+    for info in fields_of(preset(name, "CartPole-v1")):
         lines.append(f"  --{info.path.replace('_', '-')} {info.type}  (default {info.default}) {info.comment}".rstrip())
     return "\n".join(lines)
 
@@ -81,6 +82,6 @@ def _take_fields(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 def run(arguments: Sequence[str]) -> int:
     from echelon.training import train
 
-    parser = make_parser("echelon train", "Train a policy; everything it leaves lies in the run folder.")
+    parser = make_parser("echelon train", "Train a policy; all that it leaves lies in the run folder.", arguments)
     train(parse_config(parser, arguments))
     return 0

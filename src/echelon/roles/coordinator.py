@@ -24,6 +24,7 @@ from echelon.runs.metrics import MetricsWriter
 from echelon.world.world import World
 
 LOOP_S = 0.05
+TOLD_ENV_RESTARTS = 5
 CONSOLE_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 5.0
 FAILED_STOP_TIMEOUT_S = 0.5  # of a run that failed: the user waits for the error, which is told when all have left
@@ -47,6 +48,7 @@ class Coordinator:
         self.row: dict[str, Any] = {}
         self.summary: dict[str, Any] | None = None
         self.evaluation: dict[str, Any] | None = None
+        self.env_restarts = 0
         self.interrupts = 0
         self.stopping = False
         self.next_console = 0.0
@@ -54,6 +56,7 @@ class Coordinator:
         world.serve("train", self._on_train)
         world.serve("evaluation", self._on_evaluation)
         world.serve("message", self.console.message)
+        world.serve("env_restarted", self._on_env_restarted)
         world.serve("finished", self._on_finished)
 
     # What the roles tell.
@@ -70,6 +73,15 @@ class Coordinator:
         self.evaluation = score
         steps = {"env_steps": self.row.get("env_steps", 0), "wall_s": self.row.get("wall_s", 0.0)}
         self.metrics.write({"kind": "evaluation", **steps, **score})
+
+    def _on_env_restarted(self, text: str) -> None:
+        """Tells the first few as they are, and of the rest every hundredth: a broken environment fails often."""
+        self.env_restarts += 1
+        if self.env_restarts <= TOLD_ENV_RESTARTS or self.env_restarts % 100 == 0:
+            more = (
+                f" ({self.env_restarts} so far; the rest is in logs/)" if self.env_restarts >= TOLD_ENV_RESTARTS else ""
+            )
+            self.console.message(text + more)
 
     def _on_finished(self, summary: dict[str, Any]) -> None:
         self.summary = summary

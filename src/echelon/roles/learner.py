@@ -145,6 +145,7 @@ class Learner:
         self.rate = Rate()
         self.losses: list[dict[str, torch.Tensor]] = []
         self.next_report = 0.0
+        self.past_version = 0
         self._restore()
         self.next_checkpoint = time.monotonic() + config.run.checkpoint_interval_s
         self._publish()
@@ -159,6 +160,7 @@ class Learner:
             self.update.load_state_dict(tree["optimizer"])
             self.algorithm.load_state_dict(tree["algorithm"])
             self.counters.load_state_dict(tree["counters"])
+            self.past_version = int(tree["version"])
             if message:
                 self.station.report("message", message)
             if self.context.incarnation > 0:
@@ -210,7 +212,7 @@ class Learner:
 
     def _publish(self) -> None:
         """The version goes up here only."""
-        self.board.publish(self.model.parts(), self.board.version + 1)
+        self.board.publish(self.model.parts(), max(self.board.version, self.past_version) + 1)
         self.source.admit()
 
     def _check_loss(self) -> None:

@@ -18,7 +18,7 @@ _REMEDIES = {
 }
 
 
-def bottleneck(roles: Mapping[str, Shares], *, num_cores: int, num_processes: int) -> str:
+def bottleneck(roles: Mapping[str, Shares], *, num_cores: int, num_processes: int, lag_bounded: bool = True) -> str:
     """One sentence naming the bottleneck and one naming the remedy.
 
     `roles` maps names such as "actor-0" and "learner" to phase shares; `num_processes` is how many run on `num_cores`.
@@ -33,10 +33,8 @@ def bottleneck(roles: Mapping[str, Shares], *, num_cores: int, num_processes: in
     actors_busy, learner_busy = _busy(actors), _busy(learners)
     waits = f"actors wait {_mean(actors, 'wait'):.0%}, the learner {_mean(learners, 'wait'):.0%}"
     if max(actors_busy, learner_busy) < 0.6:
-        return (
-            f"bottleneck: none is busy; they wait for each other ({waits}). Allowing lag (--learner.max_lag 1, or more "
-            "--actor.slots) would let them work at the same time."
-        )
+        more = "Allowing lag (--learner.max-lag 1)" if lag_bounded else "More --actor.slots"
+        return f"bottleneck: none is busy; they wait for each other ({waits}). {more} would let them work at one time."
     if learner_busy >= actors_busy:
         return (
             f"bottleneck: the learner (busy {learner_busy:.0%}; actors wait {_mean(actors, 'wait'):.0%}). "
@@ -61,10 +59,15 @@ def _processor(work: Mapping[str, float], num_cores: int, num_processes: int) ->
     split = ", ".join(f"{phase} {work[phase] / total:.0%}" for phase in _WORK)
     largest = max(work, key=work.__getitem__)
     return (
-        f"bottleneck: the processor, all {num_cores} cores are busy with {num_processes} processes ({split}), so more "
-        f"actors would only take turns. More cores, or less work: {_REMEDIES[largest][0].lower()}"
-        f"{_REMEDIES[largest][1:]}."
+        f"bottleneck: the processor, {_all(num_cores, num_processes)} ({split}), so more actors would only take turns. "
+        f"More cores, or less work: {_REMEDIES[largest][0].lower()}{_REMEDIES[largest][1:]}."
     )
+
+
+def _all(num_cores: int, num_processes: int) -> str:
+    if num_cores == num_processes == 1:
+        return "one process does everything"
+    return f"all {num_cores} cores are busy with {num_processes} processes"
 
 
 def _busy(roles: list[Shares]) -> float:

@@ -78,7 +78,6 @@ def _subtitle(rows: list[Row]) -> str:
     parts = [f"{last['env_steps']:,} environment steps"]
     if last.get("wall_s"):
         parts[0] += f" in {duration(last['wall_s'])}"
-        parts.append(f"{last['env_steps'] / last['wall_s']:,.0f} steps/s")
     returns = _points(rows, "return_mean")[1]
     if returns:
         parts.append(f"last return {returns[-1]:,.1f}, best {max(returns):,.1f}")
