@@ -38,6 +38,9 @@ class Task:
 CONTINUOUS = ["--env-kwargs", '{"continuous": true}']
 SMALL = ["--actors", "1", "--envs-per-actor", "16"]
 NORMALIZED = ["--algorithm.normalize-reward", "true", "--algorithm.normalize-advantage", "true"]
+FAR_SIGHTED = [
+    *["--algorithm.discount", "0.999", "--algorithm.normalize-reward", "true", "--network.initial-log-std", "-1"],
+]
 MEMORY = ["--network.core", "gru", "--network.core-size", "32", *SMALL, "--actor.trajectory", "64"]
 RECALL = {
     "impala": ["--optimizer.learning-rate", "4e-3"],
@@ -63,10 +66,14 @@ TASKS = {
     "lunarlander": Task(
         "LunarLander-v3",
         200,
-        {"impala": 4_000_000, "ppo": 1_500_000},
+        {"impala": 2_000_000, "ppo": 1_500_000},
         {
-            "impala": [*CONTINUOUS, *NORMALIZED],
-            "ppo": [*CONTINUOUS, *NORMALIZED, "--algorithm.discount", "0.999", "--algorithm.gae-lambda", "0.98"],
+            "impala": [
+                *[*CONTINUOUS, *FAR_SIGHTED, "--algorithm.trace-lambda", "0.98", "--actor.trajectory", "128"],
+                *["--envs-per-actor", "8", "--algorithm.minibatches", "16", "--algorithm.entropy-weight", "0"],
+                *["--optimizer.learning-rate", "3e-4"],
+            ],
+            "ppo": [*CONTINUOUS, *FAR_SIGHTED, "--algorithm.gae-lambda", "0.98"],
         },
     ),
     "recall": Task(

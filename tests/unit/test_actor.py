@@ -39,6 +39,7 @@ class Stage:
         self.world = World.host(address)
         self.messages: list[str] = []
         self.world.serve("message", self.messages.append)
+        self.world.serve("env_restarted", self.messages.append)
         for name in ("phases", "train", "finished", "evaluation"):
             self.world.serve(name, lambda *told: None)
         context = Context(

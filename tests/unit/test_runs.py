@@ -429,7 +429,7 @@ BOTTLENECKS = [
     (
         {"learner": shares(learn=0.5, wait=0.5), "actor-0": shares(env=0.3, act=0.2, wait=0.5)},
         8,
-        "none is busy; they wait for each other (actors wait 50%, the learner 50%). Allowing lag (--learner.max_lag 1",
+        "none is busy; they wait for each other (actors wait 50%, the learner 50%). Allowing lag (--learner.max-lag 1",
     ),
     ({"learner": shares(learn=1.0)}, 8, "not known"),
 ]

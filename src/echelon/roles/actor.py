@@ -208,7 +208,8 @@ class Actor:
         for failure in self.group.failures:
             text = f"actor {self.index}: environment {failure.index} (seed {failure.seed}) raised at its step "
             self.station.report("env_restarted", f"{text}{failure.step} and was restarted: {failure.error}")
-            print(failure.traceback, flush=True)  # into the actor's log
+            if self.config.engine != "inline":
+                print(failure.traceback, flush=True)  # into the actor's log
         self.group.failures.clear()
 
     def close(self) -> None:
