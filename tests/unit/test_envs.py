@@ -484,3 +484,16 @@ class FakeCall:
 def test_a_name_has_two_parts(name: str) -> None:
     with pytest.raises(ConfigError, match="module:name"):
         resolve(name)
+
+
+def test_an_observation_of_another_shape_is_not_stretched_over_its_row() -> None:
+    class Shrinking(toy.CounterEnv):
+        def step(self, action: Any) -> Any:
+            observation, *rest = super().step(action)
+            return (observation[:1], *rest)
+
+    group = LoopGroup(Shrinking, [1, 2])
+    rows = empty_rows(group)
+    group.reset(rows.observation)
+    with pytest.raises(EnvError, match=r"environment 0 \(seed 1\) returned observation of shape \(1,\)"):
+        group.step(np.zeros(2, np.int64), rows)

@@ -141,7 +141,10 @@ class LoopGroup:
     def _write(self, observations: list[Tree], out: list[Array]) -> None:
         try:
             if self._one_leaf:
-                out[0][:] = observations  # one call for K rows: half the time of a row at a time
+                stacked = np.asarray(observations)  # one call for K rows: half the time of a row at a time
+                if stacked.shape != out[0].shape:  # assigning would stretch (1,) over (4,)
+                    raise ValueError(stacked.shape)
+                out[0][...] = stacked
                 return
             columns = zip(*(flatten(self.spaces.observation, tree) for tree in observations), strict=True)
             for leaf, column in zip(out, columns, strict=True):

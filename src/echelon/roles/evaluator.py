@@ -17,6 +17,7 @@ from echelon.algorithms.policy import Policy
 from echelon.config import EnvConfig
 from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
+from echelon.errors import EnvError
 from echelon.roles.acting import LocalActing
 from echelon.roles.context import Context, Station
 from echelon.roles.plan import Plan
@@ -116,7 +117,11 @@ class Evaluator:
             self.acting.refresh()
             self.match.begin(self.seed)
             self.playing = True
-        score = self.match.step()
+        try:
+            score = self.match.step()
+        except EnvError as error:
+            raise EnvError(f"evaluator: {error}") from error
+        self.match.group.failures.clear()  # the actors tell of those they meet
         self.station.progress += 1
         if score is not None:
             self.station.report("evaluation", {"version": self.acting.mirror.version, **score.summary()})
