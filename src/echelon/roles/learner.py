@@ -161,6 +161,8 @@ class Learner:
             self.algorithm.load_state_dict(tree["algorithm"])
             self.counters.load_state_dict(tree["counters"])
             self.past_version = int(tree["version"])
+            if self.context.train.engine != "inline":  # there the generator belongs to the caller's process
+                torch.set_rng_state(tree["rng"])  # a user's dropout draws from it
             if message:
                 self.station.report("message", message)
             if self.context.incarnation > 0:
@@ -282,6 +284,7 @@ class Learner:
             "algorithm": self.algorithm.state_dict(),
             "counters": self.counters.state_dict(),
             "version": self.board.version,
+            "rng": torch.get_rng_state(),
             "epoch": self.context.epoch,
             "wall_s": time.time() - self.context.started_at,
         }
