@@ -129,7 +129,8 @@ def _context(config: TrainConfig, session: Path, past: Past, began: float) -> Co
     from echelon.envs.make import probe_spaces
     from echelon.names import describe_callable
     from echelon.roles.context import Context
-    from echelon.roles.learner import find_weights, pick_device
+    from echelon.roles.learner import find_weights
+    from echelon.roles.placement import pick_device
     from echelon.roles.plan import Plan, shared_bytes
     from echelon.runs.folder import default_run_dir
     from echelon.transport.shared_memory import check_platform

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from echelon.algorithms.model import Model
+from echelon.algorithms.passes import Passes
 from echelon.algorithms.protocol import Loss
-from echelon.algorithms.rewards import RewardScale
 from echelon.config import PpoConfig
-from echelon.errors import ConfigError
 from echelon.networks import action_mask
 from echelon.objectives.losses import (
     clipped_surrogate,
@@ -46,28 +45,19 @@ class Minibatch:
     old_value: torch.Tensor
 
 
-class Ppo:
+class Ppo(Passes):
     """Several epochs of minibatches over each batch."""
 
     def __init__(self, config: PpoConfig, model: Model, seed: int) -> None:
-        self.config, self.model = config, model
-        self.generator = torch.Generator().manual_seed(seed)
-        self.rewards = RewardScale(clip=config.reward_clip, normalize=config.normalize_reward, discount=config.discount)
+        super().__init__(config, model, seed)
+        self.config = config
 
     def minibatches(self, batch: Batch) -> Iterator[Minibatch]:
         whole = self._with_advantages(batch)
         if not self.model.network.state_shapes:
             whole = _as_one_row(whole)
-        lanes = whole.valid.shape[1]
-        if lanes < self.config.minibatches:
-            raise ConfigError(
-                f"algorithm.minibatches={self.config.minibatches} exceeds the {lanes} sequences of a batch. Lower it, "
-                "or raise --envs-per-actor."
-            )
-        for _ in range(self.config.epochs):
-            order = torch.randperm(lanes, generator=self.generator).to(whole.valid.device)
-            for index in order.tensor_split(self.config.minibatches):
-                yield _lanes(whole, index)
+        for lanes in self.pieces(whole.valid.shape[1], whole.valid.device):
+            yield _lanes(whole, lanes)
 
     def _with_advantages(self, batch: Batch) -> Minibatch:
         config = self.config
@@ -132,17 +122,6 @@ class Ppo:
             ratio = log_ratio.exp()
             divergence = masked_mean(ratio - 1 - log_ratio, minibatch.valid)
         yield Loss(total, {"policy_loss": policy, "value_loss": value, "entropy": entropy, "divergence": divergence})
-
-    def finish(self, batch: Batch) -> None:
-        self.rewards.observe(batch)
-        self.model.network.update_normalizer(map_tree(lambda x: x[:-1], batch.observation), batch.valid)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rewards": self.rewards.state_dict(), "generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rewards.load_state_dict(state["rewards"])
-        self.generator.set_state(state["generator"])
 
 
 def _map(minibatch: Minibatch, sequence: Any, lane: Any) -> Minibatch:

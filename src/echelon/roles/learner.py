@@ -6,10 +6,7 @@ If it dies, its successor starts from the newest checkpoint; the actors wait mea
 
 from __future__ import annotations
 
-import collections
 import math
-import os
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +15,12 @@ from typing import Any
 import torch
 
 from echelon.algorithms import Algorithm, build_algorithm
-from echelon.algorithms.model import Model
-from echelon.config import StopConfig, TrainConfig
+from echelon.config import StopConfig
 from echelon.errors import ConfigError, DivergedError
 from echelon.roles.context import Context, Station
+from echelon.roles.placement import pick_device, pick_threads
 from echelon.roles.plan import Plan
+from echelon.roles.rate import Rate
 from echelon.roles.source import RETURN_WINDOW, QueueSource
 from echelon.roles.update import LocalUpdate
 from echelon.runs.checkpoint import (
@@ -36,37 +34,6 @@ from echelon.runs.checkpoint import (
 from echelon.schema import Batch
 
 REPORT_INTERVAL_S = 0.5
-MIN_GPU_PARAMETERS = 200_000  # of a large network: worth a GPU, or every core
-RATE_WINDOW_S = 1.0  # that the rate on the console covers
-WARM_UP_S = 2.0  # after the first batch; not part of the steady rate
-
-
-def pick_device(name: str, num_parameters: int) -> str:
-    """The device that `name` stands for; ConfigError if it is not there.
-
-    `auto` takes a GPU for networks that are large enough: small ones learn faster where their data already is.
-    """
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() and num_parameters >= MIN_GPU_PARAMETERS else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device={name}, but torch {torch.__version__} sees no GPU here. Use --device cpu or auto.")
-    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
-        raise ConfigError(f"device={name} is not a device: use auto, cpu, cuda or cuda:N.")
-    _, _, index = name.partition(":")
-    if index and int(index) >= torch.cuda.device_count():
-        raise ConfigError(f"device={name}, but there are {torch.cuda.device_count()} GPUs here, counted from cuda:0.")
-    return name
-
-
-def pick_threads(config: TrainConfig, model: Model) -> int:
-    """Torch threads of the learner: what was asked for, or what pays.
-
-    A large network keeps all cores busy, and actors wait for it more often than it for them; the operations of a small
-    one are too short to share.
-    """
-    cores = len(os.sched_getaffinity(0))
-    large = model.parameters.numel() >= MIN_GPU_PARAMETERS and model.device.type == "cpu"
-    return config.learner.threads or (cores if large else 1)
 
 
 def learn_once(
@@ -88,37 +55,6 @@ def learn_once(
     algorithm.finish(batch)
 
 
-class Rate:
-    """Environment steps per second: lately, and in the steady state."""
-
-    def __init__(self) -> None:
-        self.first: tuple[float, int] | None = None
-        self.steady: tuple[float, int] | None = None
-        self.recent_batches: collections.deque[tuple[float, int]] = collections.deque()
-
-    def note(self, now: float, env_steps: int) -> None:
-        """A batch was taken that brought the count to `env_steps`."""
-        self.first = self.first or (now, env_steps)
-        if self.steady is None and now - self.first[0] >= WARM_UP_S:
-            self.steady = (now, env_steps)
-        batches = self.recent_batches
-        batches.append((now, env_steps))
-        while len(batches) > 2 and now - batches[1][0] >= RATE_WINDOW_S:
-            batches.popleft()
-
-    def recent(self) -> float:
-        """From batch to batch, so that a report between two does not read as standstill."""
-        if len(self.recent_batches) < 2:
-            return 0.0
-        (then, before), (now, after) = self.recent_batches[0], self.recent_batches[-1]
-        return (after - before) / max(now - then, 1e-9)
-
-    def steady_state(self, now: float, env_steps: int) -> float:
-        """From the end of the warm-up on; of a run too short for one, from its first batch."""
-        start = self.steady if self.steady and now - self.steady[0] >= WARM_UP_S else self.first
-        return (env_steps - start[1]) / max(now - start[0], 1e-9) if start else 0.0
-
-
 class Learner:
     """Learns from one batch a step."""
 
@@ -135,7 +71,7 @@ class Learner:
             torch.backends.cudnn.benchmark = True  # shapes stay the same from batch to batch
             plan = Plan(context, device=device)
         self.model = plan.model
-        self.threads = pick_threads(config, self.model)
+        self.threads = pick_threads(config.learner, self.model)
         self.algorithm = build_algorithm(config.algorithm, self.model, config.seed)
         self.update = LocalUpdate(config.optimizer, self.model)
         self.ring, self.board = plan.ring(), plan.board()
