@@ -37,7 +37,7 @@ def impala(env: str = "CartPole-v1") -> TrainConfig:
         preset="impala",
         env=EnvConfig(id=env),
         actor=ActorConfig(envs=32, trajectory=20, slots=2),
-        algorithm=ImpalaConfig(entropy_weight=0.01),
+        algorithm=ImpalaConfig(entropy_weight=0.01, normalize_reward=True),
         optimizer=OptimizerConfig(learning_rate=2e-3, clip_norm=0.5),
     )
 

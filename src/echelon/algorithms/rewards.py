@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from echelon.schema import Batch
 
+Array = np.ndarray[Any, Any]
 EPSILON = 1e-8
 
 
@@ -39,29 +41,33 @@ class RewardScale:
         if not self.normalize:
             return
         for columns in _in_order(batch.lanes.tolist()):
-            self._observe(batch, torch.tensor(columns))
+            self._observe(batch, np.array(columns))
 
-    def _observe(self, batch: Batch, columns: torch.Tensor) -> None:
+    def _observe(self, batch: Batch, columns: Array) -> None:
         """Takes in columns of different lanes."""
-        lanes = batch.lanes.cpu()[columns]
+        lanes = batch.lanes.cpu().numpy()[columns]
         if int(lanes.max()) >= self.returns.numel():
             grown = torch.zeros(int(lanes.max()) + 1, dtype=torch.float64)
             grown[: self.returns.numel()] = self.returns
             self.returns = grown
-        reward_TB, valid_TB = batch.reward.cpu()[:, columns].double(), batch.valid.cpu()[:, columns]
-        first_TB = batch.first.cpu()[:-1, columns]  # also set where an environment or its actor began anew
-        running_B, seen = self.returns[lanes], []
-        for reward_B, valid_B, first_B in zip(reward_TB, valid_TB, first_TB, strict=True):
-            running_B = running_B.masked_fill(first_B, 0.0) * self.discount + reward_B
-            seen.append(running_B[valid_B])
-        self.returns[lanes] = running_B
-        self._merge(torch.cat(seen))
+        # Small arrays, a row at a time: numpy's operations cost a third of torch's here.
+        reward_TB = batch.reward.cpu().numpy()[:, columns].astype(np.float64)
+        valid_TB = batch.valid.cpu().numpy()[:, columns]
+        goes_on_TB = ~batch.first.cpu().numpy()[:-1, columns]  # False also where an environment or its actor began anew
+        decay_TB = goes_on_TB * self.discount
+        returns = self.returns.numpy()
+        running_B = returns[lanes]
+        for decay_B, row_B in zip(decay_TB, reward_TB, strict=True):
+            row_B += decay_B * running_B  # the rewards become the returns
+            running_B = row_B
+        returns[lanes] = running_B
+        self._merge(reward_TB[valid_TB])
 
-    def _merge(self, values: torch.Tensor) -> None:
+    def _merge(self, values: Array) -> None:
         """Chan et al.'s update of count, mean and sum of squares by a batch of values."""
-        if values.numel() == 0:
+        if values.size == 0:
             return
-        count, mean = float(values.numel()), float(values.mean())
+        count, mean = float(values.size), float(values.mean())
         squares = float(((values - mean) ** 2).sum())
         total, delta = self.count + count, mean - self.mean
         self.squares += squares + delta * delta * self.count * count / total
