@@ -33,7 +33,9 @@ from echelon.runs.checkpoint import (
 )
 from echelon.schema import Batch
 
-REPORT_INTERVAL_S = 0.5
+# A row of metrics comes after 2 % of the time so far, within these bounds: a run of seconds has a curve, one of days a
+# file that can be read.
+MIN_REPORT_S, MAX_REPORT_S = 0.1, 2.0
 
 
 def learn_once(
@@ -80,7 +82,7 @@ class Learner:
         self.checkpoints = context.run_dir / "checkpoints"
         self.rate = Rate()
         self.losses: list[dict[str, torch.Tensor]] = []
-        self.next_report = 0.0
+        self.born, self.next_report = time.perf_counter(), 0.0
         self.past_version = 0
         self._restore()
         self.next_checkpoint = time.monotonic() + config.run.checkpoint_interval_s
@@ -180,7 +182,7 @@ class Learner:
         now = time.perf_counter()
         if now < self.next_report:
             return
-        self.next_report = now + REPORT_INTERVAL_S
+        self.next_report = now + min(max(0.02 * (now - self.born), MIN_REPORT_S), MAX_REPORT_S)
         self.station.report("train", self._row())
 
     def _row(self) -> dict[str, Any]:
