@@ -184,3 +184,19 @@ def make_single_with_count(num_envs: int) -> CounterEnv:
 
 def lose(env: CounterEnv) -> None:
     return None
+
+
+class StrayEnv(gym.Env[Any, Any]):
+    """Says that it observes 0 to 2, and observes 3 at its second step."""
+
+    observation_space = gym.spaces.Discrete(3)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return 0, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return 3 if self.t == 2 else 1, 0.0, False, False, {}

@@ -53,6 +53,29 @@ def space_leaves(space: gym.Space[Any], path: str = "observation") -> list[Leaf]
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The values that a discrete leaf may have: low to high, both among them."""
+
+    leaf: int  # its place in `space_leaves`
+    low: Any
+    high: Any
+
+
+def space_choices(space: gym.Space[Any]) -> list[Choices]:
+    """The discrete leaves of `space` and what they may hold."""
+    found = []
+    for i, sub in enumerate(flatten(space, space)):
+        match sub:
+            case gym.spaces.Discrete():
+                found.append(Choices(i, sub.start, sub.start + sub.n - 1))
+            case gym.spaces.MultiDiscrete():
+                found.append(Choices(i, sub.start, sub.start + sub.nvec - 1))
+            case gym.spaces.MultiBinary():
+                found.append(Choices(i, 0, 1))
+    return found
+
+
 def flatten(space: gym.Space[Any], tree: Tree) -> list[Any]:
     """The leaves of `tree`, in the order of `space_leaves`."""
     match space:

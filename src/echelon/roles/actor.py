@@ -19,7 +19,7 @@ from echelon.errors import DivergedError, EnvError
 from echelon.roles.acting import LocalActing
 from echelon.roles.context import Context, Station
 from echelon.roles.plan import Plan
-from echelon.schema import TrajectorySchema, Tree, action_leaf, unflatten
+from echelon.schema import TrajectorySchema, Tree, action_leaf, space_choices, unflatten
 
 Array = np.ndarray[Any, Any]
 
@@ -113,6 +113,7 @@ class Actor:
             torch.manual_seed(seeds[-1])
         self.group = self._guarded(make_group, config.env, seeds[:-1])
         self.group.tick = self._tick
+        self.choices = space_choices(context.spaces.observation)
         self.ledger = EpisodeLedger(config.actor.envs)
         self.slot: Slot | None = None
         self.t = 0
@@ -120,10 +121,23 @@ class Actor:
         self.observation = [np.zeros_like(leaf) for leaf in self.slots[0].observations[0]]
         self.first = np.ones(config.actor.envs, np.bool_)
         self._guarded(self.group.reset, self.observation)
+        self._check_choices(self.observation)
 
     def _tick(self) -> None:
         self.station.progress += 1
         self.station.tick(time.perf_counter())
+
+    def _check_choices(self, observation: list[Array]) -> None:
+        """Refuses choices that the space does not have, before a network looks them up."""
+        for choices in self.choices:
+            rows = observation[choices.leaf]
+            bad = (rows < choices.low) | (rows > choices.high)
+            if bad.any():
+                env = int(np.argwhere(bad)[0][0])
+                raise EnvError(
+                    f"actor {self.index}: environment {env} (seed {self.group.seeds[env]}) observed {rows[env]}; its "
+                    f"observation space is {choices.low} to {choices.high}. Correct the space or the environment."
+                )
 
     def _guarded(self, function: Any, *args: Any) -> Any:
         """Calls into the environments, naming this actor in what they raise."""
@@ -151,6 +165,8 @@ class Actor:
         acted = time.perf_counter()
         self._guarded(self.group.step, self.to_env(action), row.step)
         np.logical_not(row.step.valid, out=row.next_first)
+        if self.choices:
+            self._check_choices(row.step.observation)
         if self.group.failures:
             self._tell_failures()
         now = time.perf_counter()
