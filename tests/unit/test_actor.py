@@ -304,7 +304,5 @@ def test_a_number_that_is_none_ends_the_run_with_who_where_and_when(
 def test_a_choice_that_the_space_does_not_have_is_the_environments_fault(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(toy.StrayEnv, **{"actor.envs": 2, "actor.trajectory": 4})
     actor = stage.actor()
-    with pytest.raises(
-        EnvError, match=r"environment 0 \(seed \d+\) observed 3; its observation space is 0 to 2"
-    ):
+    with pytest.raises(EnvError, match=r"environment 0 \(seed \d+\) observed 3; its observation space is 0 to 2"):
         stage.collect(actor, 1)
