@@ -116,6 +116,8 @@ class Running:
         if not segments:
             return [0] * num_actors
         words = np.fromfile(segments[0], np.int64, 8 * num_actors)  # `head` comes first, a cache line each
+        if words.size < 8 * num_actors:  # just being made
+            return [0] * num_actors
         return [int(head) for head in words.reshape(num_actors, 8)[:, 0]]
 
     def until_acting(self, index: int, num_actors: int = 2) -> None:
