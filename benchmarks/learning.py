@@ -66,12 +66,12 @@ TASKS = {
     "lunarlander": Task(
         "LunarLander-v3",
         200,
-        {"impala": 3_000_000, "ppo": 1_500_000},
+        {"impala": 2_000_000, "ppo": 1_500_000},
         {
             "impala": [
                 *[*CONTINUOUS, *FAR_SIGHTED, "--algorithm.trace-lambda", "0.98", "--actor.trajectory", "128"],
                 *["--envs-per-actor", "8", "--algorithm.minibatches", "16", "--algorithm.entropy-weight", "0"],
-                *["--optimizer.learning-rate", "3e-4", "--optimizer.schedule", "linear"],
+                *["--optimizer.learning-rate", "3e-4", "--network.initial-log-std", "-1.5"],
             ],
             "ppo": [*CONTINUOUS, *FAR_SIGHTED, "--algorithm.gae-lambda", "0.98"],
         },
