@@ -9,6 +9,7 @@ Shapes: T steps, B lanes, N any number of rows (T * B, or B).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ class ActOutput(NamedTuple):
     state: State
 
 
-class ActorCritic(nn.Module):
+class ActorCritic(nn.Module, ABC):
     """What every network offers; the state is zeroed where `first`, before the step."""
 
     state_shapes: tuple[tuple[int, ...], ...] = ()  # per leaf of the recurrent state, without B
@@ -51,13 +52,13 @@ class ActorCritic(nn.Module):
         """The state before anything was seen."""
         return tuple(torch.zeros(batch_size, *shape, device=device) for shape in self.state_shapes)
 
+    @abstractmethod
     def forward(self, observation: Tree, state: State, first: Tensor) -> NetworkOutput:
         """A sequence: leaves (T, B, ...), state leaves (B, ...), first (T, B)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def act(self, observation: Tree, state: State, first: Tensor) -> ActOutput:
         """One step: leaves (B, ...), state leaves (B, ...), first (B)."""
-        raise NotImplementedError
 
     def update_normalizer(self, observation: Tree, valid: Tensor) -> None:
         """Merge the valid observations into the running statistics, where the network keeps any."""
