@@ -8,7 +8,6 @@ Shapes: T steps of a trajectory, K environments of a group, B lanes of a batch (
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,18 +17,9 @@ import numpy as np
 import torch
 
 from echelon.errors import ConfigError
+from echelon.layout import Field, Leaf, place, size_of, views_of
 
 Tree = Any  # an array or tensor, or a dict / tuple of trees
-ALIGNMENT = 64  # bytes: a cache line, so that no two fields share one
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One array of a tree: where it hangs, its shape without leading dimensions, its dtype."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
 
 
 def space_leaves(space: gym.Space[Any], path: str = "observation") -> list[Leaf]:
@@ -169,20 +159,6 @@ def space_from_json(data: Mapping[str, Any]) -> gym.Space[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
-    """A named array inside a slot."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
 class Spaces:
     """What an environment sees and does, for one environment (not the vector)."""
 
@@ -233,20 +209,15 @@ class TrajectorySchema:
             ("episode_length", (T, K), np.int32),
         ]
         plan += [(f"state.{i}", (K, *shape), np.float32) for i, shape in enumerate(self.state_shapes)]
-        fields, offset = [], 0
-        for name, shape, dtype in plan:
-            entry = Field(name, shape, np.dtype(dtype), offset)
-            fields.append(entry)
-            offset += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
-        object.__setattr__(self, "fields", tuple(fields))
-        object.__setattr__(self, "nbytes", offset)
+        fields = place(plan)
+        object.__setattr__(self, "fields", fields)
+        object.__setattr__(self, "nbytes", size_of(fields))
         names = tuple(leaf.path for leaf in space_leaves(self.spaces.observation))
         object.__setattr__(self, "observation_names", names)
 
     def views(self, memory: memoryview | np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
         """Every field as an array over `memory` (one slot); nothing is copied."""
-        raw = np.frombuffer(memory, np.uint8)
-        return {f.name: raw[f.offset : f.offset + f.nbytes].view(f.dtype).reshape(f.shape) for f in self.fields}
+        return views_of(self.fields, memory)
 
 
 @dataclass(slots=True)

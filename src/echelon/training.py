@@ -133,7 +133,7 @@ def _context(config: TrainConfig, session: Path, past: Past, began: float) -> Co
     from echelon.roles.placement import pick_device
     from echelon.roles.plan import Plan, shared_bytes
     from echelon.runs.folder import default_run_dir
-    from echelon.transport.shared_memory import check_platform
+    from echelon.transport.segments import check_platform
 
     config = _with_whole_paths(config)
     env_text = _env_text(config)

@@ -13,7 +13,7 @@ ROOT = Path(echelon.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 MAX_LINES = 400
 
-GROUND = {"names", "errors", "config", "config_io", "schema"}
+GROUND = {"names", "errors", "config", "config_io", "layout", "schema"}
 LEARNING = {"objectives", "layers", "networks", "algorithms"}
 PLANES = {"transport", "engines", "world"}
 
@@ -23,22 +23,27 @@ ALLOWED: dict[str, set[str]] = {
     "names": {"errors"},
     "config": {"errors"},
     "config_io": {"errors", "config"},
-    "schema": {"errors"},
+    "layout": set(),
+    "schema": {"errors", "layout"},
     "objectives": {"errors", "schema"},
     "layers": {"errors", "schema"},
     "networks": {"errors", "names", "config", "schema", "layers"},
-    "algorithms": {"errors", "config", "schema", "objectives", "layers", "networks"},
-    "transport": {"errors", "schema"},
+    "algorithms": {"errors", "config", "layout", "schema", "objectives", "layers", "networks"},
+    "transport": {"errors", "layout", "schema"},
     "engines": {"errors", "schema", "transport"},
     "world": {"errors", "schema", "transport", "engines"},
+    "servers": {"errors", "config", "layout", "schema", "transport", "engines", "world"} | LEARNING,
     "envs": {"errors", "names", "config", "schema"},
     "runs": {"errors", "config", "config_io", "schema"},
-    "roles": GROUND | LEARNING | PLANES | {"envs", "runs"},
+    "roles": GROUND | LEARNING | PLANES | {"servers", "envs", "runs"},
     "presets": {"errors", "config"},
-    "training": GROUND | LEARNING | PLANES | {"envs", "runs", "roles", "presets"},
+    "training": GROUND | LEARNING | PLANES | {"servers", "envs", "runs", "roles", "presets"},
     "__init__": {"config", "training"},
-    "bench": GROUND | LEARNING | PLANES | {"envs", "runs", "roles", "presets", "training", "__init__"},
-    "cli": GROUND | LEARNING | PLANES | {"envs", "runs", "roles", "presets", "training", "bench", "__init__"},
+    "bench": GROUND | LEARNING | PLANES | {"servers", "envs", "runs", "roles", "presets", "training", "__init__"},
+    "cli": GROUND
+    | LEARNING
+    | PLANES
+    | {"servers", "envs", "runs", "roles", "presets", "training", "bench", "__init__"},
 }
 
 

@@ -18,15 +18,9 @@ from hypothesis import strategies as st
 
 from echelon.errors import ConfigError, TransportError
 from echelon.schema import Spaces, TrajectorySchema
-from echelon.transport import shared_memory
-from echelon.transport.shared_memory import (
-    Doorbell,
-    SlotRing,
-    WeightsBoard,
-    check_platform,
-    create_segment,
-    open_segment,
-)
+from echelon.transport import segments
+from echelon.transport.segments import Doorbell, check_platform, create_segment, open_segment
+from echelon.transport.shared_memory import SlotRing, WeightsBoard
 from running import TESTS, wait_until
 
 BOARD_BYTES = 1 << 16
@@ -93,7 +87,7 @@ def test_another_layout_is_refused(shm_dir: Path, schema: TrajectorySchema) -> N
 
 def test_a_processor_that_reorders_stores_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_platform()
-    monkeypatch.setattr(shared_memory.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(segments.platform, "machine", lambda: "aarch64")
     with pytest.raises(ConfigError, match=r"aarch64.*--engine inline"):
         check_platform()
 
@@ -266,7 +260,7 @@ class TestWeightsBoard:
                     board.publish([np.array([version])], version)
             copy(target, source)
 
-        monkeypatch.setattr(shared_memory.np, "copyto", overtaken)
+        monkeypatch.setattr(np, "copyto", overtaken)
         assert board.read(out) == 4 and copies == 2
         assert out.view(np.int64).item() == 4
 

@@ -14,9 +14,10 @@ import torch
 
 from echelon.config import NetworkConfig
 from echelon.errors import ConfigError
+from echelon.layout import ALIGNMENT
 from echelon.networks import NetworkOutput, build_network
 from echelon.objectives.distributions import Distribution, make_distribution
-from echelon.schema import ALIGNMENT, Spaces, Tree
+from echelon.schema import Spaces, Tree
 
 FLOATS_PER_LINE = ALIGNMENT // 4
 

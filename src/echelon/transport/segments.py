@@ -1,0 +1,81 @@
+"""What processes of one host share: segments of memory and doorbells. Needs nothing heavier than numpy."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import platform
+import select
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echelon.errors import ConfigError, TransportError
+
+Array = np.ndarray[Any, Any]
+
+
+def check_platform() -> None:
+    """Refuses processors that reorder stores: the rings publish a row by a later plain store."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        raise ConfigError(
+            f"shared memory between processes needs a processor that keeps store order (x86-64); this is "
+            f"{platform.machine()}. Use --engine inline here."
+        )
+
+
+def create_segment(path: Path, nbytes: int) -> Array:
+    """A new segment of `nbytes` zeros at `path`, with its pages reserved: writing to it later cannot fail."""
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+    except OSError as error:
+        os.unlink(path)
+        raise TransportError(f"cannot reserve {nbytes / 2**20:.1f} MiB at {path}: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def open_segment(path: Path) -> Array:
+    """The segment that another process made at `path`."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransportError(f"segment {path} cannot be joined: {error.strerror}; its run has ended") from error
+    try:
+        return np.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), np.uint8)
+    finally:
+        os.close(descriptor)
+
+
+class Doorbell:
+    """A named FIFO that one process sleeps on and any process rings.
+
+    `ring` never blocks: a full pipe means that a wake-up is pending already. If the sleeper dies, rings are kept for
+    its successor; if a ringer dies, nobody else notices.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            os.mkfifo(path, 0o600)
+        self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self.descriptor, b"\0")
+
+    def clear(self) -> None:
+        """Forgets past rings; call it before looking at what they announced, so that none is missed."""
+        with contextlib.suppress(BlockingIOError):
+            while len(os.read(self.descriptor, 65536)) == 65536:
+                pass
+
+    def wait(self, timeout_s: float) -> bool:
+        ready, _, _ = select.select([self.descriptor], [], [], timeout_s)
+        return bool(ready)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
