@@ -1,8 +1,8 @@
 """Sleeping on a word of shared memory, and waking those who do: the kernel's futex, by ctypes.
 
 A sleeper names the value it saw, so a change between its look and its sleep is never missed. Sleepers carry a mask of
-32 bits and one call wakes all whose mask meets it: an answer to many costs one call. Nothing is held, so nobody who dies
-can hold it. The words lie in mapped files, so the processes need share nothing else.
+32 bits and one call wakes all whose mask meets it: an answer to many costs one call. Nothing is held, so nobody who
+dies can hold it. The words lie in mapped files, so the processes need share nothing else.
 """
 
 from __future__ import annotations
