@@ -37,7 +37,7 @@ from echelon.transport.segments import Doorbell, create_segment, open_segment
 
 Array = np.ndarray[Any, Any]
 WORDS_PER_LINE = ALIGNMENT // 8
-MIN_SLEEP_S = 0.001
+IDLE_SLEEP_S = 0.01  # between two looks at a silent board
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +233,10 @@ class BatchRule:
     max_wait_us: float = 1000.0  # since the first question of the round
 
 
+def _when(entry: tuple[int, int, Array]) -> tuple[int, int]:
+    return entry[:2]
+
+
 class Batcher:
     """The server's side of the board: gathers questions into rounds, and settles them.
 
@@ -268,8 +272,8 @@ class Batcher:
             left_s = deadline - time.monotonic()
             if left_s <= 0.0:
                 return None
-            # Never longer than a round may wait: of two first questions in one moment neither may have rung.
-            self._bell.wait(seen, min(wait_s, left_s, max(self._max_wait_s, MIN_SLEEP_S)))
+            # Never long: of two first questions in one moment neither may have rung.
+            self._bell.wait(seen, min(wait_s, left_s, IDLE_SLEEP_S))
 
     def look(self) -> tuple[Round | None, float]:
         """The round that is due, or None and how long until one must be looked for again."""
@@ -286,11 +290,13 @@ class Batcher:
             left_s = (entry[0] - now_ns) * 1e-9 + self._max_wait_s
             if left_s <= 0.0 or self._is_complete(span, places):
                 due.append(entry)
+                if self._max_wait_s:
+                    self._expect(group, places)
             else:
                 wait_s = min(wait_s, left_s)
         if num_pending >= self._max_seats:
             due = pending
-        return (self._gather(sorted(due)), 0.0) if due else (None, wait_s)
+        return (self._gather(sorted(due, key=_when)), 0.0) if due else (None, wait_s)
 
     def _is_complete(self, span: slice, places: Array) -> bool:
         """Whether everybody who is expected has asked."""
@@ -307,9 +313,6 @@ class Batcher:
         """The questions of the groups that are due, the oldest group first, up to the limit."""
         board = self.board
         seats = np.concatenate([places + self._slices[group].start for _, group, places in due])
-        if self.rule.batch:
-            for _, group, places in due:
-                self._expect(group, places)
         if len(seats) > self._max_seats:
             seats = seats[np.argsort(board.asked_ns[seats], kind="stable")][: self._max_seats]
             seats.sort()
@@ -318,7 +321,7 @@ class Batcher:
         return Round(seats, board.asked[seats], due[0][0])
 
     def _expect(self, group: int, places: Array) -> None:
-        """Those who asked are expected next time; those who were not here are not."""
+        """Those who asked in time are expected next time; those who did not are not."""
         expected = self.board.expected[self._slices[group]]
         if len(places) == len(expected) and expected.all():
             return
