@@ -36,10 +36,10 @@ class NetworkOutput(NamedTuple):
 
 
 class ActOutput(NamedTuple):
-    """What a network says about one step, without its value: params (B, num_params), and the state after it."""
+    """What a network says about one step: params (B, num_params), value (B) if asked for, and the state after it."""
 
     params: Tensor
-    value: None
+    value: Tensor | None
     state: State
 
 
@@ -57,7 +57,7 @@ class ActorCritic(nn.Module, ABC):
         """A sequence: leaves (T, B, ...), state leaves (B, ...), first (T, B)."""
 
     @abstractmethod
-    def act(self, observation: Tree, state: State, first: Tensor) -> ActOutput:
+    def act(self, observation: Tree, state: State, first: Tensor, *, with_value: bool = False) -> ActOutput:
         """One step: leaves (B, ...), state leaves (B, ...), first (B)."""
 
     def update_normalizer(self, observation: Tree, valid: Tensor) -> None:
@@ -164,12 +164,17 @@ class EncoderNetwork(ActorCritic):
         value = policy if self.value_torso is None else self.value_torso(features).unflatten(0, first.shape)
         return NetworkOutput(self._params(policy), self.value_head(value).squeeze(-1).float(), state)
 
-    def act(self, observation: Tree, state: State, first: Tensor) -> ActOutput:
-        hidden = self.torso(self._encode(observation, 1))
+    def act(self, observation: Tree, state: State, first: Tensor, *, with_value: bool = False) -> ActOutput:
+        features = self._encode(observation, 1)
+        hidden = self.torso(features)
         if self.core is not None:
             state = self.core.step(hidden, state, first)
             hidden = state[0]
-        return ActOutput(self._params(hidden), None, state)
+        value: Tensor | None = None
+        if with_value:
+            valued = hidden if self.value_torso is None else self.value_torso(features)
+            value = self.value_head(valued).squeeze(-1).float()
+        return ActOutput(self._params(hidden), value, state)
 
     @torch.no_grad()
     def update_normalizer(self, observation: Tree, valid: Tensor) -> None:
@@ -183,7 +188,8 @@ class CustomNetwork(ActorCritic):
 
     Without `state_shapes` its `forward(observation) -> (params, value)` sees a plain batch: leaves (N, ...), params
     (N, num_params), value (N,). With `state_shapes` its `forward(observation, state, first) -> (params, value, state)`
-    sees sequences as ours does, and may bring its own `act` (else: a sequence of one step) and `update_normalizer`.
+    sees sequences as ours does, and may bring `act(observation, state, first) -> (params, value, state)` for one step,
+    where the value may be None (else: a sequence of one step), and `update_normalizer`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -200,15 +206,18 @@ class CustomNetwork(ActorCritic):
         params, value = self.module(map_tree(lambda leaf: leaf.flatten(0, 1), observation))
         return NetworkOutput(params.float().unflatten(0, first.shape), value.float().unflatten(0, first.shape), state)
 
-    def act(self, observation: Tree, state: State, first: Tensor) -> ActOutput:
+    def act(self, observation: Tree, state: State, first: Tensor, *, with_value: bool = False) -> ActOutput:
         if not self.is_sequence:
-            return ActOutput(self.module(observation)[0].float(), None, state)
+            params, value = self.module(observation)
+            return ActOutput(params.float(), value.float() if with_value else None, state)
         act = getattr(self.module, "act", None)
         if act is not None:
             step = act(observation, state, first)
-            return ActOutput(step[0].float(), None, tuple(step[-1]))
+            value = step[1] if len(step) == 3 else None
+            if value is not None or not with_value:
+                return ActOutput(step[0].float(), None if value is None else value.float(), tuple(step[-1]))
         output = self(map_tree(lambda leaf: leaf.unsqueeze(0), observation), state, first.unsqueeze(0))
-        return ActOutput(output.params.squeeze(0), None, output.state)
+        return ActOutput(output.params.squeeze(0), output.value.squeeze(0), output.state)
 
     def update_normalizer(self, observation: Tree, valid: Tensor) -> None:
         update = getattr(self.module, "update_normalizer", None)
@@ -258,7 +267,8 @@ def _check_output(name: str, network: CustomNetwork, spaces: Spaces, num_params:
     steps = _blank(spaces.observation, (T, B))
     try:
         output = network(steps, state, first)
-        step = network.act(map_tree(lambda leaf: leaf[0], steps), state, first[0])
+        row = map_tree(lambda leaf: leaf[0], steps)
+        step, value = network.act(row, state, first[0]), network.act(row, state, first[0], with_value=True).value
     except Exception as error:
         raise ConfigError(
             f'network.name="{name}" failed on an observation of {spaces.observation} with {num_params} action '
@@ -271,6 +281,7 @@ def _check_output(name: str, network: CustomNetwork, spaces: Spaces, num_params:
         "params": (output.params.shape, (T, B, num_params)),
         "value": (output.value.shape, (T, B)),
         "params of act": (step.params.shape, (B, num_params)),
+        "value of act": (value.shape if value is not None else (), (B,)),
         "state": (tuple(tuple(leaf.shape) for leaf in output.state), states),
         "state of act": (tuple(tuple(leaf.shape) for leaf in step.state), states),
     }

@@ -5,10 +5,12 @@ Nothing heavy is imported at the top: the fork server imports torch while this p
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from echelon.runs.folder import RunFolder
     from echelon.schema import Spaces
 
-PRELOAD = ("echelon.roles.learner", "echelon.roles.actor", "echelon.roles.evaluator")
+PRELOAD = ("echelon.roles.learner", "echelon.roles.inference", "echelon.roles.actor", "echelon.roles.evaluator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +109,12 @@ def _run(config: TrainConfig, past: Past, output: TextIO | None) -> RunResult:
     """The whole life of a run: session, engine, validation, folder, coordinator, summary."""
     began, output = time.time(), output or sys.stdout
     _check_stop(config)
-    print(f"preparing {config.preset} on {_env_text(config)}", file=output, flush=True)
+    tell = functools.partial(print, file=output, flush=True)
+    tell(f"preparing {config.preset} on {_env_text(config)}")
     session = create_session(config.shm_dir)
     engine = InlineEngine() if config.engine == "inline" else LocalEngine(str(session), PRELOAD)
     try:
-        context = _context(config, session, past, began)
+        context = _context(config, session, engine, past, began, tell)
         return _train_in(context, engine, past, output)
     finally:
         engine.close(0.0)
@@ -124,14 +127,22 @@ def _check_stop(config: TrainConfig) -> None:
         raise ConfigError("the run would never end: give --steps N, --minutes M or --until-return R.")
 
 
-def _context(config: TrainConfig, session: Path, past: Past, began: float) -> Context:
-    """Checks everything that can be checked before a folder or a process exists."""
+def _context(
+    config: TrainConfig,
+    session: Path,
+    engine: InlineEngine | LocalEngine,
+    past: Past,
+    began: float,
+    tell: Callable[[str], None],
+) -> Context:
+    """Checks everything that can be checked before a folder or a role exists, and chooses who acts."""
     from echelon.envs.make import probe_spaces
     from echelon.names import describe_callable
+    from echelon.roles.choice import choose_acting
     from echelon.roles.context import Context
     from echelon.roles.learner import find_weights
     from echelon.roles.placement import pick_device
-    from echelon.roles.plan import Plan, shared_bytes
+    from echelon.roles.plan import Plan
     from echelon.runs.folder import default_run_dir
     from echelon.transport.segments import check_platform
 
@@ -157,15 +168,20 @@ def _context(config: TrainConfig, session: Path, past: Past, began: float) -> Co
         run_dir=run_dir.absolute(),
         started_at=began - past.wall_s,
     )
-    plan = Plan(context)
-    pick_device(config.learner.device, plan.model.parameters.numel())
-    context = replace(context, state_shapes=plan.model.network.state_shapes)
+    model = Plan(context).model
+    pick_device(config.learner.device, model.parameters.numel())
     if config.run.init_from and past.epoch == 0:
-        plan.model.load_weights(find_weights(config.run.init_from), config.run.init_from)
-    check_room(session, shared_bytes(config, context.schema, plan.model))
+        model.load_weights(find_weights(config.run.init_from), config.run.init_from)
+    choice = choose_acting(context, engine, model)
+    if choice.mode != config.acting.mode:
+        tell(f"acting: {choice.mode} ({choice.reason})")
+    if choice.mode == "central":
+        pick_device(config.acting.device, model.parameters.numel(), "--acting.device")
+    config = replace(config, acting=replace(config.acting, mode=choice.mode))
+    context = replace(context, train=config, state_shapes=model.network.state_shapes)
     plan = Plan(context)
-    plan.ring().close()
-    plan.board()
+    check_room(session, plan.shared_bytes())
+    plan.make()
     return context
 
 

@@ -310,6 +310,7 @@ def test_processes_are_answered_while_one_is_stopped_and_one_is_killed(shm_dir: 
     batcher = Batcher(board, 0, BatchRule(max_wait_us=2000))
     clients = [start_client(shm_dir, 0, 400), start_client(shm_dir, 1, 1 << 30), start_client(shm_dir, 2, 1 << 30)]
     try:
+        wait_until(lambda: bool((board.asked > 0).all()), "everybody asked")
         answered, hit = np.zeros(3, np.int64), False
         deadline = time.monotonic() + 60.0
         while clients[0].poll() is None:

@@ -110,6 +110,8 @@ class Coordinator:
 
     def _start(self) -> None:
         self.supervisor.start("learner", "learner", 0)
+        for index in range(self.config.acting.servers if self.config.acting.mode == "central" else 0):
+            self.supervisor.start(f"inference-{index}", "inference", index)
         for index in range(self.config.actor.num_actors):
             self.supervisor.start(f"actor-{index}", "actor", index)
         if self.config.evaluation.interval_s > 0:

@@ -73,7 +73,7 @@ class Learner:
             torch.backends.cudnn.benchmark = True  # shapes stay the same from batch to batch
             plan = Plan(context, device=device)
         self.model = plan.model
-        self.threads = pick_threads(config.learner, self.model)
+        self.threads = pick_threads(config.learner.threads, self.model)
         self.algorithm = build_algorithm(config.algorithm, self.model, config.seed)
         self.update = LocalUpdate(config.optimizer, self.model)
         self.ring, self.board = plan.ring(), plan.board()

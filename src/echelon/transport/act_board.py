@@ -11,10 +11,11 @@ server that dies in the middle of an answer leaves the state before it whole, an
 learner needs. `incarnation` names the life of a client: the server zeroes the state of a seat that changed hands.
 
 Who waits: a client for its answer, on the server's `round` word; woken by `settle`. A server for questions, on its
-`bell` word; rung by `ask`, only when that matters: by the first question and the last ones of a round. If a client
-dies, its seat stays pending or silent and nobody waits for it (`Batcher`); if a server dies, its clients sleep until
-its successor answers what stands on the board. `bell` is written by every client, each time with another value: no
-ring is lost by one overwriting another.
+`bell` word; rung by `ask`, only when that matters: its `sleep` word says whether it sleeps, and whether the question
+that completes a round is to wake it, or any. A client looks at it after it has asked and a server looks for questions
+after it has set it, with a fence between, so no question is overlooked. If a client dies, its seat stays pending or
+silent and nobody waits for it (`Batcher`); if a server dies, its clients sleep until its successor answers what stands
+on the board. Every client writes `bell`, each time another value: no ring is lost by one overwriting another.
 
 Needs nothing heavier than numpy.
 """
@@ -23,21 +24,23 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from echelon.errors import TransportError
 from echelon.layout import ALIGNMENT, Leaf, place, size_of, views_of
-from echelon.transport.futex import NUM_MASKS, Word
+from echelon.transport.futex import NUM_MASKS, Word, fence
 from echelon.transport.segments import Doorbell, create_segment, open_segment
 
 Array = np.ndarray[Any, Any]
 WORDS_PER_LINE = ALIGNMENT // 8
 IDLE_SLEEP_S = 0.01  # between two looks at a silent board
+AWAKE, UNTIL_ASKED, UNTIL_DUE = 0, 1, 2  # a server's sleep: over by any question, or by one that completes a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,7 @@ class ActBoard:
         )
         self.quorum = views["quorum"][:, :, 0]  # (J, G): seats a round waits for; 0: every question rings
         self.pollable = views["pollable"][:, 0]  # (J,): 1 where the server sleeps on its doorbell, not on its bell
+        self.sleep = views["pollable"][:, 1]  # (J,): how the server sleeps on its bell
         self.bells = [Word(views["bells"][j, :1]) for j in range(layout.num_servers)]
         self.rounds = [Word(views["rounds"][j, :1]) for j in range(layout.num_servers)]
         self.observation = [views[leaf.path] for leaf in layout.observation]  # (S, K, ...)
@@ -130,6 +134,8 @@ class ActBoard:
 class Seat:
     """One group of environments of one client: lay the observations down, ask, wait, read the actions."""
 
+    wants_state = True  # only a remote seat can do without
+
     def __init__(self, board: ActBoard, client: int, group: int = 0, incarnation: int = 0) -> None:
         """Takes the seat; the process that had it before must be gone."""
         layout = board.layout
@@ -140,11 +146,15 @@ class Seat:
         self.first, self.action = board.first[seat], board.action[seat]
         self.log_prob, self.value = board.log_prob[seat], board.value[seat]
         self._states = [leaf[:, seat] for leaf in board.state]
-        self._asked, self._answered = board.asked, board.answered
+        # Single words as memoryviews: plain integers are faster than numpy's.
+        self._asked, self._asked_ns, self._answered, self._version = (
+            words[seat : seat + 1].data for words in (board.asked, board.asked_ns, board.answered, board.version)
+        )
+        self._quorum = board.quorum[server, group : group + 1].data
+        self._sleep, self._pollable = (words[server : server + 1].data for words in (board.sleep, board.pollable))
         self._peers_asked = board.asked[peers.start : peers.stop]
         self._peers_answered = board.answered[peers.start : peers.stop]
-        self._asked_ns, self._version = board.asked_ns, board.version
-        self._quorum, self._server, self._group = board.quorum, server, group
+        self._server = server
         self._bell, self._round = board.bells[server], board.rounds[server]
         self._board = board
         self._mask = 1 << seat % NUM_MASKS
@@ -155,17 +165,19 @@ class Seat:
     def ask(self) -> None:
         """Puts the question; `observation` and `first` must be in place, and the last answer read."""
         self._count += 1
-        self._asked_ns[self.index] = time.monotonic_ns()
-        self._asked[self.index] = self._count
-        pending = np.count_nonzero(self._peers_asked != self._peers_answered)
-        quorum = self._quorum[self._server, self._group]
-        # Two who ask in one moment may not see each other: so the last two ring.
-        if pending <= 1 or pending >= quorum - 1:
+        self._asked_ns[0] = time.monotonic_ns()
+        self._asked[0] = self._count
+        fence()
+        if self._pollable[0] or self._sleep[0] == UNTIL_ASKED or (self._sleep[0] and self._completes()):
             self._ring()
+
+    def _completes(self) -> bool:
+        """Whether all that a round waits for may have asked; of two who ask in one moment, at least one sees it."""
+        return bool(np.count_nonzero(self._peers_asked != self._peers_answered) >= self._quorum[0])
 
     def _ring(self) -> None:
         self._bell.value = (self._count * self._board.layout.num_seats + self.index) & 0x7FFFFFFF
-        if self._board.pollable[self._server]:
+        if self._pollable[0]:
             self._doorbell = self._doorbell or self._board.doorbell(self._server)
             self._doorbell.ring()
         else:
@@ -173,14 +185,14 @@ class Seat:
 
     @property
     def answered(self) -> bool:
-        return bool(self._answered[self.index] == self._count)
+        return self._answered[0] == self._count
 
     def wait(self, timeout_s: float) -> bool:
         """Sleeps until the answer is there, at most `timeout_s`; whether it is."""
         deadline = time.monotonic() + timeout_s
         while True:
             seen = self._round.value
-            if self._answered[self.index] == self._count:
+            if self._answered[0] == self._count:
                 return True
             left_s = deadline - time.monotonic()
             if left_s <= 0.0:
@@ -190,7 +202,7 @@ class Seat:
     @property
     def version(self) -> int:
         """The version of the weights that gave the last answer."""
-        return int(self._version[self.index])
+        return self._version[0]
 
     def state_before(self) -> list[Array]:
         """The recurrent state that the last answer started from."""
@@ -233,8 +245,31 @@ class BatchRule:
     max_wait_us: float = 1000.0  # since the first question of the round
 
 
-def _when(entry: tuple[int, int, Array]) -> tuple[int, int]:
-    return entry[:2]
+class _Group:
+    """The seats of one group that a server serves, and their words."""
+
+    def __init__(self, board: ActBoard, number: int, seats: range, taken: Array) -> None:
+        span = slice(seats.start, seats.stop)
+        self.number, self.seats = number, np.arange(seats.start, seats.stop)
+        self.asked, self.asked_ns, self.taken = board.asked[span], board.asked_ns[span], taken[span]
+        self.expected, self.incarnation = board.expected[span], board.incarnation[span]
+        self.num_expected = 0
+
+    def is_complete(self, places: Array) -> bool:
+        """Whether everybody who is expected has asked."""
+        if self.num_expected <= len(places) and self.num_expected == np.count_nonzero(self.expected[places]):
+            return True
+        missing = self.expected.copy()
+        missing[places] = 0
+        return not missing[self.incarnation > 0].any()  # those who left are not waited for
+
+
+class _Pending(NamedTuple):
+    """The questions of one group that are in no round yet."""
+
+    first_ns: int
+    group: _Group
+    places: Array  # in the group
 
 
 class Batcher:
@@ -242,7 +277,8 @@ class Batcher:
 
     A round waits for the seats of one group (that of its oldest question) that are expected: those whose client is
     there and asked in time before. Whoever misses a round is not expected until it asks again. So a slow, stopped or
-    dead client costs the others `max_wait_us` once.
+    dead client costs the others `max_wait_us` once. A question is in one round only: further rounds can be gathered
+    while one is being answered.
     """
 
     def __init__(self, board: ActBoard, server: int, rule: BatchRule) -> None:
@@ -250,89 +286,98 @@ class Batcher:
         layout = board.layout
         self.groups = [layout.seats_of(server, group) for group in range(layout.num_groups)]
         self.num_missed = 0  # rounds that went without somebody who was expected
-        self._slices = [slice(seats.start, seats.stop) for seats in self.groups]
-        rows = max(1, layout.rows)
-        self._max_seats = (
-            1 if not rule.batch else max(1, rule.max_batch // rows) if rule.max_batch else layout.num_seats
-        )
+        max_seats = max(1, rule.max_batch // max(1, layout.rows)) if rule.max_batch else layout.num_seats
+        self._max_seats = max_seats if rule.batch else 1
         self._max_wait_s = rule.max_wait_us * 1e-6 if rule.batch else 0.0
         self._bell, self._round = board.bells[server], board.rounds[server]
-        for group, span in enumerate(self._slices):
-            board.expected[span] = board.incarnation[span] > 0
-            self._publish_quorum(group)
+        self._sleep = board.sleep[server : server + 1].data
+        self._sleep[0] = AWAKE
+        self._masks = np.uint32(1) << (np.arange(layout.num_seats) % NUM_MASKS).astype(np.uint32)
+        self._taken = board.answered.copy()  # of each seat, the last question that is in a round, answered or under way
+        self._queue: deque[Round] = deque()  # without batches: taken, to be answered one by one
+        self._groups = [_Group(board, number, seats, self._taken) for number, seats in enumerate(self.groups)]
+        self.expect_all()
+
+    def expect_all(self) -> None:
+        """The next rounds wait for everybody who is there, whoever missed the last."""
+        for group in self._groups:
+            self._set_expected(group, (group.incarnation > 0).nonzero()[0])
 
     def next(self, timeout_s: float) -> Round | None:
         """The next round, waiting at most `timeout_s` for one."""
         deadline = time.monotonic() + timeout_s
+        # Who sleeps no longer than a round may wait need not be woken by its first question: so at first a short nap.
+        nap_s = min(self._max_wait_s or IDLE_SLEEP_S, IDLE_SLEEP_S)
         while True:
             seen = self._bell.value
             found, wait_s = self.look()
-            if found is not None:
-                return found
-            left_s = deadline - time.monotonic()
+            left_s = 0.0 if found is not None else deadline - time.monotonic()
             if left_s <= 0.0:
-                return None
-            # Never long: of two first questions in one moment neither may have rung.
-            self._bell.wait(seen, min(wait_s, left_s, IDLE_SLEEP_S))
+                self._sleep[0] = AWAKE
+                return found
+            sleep_s = min(wait_s, left_s, nap_s)
+            kind = UNTIL_DUE if sleep_s <= self._max_wait_s else UNTIL_ASKED
+            if self._sleep[0] != kind:
+                self._sleep[0] = kind
+                fence()  # who asked before this did not ring: look again
+            elif not self._bell.wait(seen, sleep_s):
+                nap_s = IDLE_SLEEP_S
 
     def look(self) -> tuple[Round | None, float]:
         """The round that is due, or None and how long until one must be looked for again."""
-        board, now_ns = self.board, time.monotonic_ns()
-        pending: list[tuple[int, int, Array]] = []  # (when the first asked, group, places in the group)
-        due, num_pending, wait_s = [], 0, math.inf
-        for group, span in enumerate(self._slices):
-            places = np.flatnonzero(board.asked[span] != board.answered[span])
+        if self._queue:
+            return self._queue.popleft(), 0.0
+        now_ns = time.monotonic_ns()
+        pending: list[_Pending] = []
+        due, wait_s = [], math.inf
+        for group in self._groups:
+            places = (group.asked != group.taken).nonzero()[0]
             if len(places) == 0:
                 continue
-            entry = (int(board.asked_ns[span][places].min()), group, places)
+            entry = _Pending(int(np.minimum.reduce(group.asked_ns[places])), group, places)
             pending.append(entry)
-            num_pending += len(places)
-            left_s = (entry[0] - now_ns) * 1e-9 + self._max_wait_s
-            if left_s <= 0.0 or self._is_complete(span, places):
+            left_s = (entry.first_ns - now_ns) * 1e-9 + self._max_wait_s
+            if left_s <= 0.0 or group.is_complete(places):
                 due.append(entry)
                 if self._max_wait_s:
                     self._expect(group, places)
             else:
                 wait_s = min(wait_s, left_s)
-        if num_pending >= self._max_seats:
+        if sum(len(entry.places) for entry in pending) >= self._max_seats:
             due = pending
-        return (self._gather(sorted(due, key=_when)), 0.0) if due else (None, wait_s)
+        return (self._gather(due), 0.0) if due else (None, wait_s)
 
-    def _is_complete(self, span: slice, places: Array) -> bool:
-        """Whether everybody who is expected has asked."""
+    def _gather(self, due: Sequence[_Pending]) -> Round:
+        """The questions of the groups that are due, up to the limit, the oldest first."""
         board = self.board
-        expected = board.expected[span]
-        num_expected = np.count_nonzero(expected)
-        if num_expected <= len(places) and num_expected == np.count_nonzero(expected[places]):
-            return True
-        missing = expected.copy()
-        missing[places] = 0
-        return not missing[board.incarnation[span] > 0].any()  # those who left are not waited for
-
-    def _gather(self, due: Sequence[tuple[int, int, Array]]) -> Round:
-        """The questions of the groups that are due, the oldest group first, up to the limit."""
-        board = self.board
-        seats = np.concatenate([places + self._slices[group].start for _, group, places in due])
+        seats = np.concatenate([entry.group.seats[entry.places] for entry in due])
+        if self._max_seats == 1:  # all of them in their order: whoever asks meanwhile comes after them
+            seats = seats[np.argsort(board.asked_ns[seats], kind="stable")]
+            asked = board.asked[seats]
+            self._taken[seats] = asked
+            each = enumerate(board.asked_ns[seats].tolist())
+            self._queue.extend(Round(seats[i : i + 1], asked[i : i + 1], asked_ns) for i, asked_ns in each)
+            return self._queue.popleft()
         if len(seats) > self._max_seats:
             seats = seats[np.argsort(board.asked_ns[seats], kind="stable")][: self._max_seats]
+        if len(due) > 1 or len(seats) == self._max_seats:
             seats.sort()
-        elif len(due) > 1:
-            seats.sort()
-        return Round(seats, board.asked[seats], due[0][0])
+        asked = board.asked[seats]
+        self._taken[seats] = asked
+        return Round(seats, asked, min(entry.first_ns for entry in due))
 
-    def _expect(self, group: int, places: Array) -> None:
+    def _expect(self, group: _Group, places: Array) -> None:
         """Those who asked in time are expected next time; those who did not are not."""
-        expected = self.board.expected[self._slices[group]]
-        if len(places) == len(expected) and expected.all():
-            return
-        self.num_missed += int(np.count_nonzero(expected) > np.count_nonzero(expected[places]))
-        expected[:] = 0
-        expected[places] = 1
-        self._publish_quorum(group)
+        if not len(places) == len(group.seats) == group.num_expected:
+            self.num_missed += int(group.num_expected > np.count_nonzero(group.expected[places]))
+            self._set_expected(group, places)
 
-    def _publish_quorum(self, group: int) -> None:
-        count = int(np.count_nonzero(self.board.expected[self._slices[group]])) if self._max_wait_s else 0
-        self.board.quorum[self.server, group] = min(count, self._max_seats)
+    def _set_expected(self, group: _Group, places: Array) -> None:
+        group.expected[:] = 0
+        group.expected[places] = 1
+        group.num_expected = len(places)
+        count = len(places) if self._max_wait_s else 0
+        self.board.quorum[self.server, group.number] = min(count, self._max_seats)
 
     def claim(self, round: Round) -> None:
         """Zeroes the recurrent state of seats that changed hands; before their state is read."""
@@ -350,8 +395,6 @@ class Batcher:
         board, seats = self.board, round.seats
         board.version[seats] = version
         board.answered[seats] = round.asked
-        mask = 0
-        for seat in seats.tolist():
-            mask |= 1 << seat % NUM_MASKS
+        mask = int(np.bitwise_or.reduce(self._masks[seats]))
         self._round.value = (self._round.value + 1) & 0x7FFFFFFF
         self._round.wake(mask)
