@@ -27,10 +27,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from echelon.bench.watch import Usage, Watch, usage
 from peers import foreign_cpu_s, progress_points
 from steady import steady_rate
-
-from echelon.bench.watch import Usage, Watch, usage
 
 HERE = Path(__file__).resolve().parent
 MODES = ("local", "central")
@@ -53,7 +52,7 @@ class Task:
 TASKS = {
     "cartpole": Task("CartPole-v1", 32),
     "pong": Task("ALE/Pong-v5", 8),
-    "sleepy": Task(f"{HERE / 'sleepy.py'}:Sleepy", 8),
+    "sleepy": Task(f"{HERE / 'sleepy.py'}:Sleepy", 8, ("--actor.trajectory", "5")),  # a batch comes soon
     "large": Task("CartPole-v1", 32, ("--network.hidden", "3150,3150"), 2.0),  # 20 M parameters
 }
 
@@ -115,7 +114,7 @@ def measure(task: Task, mode: str, seconds: float, row: Row) -> None:
         watch.start()
         train(task, mode, ["--minutes", f"{seconds / 60:.4f}"], run, seconds)
         watch.stop()
-        rate = steady_rate(progress_points(run))
+        rate = steady_rate(advances(progress_points(run)))
     foreign_cores = (foreign_cpu_s() - foreign_s) / (time.monotonic() - started_s)
     used = usage(watch.samples, CORES, whole_machine=True)
     row.rates[mode].append(rate)
@@ -124,6 +123,11 @@ def measure(task: Task, mode: str, seconds: float, row: Row) -> None:
     row.loads.append(load)
     disturbed = f", DISTURBED: others used {foreign_cores:.2f} cores" if foreign_cores > DISTURBED_CORES else ""
     print(f"  {mode:8}{rate:>10,.0f} steps/s{told(used)}, load before {load:.1f}{disturbed}", flush=True)
+
+
+def advances(points: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """The points at which there were new steps: batches come seldom where steps are slow."""
+    return [point for point, (_, before) in zip(points[1:], points, strict=False) if point[1] > before]
 
 
 def told(used: Usage | None) -> str:

@@ -17,8 +17,9 @@ import numpy as np
 
 from echelon.errors import EchelonError
 from echelon.layout import Leaf
-from echelon.transport.act_board import ActBoard, ActLayout, Batcher, BatchRule, Round, Seat
+from echelon.transport.act_board import ActBoard, ActLayout, Seat
 from echelon.transport.act_tcp import ActDoor, RemoteSeat
+from echelon.transport.batcher import Batcher, BatchRule, Round
 
 VERSION = 7
 LAYOUT = ActLayout(

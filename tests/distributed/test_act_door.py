@@ -13,9 +13,10 @@ import zmq
 from act_peers import LAYOUT, check, put
 
 from echelon.errors import ConfigError, Refused
-from echelon.transport.act_board import ActBoard, Batcher, BatchRule, Seat
+from echelon.transport.act_board import ActBoard, Seat
 from echelon.transport.act_door import ActDoor
 from echelon.transport.act_wire import HEADER, LIFE_BITS, MAGIC, Kind, Wire, Word
+from echelon.transport.batcher import Batcher, BatchRule
 from echelon.transport.remote_seat import RemoteSeat
 from running import wait_until
 

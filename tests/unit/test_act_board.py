@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from echelon.errors import TransportError
 from echelon.layout import Leaf
-from echelon.transport.act_board import ActBoard, ActLayout, Batcher, BatchRule, Round, Seat
+from echelon.transport.act_board import ActBoard, ActLayout, Seat
+from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.futex import Word
 from echelon.transport.segments import create_segment
 from running import TESTS, wait_until

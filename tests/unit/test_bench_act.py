@@ -19,7 +19,8 @@ from echelon.bench.feeder import MEASURE, NUM_SAMPLES, STOP, Feed, Feeder, Tally
 from echelon.cli.main import main
 from echelon.errors import ConfigError, RunError
 from echelon.schema import Spaces
-from echelon.transport.act_board import ActBoard, Batcher, BatchRule
+from echelon.transport.act_board import ActBoard
+from echelon.transport.batcher import Batcher, BatchRule
 
 FEED = Feed((3,), "float32", rows=2, num_feeders=1)
 

@@ -20,7 +20,18 @@ from echelon.engines.local import LocalEngine
 from echelon.errors import ConfigError
 from echelon.presets import preset
 from echelon.roles import choice
-from echelon.roles.choice import ASK_S, COPY_BYTES_PER_S, MARGIN, ROUND_S, SEAT_S, WAKE_S, Forecast, Shape, forecast
+from echelon.roles.choice import (
+    ASK_S,
+    COPY_BYTES_PER_S,
+    MARGIN,
+    ROUND_S,
+    SEAT_S,
+    TICK_S,
+    WAKE_S,
+    Forecast,
+    Shape,
+    forecast,
+)
 from echelon.roles.rehearsal import RESULT, Clock, Cost, Measured, Rehearsal, round_rows
 from stage import Stage
 from unruly import SlowEnv
@@ -102,23 +113,24 @@ def test_a_learner_that_is_the_limit_leaves_nothing_to_gain() -> None:
 def test_local_acting_is_bound_by_processors_or_by_the_actor() -> None:
     measured = Measured(Cost(10e-3, 4e-3), FREE, act=busy(2), round=FREE, learn=Cost(1e-5, 2e-4))
     two = shape(envs=10, weights_bytes=0)
-    per_step_s = (4e-3 + 2e-3) / 10 + 2e-4
+    per_step_s = (4e-3 + 2e-3 + TICK_S) / 10 + 2e-4
     assert forecast(replace(two, cores=1), measured).local == pytest.approx(1 / per_step_s)
-    assert forecast(replace(two, cores=8), measured).local == pytest.approx(2 * 10 / 12e-3)
+    assert forecast(replace(two, cores=8), measured).local == pytest.approx(2 * 10 / (12e-3 + TICK_S))
 
 
 def test_central_acting_is_bound_by_processors_the_actor_or_the_server() -> None:
     measured = Measured(FREE, Cost(5e-3, 2e-3), act=FREE, round=busy(3), learn=FREE)
     many = shape(cores=64, actors=4, envs=10, weights_bytes=0)  # rounds of 20 rows, 4 questions
     beside_s = ROUND_S + 4 * SEAT_S
-    assert forecast(many, measured).central == pytest.approx(4 * 10 / (2 * (5e-3 + ASK_S)))
-    slow = replace(measured, round=busy(9))
-    answered_s = 5e-3 + ASK_S + 9e-3 + beside_s + 2 * WAKE_S
-    assert forecast(many, slow).central == pytest.approx(4 * 10 / max(answered_s, 2 * (9e-3 + beside_s)))
+    turn_s = 5e-3 + TICK_S + ASK_S
+    assert forecast(many, measured).central == pytest.approx(4 * 10 / (2 * turn_s))
+    late = forecast(many, replace(measured, round=busy(6)))  # the other group is stepped before the answer is there
+    assert late.central == pytest.approx(min(4 * 10 / (turn_s + 6e-3 + beside_s + 2 * WAKE_S), 20 / (6e-3 + beside_s)))
+    slow = forecast(many, replace(measured, round=busy(30)))
+    assert slow.central == pytest.approx(20 / (30e-3 + beside_s))
     single = replace(many, groups=1, round_rows=40)
-    in_turn_s = 5e-3 + ASK_S + 3e-3 + beside_s + 2 * WAKE_S
-    assert forecast(single, measured).central == pytest.approx(4 * 10 / in_turn_s)
-    per_step_s = 2 * (2e-3 + ASK_S) / 10 + (3e-3 + beside_s) / 20
+    assert forecast(single, measured).central == pytest.approx(4 * 10 / (turn_s + 3e-3 + beside_s + 2 * WAKE_S))
+    per_step_s = 2 * (2e-3 + TICK_S + ASK_S) / 10 + (3e-3 + beside_s) / 20
     assert forecast(replace(many, cores=1), measured).central == pytest.approx(1 / per_step_s)
 
 

@@ -19,7 +19,8 @@ from echelon.config import NetworkConfig
 from echelon.schema import Spaces, action_leaf, space_leaves
 from echelon.servers.cuda import CudaAnswerer, CudaServer, cut
 from echelon.servers.lane import MAX_STRETCHES, bucket_of, stretches_of
-from echelon.transport.act_board import ActBoard, ActLayout, Batcher, BatchRule, Round, Seat
+from echelon.transport.act_board import ActBoard, ActLayout, Seat
+from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.shared_memory import WeightsBoard
 
 Array = np.ndarray[Any, Any]

@@ -16,7 +16,8 @@ from echelon.config import NetworkConfig
 from echelon.networks import NetworkOutput
 from echelon.schema import Spaces, action_leaf, flatten, space_leaves, unflatten
 from echelon.servers.inference import InferenceServer, PolicyAnswerer
-from echelon.transport.act_board import ActBoard, ActLayout, Batcher, BatchRule, Round, Seat
+from echelon.transport.act_board import ActBoard, ActLayout, Seat
+from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.shared_memory import WeightsBoard
 
 Array = np.ndarray[Any, Any]

@@ -32,7 +32,8 @@ from echelon.schema import Spaces
 from echelon.servers.cuda import CudaAnswerer, CudaServer
 from echelon.servers.inference import InferenceServer, PolicyAnswerer
 from echelon.servers.lane import Timings
-from echelon.transport.act_board import ActBoard, Batcher, BatchRule, Round
+from echelon.transport.act_board import ActBoard
+from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.segments import check_platform
 from echelon.transport.session import check_room, create_session
 from echelon.transport.shared_memory import WeightsBoard

@@ -13,11 +13,11 @@ import torch
 
 from echelon.envs.make import env_seeds
 from echelon.roles.context import Context, Station
-from echelon.roles.placement import pick_device, pick_threads
+from echelon.roles.placement import pick_device, server_threads
 from echelon.roles.plan import Plan
 from echelon.servers.inference import InferenceServer, PolicyAnswerer
-from echelon.transport.act_board import Batcher, BatchRule
 from echelon.transport.act_tcp import ActDoor
+from echelon.transport.batcher import Batcher, BatchRule
 from echelon.transport.curve import secret_from_environment
 
 INFERENCE_SEED = 1 << 22  # an actor number that no actor has: what servers draw, nobody else draws
@@ -45,7 +45,7 @@ class Inference:
         door = self._open_door(plan, batcher)
         if device == "cpu":
             if config.engine != "inline":  # there the other roles compute in this process, too
-                torch.set_num_threads(pick_threads(0, plan.model))
+                torch.set_num_threads(server_threads(config, plan.model))
             answerer = PolicyAnswerer(plan.model, batcher.board, weights, seed, with_value=config.acting.value)
             return InferenceServer(batcher, answerer, door)
         from echelon.servers.cuda import CudaAnswerer, CudaServer  # here alone: most runs never need it

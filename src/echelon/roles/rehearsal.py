@@ -27,7 +27,7 @@ from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
 from echelon.networks import action_mask
 from echelon.roles.context import Context
-from echelon.roles.placement import pick_device, pick_threads
+from echelon.roles.placement import learner_threads, pick_device, server_threads
 from echelon.roles.plan import Plan, num_groups
 from echelon.schema import Tree, map_tree, space_leaves, unflatten
 
@@ -36,7 +36,7 @@ REHEARSAL_SEED = 1 << 23  # an actor number that no actor has
 MEASURE_S = 0.04  # time for each thing that is measured, where a few calls do not take longer
 MIN_CALLS, MAX_CALLS = 3, 25
 WHOLE_S = 0.5  # environments that take longer than this for a few steps of all are measured one alone
-LEARN_FORWARDS = 3  # a pass of learning costs about as much as this many forward passes
+LEARN_FORWARDS = 4  # a pass of learning costs about as much as this many forward passes
 SHORT_S = 0.002  # a forward pass that is over sooner is measured over a trajectory's rows
 
 
@@ -128,8 +128,10 @@ class Troupe:
 class Forward:
     """Forward passes over rows that environments showed, repeated as often as it takes."""
 
-    def __init__(self, model: Model, troupe: Troupe, num_rows: int, threads: int = 1) -> None:
-        self.model, self.threads, device = model, threads, model.device
+    def __init__(
+        self, model: Model, troupe: Troupe, num_rows: int, *, threads: int = 1, with_value: bool = False
+    ) -> None:
+        self.model, self.threads, self.with_value, device = model, threads, with_value, model.device
         copies = -(-num_rows // len(troupe.first))
         self.leaves: Tree = map_tree(lambda leaf: _repeated(leaf, copies)[:num_rows], troupe.observation)
         self.first = _repeated(troupe.first, copies)[:num_rows]
@@ -141,7 +143,7 @@ class Forward:
         torch.set_num_threads(self.threads)
         with torch.inference_mode():
             observation, first = map_tree(self._there, self.leaves), self._there(self.first)
-            output = self.model.network.act(observation, self.state, first)
+            output = self.model.network.act(observation, self.state, first, with_value=self.with_value)
             sample = self.model.distribution.sample(output.params, self.generator, action_mask(observation))
             sample.action.cpu(), sample.log_prob.cpu()
         torch.set_num_threads(1)
@@ -204,15 +206,15 @@ class Rehearsal:
         """The actions of an actor's environments by itself, and those of a round by a server as it would be."""
         rows, envs, model = round_rows(self.config), self.config.actor.envs, self.model
         device = pick_device(self.config.acting.device, model.parameters.numel(), "--acting.device")
-        threads = pick_threads(0, model) if device == "cpu" else 1
+        threads = server_threads(self.config, model) if device == "cpu" else 1
         alone = self._forward(envs)
-        if (device, threads, rows) == ("cpu", 1, envs):
+        if (device, threads, rows, self.config.acting.value) == ("cpu", 1, envs, False):
             [cost] = measure(alone.act)
             return cost, cost
         if device != "cpu":
             model = Plan(self.context, device=device).model
             model.network.eval()
-        serving = Forward(model, self._troupes[-1], rows, threads)
+        serving = Forward(model, self._troupes[-1], rows, threads=threads, with_value=self.config.acting.value)
         act, round = measure(alone.act, serving.act)
         return act, round
 
@@ -227,7 +229,7 @@ class Rehearsal:
         rows = actor.envs * (actor.trajectory if act.cpu_s < SHORT_S else 1)
         [forward] = measure(self._forward(rows).evaluate)
         cpu_s = LEARN_FORWARDS * self.config.algorithm.epochs * forward.cpu_s / rows
-        return Cost(cpu_s / pick_threads(learner.threads, model), cpu_s)
+        return Cost(cpu_s / learner_threads(learner.threads, model), cpu_s)
 
     def close(self) -> None:
         for troupe in self._troupes:

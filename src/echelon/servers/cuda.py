@@ -25,7 +25,8 @@ from torch import Tensor
 from echelon.algorithms.model import Model
 from echelon.servers.inference import Door, InferenceServer
 from echelon.servers.lane import SPIN_S, Lane, Marks, Passes, Tell, Timings, cuda
-from echelon.transport.act_board import ActBoard, Batcher, Round
+from echelon.transport.act_board import ActBoard
+from echelon.transport.batcher import Batcher, Round
 from echelon.transport.shared_memory import WeightsBoard
 
 Array = np.ndarray[Any, Any]

@@ -19,7 +19,8 @@ import torch
 from echelon.algorithms.model import Mirror, Model
 from echelon.networks import action_mask
 from echelon.schema import unflatten
-from echelon.transport.act_board import ActBoard, Batcher, Round
+from echelon.transport.act_board import ActBoard
+from echelon.transport.batcher import Batcher, Round
 from echelon.transport.shared_memory import WeightsBoard
 
 Array = np.ndarray[Any, Any]

@@ -21,7 +21,8 @@ from torch import Tensor
 from echelon.algorithms.model import Model
 from echelon.networks import action_mask
 from echelon.schema import space_choices, unflatten
-from echelon.transport.act_board import ActBoard, Round
+from echelon.transport.act_board import ActBoard
+from echelon.transport.batcher import Round
 
 Array = np.ndarray[Any, Any]
 Tell = Callable[[str], None]

@@ -14,7 +14,7 @@ import numpy as np
 import zmq
 
 from echelon.errors import ConfigError
-from echelon.transport.act_board import IDLE_SLEEP_S, ActBoard, Array, Batcher, Round
+from echelon.transport.act_board import ActBoard, Array
 from echelon.transport.act_wire import (
     HEADER,
     LIFE_BITS,
@@ -28,6 +28,7 @@ from echelon.transport.act_wire import (
     Word,
     make_socket,
 )
+from echelon.transport.batcher import IDLE_SLEEP_S, Batcher, Round
 from echelon.transport.curve import Gate, Socket, check_secret, secure_server
 
 IGNORED_CONNECTIONS = 10_000  # the oldest are forgotten

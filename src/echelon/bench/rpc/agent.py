@@ -6,6 +6,7 @@ observer stops or dies, the others go on without it; if the agent dies, the coor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic_ns
@@ -14,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 from echelon.bench.rpc.policy import AgentPolicy
 from echelon.bench.rpc.results import JOIN, MEASURE, WARM_UP, Results, layout_of
 from echelon.bench.rpc.setting import Setting
-from echelon.transport.act_board import ActBoard, Batcher, BatchRule, Round
+from echelon.transport.act_board import ActBoard
+from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.curve import secret_from_environment
 
 if TYPE_CHECKING:
     from echelon.transport.act_tcp import ActDoor
+
+SPIN_NS = int(os.environ.get("SPIN", "200_000"))
 
 
 class Agent:
@@ -47,8 +51,17 @@ class Agent:
         self.policy.choose(self.states)
         self.results.agent[0] = JOIN
 
+    def _next_round(self, timeout_s: float) -> Round | None:
+        """Looks for a while, giving way to observers on this core; only then sleeps, as being woken takes long."""
+        spin_until_ns = monotonic_ns() + SPIN_NS
+        round = self.next(0.0)
+        while round is None and monotonic_ns() < spin_until_ns:
+            os.sched_yield()
+            round = self.next(0.0)
+        return self.next(timeout_s) if round is None else round
+
     def step(self, timeout_s: float) -> bool:
-        round = self.next(timeout_s)
+        round = self._next_round(timeout_s)
         if round is None:
             self._pause()
             return False

@@ -97,14 +97,15 @@ class AgentPolicy:
         logits = hidden[-1].t()
         probabilities = torch.empty(count, num_actions, device=device)
         clocks = torch.empty(count, num_actions, device=device)
+        addmm, softmax, div, argmax = torch.addmm, torch.softmax, torch.div, torch.argmax
 
         def draw(states: torch.Tensor, actions: torch.Tensor) -> None:
             columns = states.t()
             for bias, weight, out in steps:
-                torch.addmm(bias, weight, columns, out=out)
+                addmm(bias, weight, columns, out=out)
                 columns = out
-            torch.softmax(logits, -1, out=probabilities)
-            torch.div(probabilities, clocks.exponential_(), out=probabilities)
-            torch.argmax(probabilities, -1, out=actions)
+            softmax(logits, -1, out=probabilities)
+            div(probabilities, clocks.exponential_(), out=probabilities)
+            argmax(probabilities, -1, out=actions)
 
         return draw
