@@ -53,7 +53,9 @@ TASKS = {
     "cartpole": Task("CartPole-v1", 32),
     "pong": Task("ALE/Pong-v5", 8),
     "sleepy": Task(f"{HERE / 'sleepy.py'}:Sleepy", 8, ("--actor.trajectory", "5")),  # a batch comes soon
-    "large": Task("CartPole-v1", 32, ("--network.hidden", "3150,3150"), 2.0),  # 20 M parameters
+    "large": Task(
+        "CartPole-v1", 32, ("--network.hidden", "3150,3150", "--actor.trajectory", "10"), 2.0
+    ),  # 20 M parameters
 }
 
 
@@ -114,7 +116,10 @@ def measure(task: Task, mode: str, seconds: float, row: Row) -> None:
         watch.start()
         train(task, mode, ["--minutes", f"{seconds / 60:.4f}"], run, seconds)
         watch.stop()
-        rate = steady_rate(advances(progress_points(run)))
+        points = advances(progress_points(run))
+        if len(points) < 2:
+            sys.exit(f"{mode} acting on {task.env} made {len(points)} batches in {seconds:g} s. Use more --seconds.")
+        rate = steady_rate(points)
     foreign_cores = (foreign_cpu_s() - foreign_s) / (time.monotonic() - started_s)
     used = usage(watch.samples, CORES, whole_machine=True)
     row.rates[mode].append(rate)

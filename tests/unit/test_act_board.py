@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from echelon.errors import TransportError
 from echelon.layout import Leaf
-from echelon.transport.act_board import ActBoard, ActLayout, Seat
+from echelon.transport.act_board import AWAKE, UNTIL_ASKED, UNTIL_DUE, ActBoard, ActLayout, Seat
 from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.futex import Word
 from echelon.transport.segments import create_segment
@@ -175,6 +175,35 @@ class TestRounds:
             ask(seats[client], client)
         rounds = [batcher.next(0.0) for batcher in batchers]
         assert [round.seats.tolist() for round in rounds if round] == [[0, 1], [2, 3, 4]]
+
+    def test_everybody_can_be_expected_again(self, board: ActBoard) -> None:
+        seats = take_seats(board)
+        batcher = Batcher(board, 0, BatchRule(max_wait_us=1000))
+        ask(seats[0], 1)
+        round = batcher.next(60.0)
+        assert round is not None and round.seats.tolist() == [0]  # the others missed it
+        answer(batcher, round)
+        batcher._max_wait_s = LONG_US * 1e-6
+        batcher.expect_all()
+        ask(seats[0], 1), ask(seats[1], 1)
+        assert batcher.look()[0] is None
+        ask(seats[2], 1)
+        round = batcher.next(0.0)
+        assert round is not None and round.seats.tolist() == [0, 1, 2]
+
+    @pytest.mark.parametrize(
+        ("sleep", "rings"), [(AWAKE, [False] * 3), (UNTIL_ASKED, [True] * 3), (UNTIL_DUE, [False, False, True])]
+    )
+    def test_a_server_is_rung_only_when_it_must_wake(self, sleep: int, rings: list[bool], board: ActBoard) -> None:
+        seats = take_seats(board)
+        Batcher(board, 0, BatchRule(max_wait_us=LONG_US))
+        board.sleep[0] = sleep
+        heard = []
+        for seat in seats:
+            before = board.bells[0].value
+            ask(seat, 1)
+            heard.append(board.bells[0].value != before)
+        assert heard == rings
 
     def test_a_board_of_another_layout_is_refused(self, shm_dir: Path) -> None:
         ActBoard(shm_dir, layout(3))

@@ -22,7 +22,7 @@ from echelon.transport.curve import secret_from_environment
 if TYPE_CHECKING:
     from echelon.transport.act_tcp import ActDoor
 
-SPIN_NS = int(os.environ.get("SPIN", "200_000"))
+SPIN_NS = 200_000  # about what the observers of a small batch take for their next states
 
 
 class Agent:
