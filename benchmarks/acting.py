@@ -53,9 +53,8 @@ TASKS = {
     "cartpole": Task("CartPole-v1", 32),
     "pong": Task("ALE/Pong-v5", 8),
     "sleepy": Task(f"{HERE / 'sleepy.py'}:Sleepy", 8, ("--actor.trajectory", "5")),  # a batch comes soon
-    "large": Task(
-        "CartPole-v1", 32, ("--network.hidden", "3150,3150", "--actor.trajectory", "10"), 2.0
-    ),  # 20 M parameters
+    # 20 M parameters.
+    "large": Task("CartPole-v1", 32, ("--network.hidden", "3150,3150", "--actor.trajectory", "10"), 3.0),
 }
 
 

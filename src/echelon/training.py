@@ -22,6 +22,7 @@ from echelon.errors import ConfigError, EchelonError
 from echelon.transport.session import check_room, create_session
 
 if TYPE_CHECKING:
+    from echelon.roles.choice import Choice
     from echelon.roles.context import Context
     from echelon.runs.folder import RunFolder
     from echelon.schema import Spaces
@@ -114,8 +115,9 @@ def _run(config: TrainConfig, past: Past, output: TextIO | None) -> RunResult:
     session = create_session(config.shm_dir)
     engine = InlineEngine() if config.engine == "inline" else LocalEngine(str(session), PRELOAD)
     try:
-        context = _context(config, session, engine, past, began, tell)
-        return _train_in(context, engine, past, output)
+        context, choice = _prepare(config, session, engine, past, began, tell)
+        acting = {"asked": config.acting.mode, "mode": choice.mode, "why": choice.reason}
+        return _train_in(context, engine, past, acting, output)
     finally:
         engine.close(0.0)
         shutil.rmtree(session, ignore_errors=True)
@@ -127,14 +129,14 @@ def _check_stop(config: TrainConfig) -> None:
         raise ConfigError("the run would never end: give --steps N, --minutes M or --until-return R.")
 
 
-def _context(
+def _prepare(
     config: TrainConfig,
     session: Path,
     engine: InlineEngine | LocalEngine,
     past: Past,
     began: float,
     tell: Callable[[str], None],
-) -> Context:
+) -> tuple[Context, Choice]:
     """Checks everything that can be checked before a folder or a role exists, and chooses who acts."""
     from echelon.envs.make import probe_spaces
     from echelon.names import describe_callable
@@ -144,6 +146,7 @@ def _context(
     from echelon.roles.placement import pick_device
     from echelon.roles.plan import Plan
     from echelon.runs.folder import default_run_dir
+    from echelon.transport.curve import check_secret, secret_from_environment
     from echelon.transport.segments import check_platform
 
     config = _with_whole_paths(config)
@@ -177,12 +180,14 @@ def _context(
         tell(f"acting: {choice.mode} ({choice.reason})")
     if choice.mode == "central":
         pick_device(config.acting.device, model.parameters.numel(), "--acting.device")
+        if config.acting.transport == "tcp":
+            check_secret(config.acting.address, secret_from_environment())
     config = replace(config, acting=replace(config.acting, mode=choice.mode))
     context = replace(context, train=config, state_shapes=model.network.state_shapes)
     plan = Plan(context)
     check_room(session, plan.shared_bytes())
     plan.make()
-    return context
+    return context, choice
 
 
 def _with_whole_paths(config: TrainConfig) -> TrainConfig:
@@ -208,7 +213,9 @@ def _env_text(config: TrainConfig) -> str:
         return str(getattr(id, "__qualname__", type(id).__qualname__))
 
 
-def _train_in(context: Context, engine: InlineEngine | LocalEngine, past: Past, output: TextIO) -> RunResult:
+def _train_in(
+    context: Context, engine: InlineEngine | LocalEngine, past: Past, acting: dict[str, str], output: TextIO
+) -> RunResult:
     from echelon import config_io
     from echelon.runs.console import final_summary
     from echelon.runs.folder import SUMMARY, RunFolder
@@ -220,7 +227,8 @@ def _train_in(context: Context, engine: InlineEngine | LocalEngine, past: Past, 
     with folder.held():
         folder.write_config(config_json)
         (folder.path / SUMMARY).unlink(missing_ok=True)  # of the part that is being gone on with
-        figures = _coordinate(context, engine, folder, past, output)
+        figures = {**_coordinate(context, engine, folder, past, output), "acting": acting}
+        folder.write_summary(figures)
     final_summary(figures, output)
     return RunResult(figures["status"], folder.path, figures)
 
@@ -228,7 +236,7 @@ def _train_in(context: Context, engine: InlineEngine | LocalEngine, past: Past, 
 def _coordinate(
     context: Context, engine: InlineEngine | LocalEngine, folder: RunFolder, past: Past, output: TextIO
 ) -> dict[str, Any]:
-    """Runs the coordinator and writes the summary, of a failure too; returns it."""
+    """Runs the coordinator; returns the summary, and writes it should the run fail."""
     from echelon.roles.coordinator import Coordinator
     from echelon.runs.console import Console
     from echelon.runs.metrics import MetricsWriter
@@ -251,9 +259,7 @@ def _coordinate(
         console.close()
         world.close()
         metrics.close()
-    summary = _summary(context, coordinator, figures)
-    folder.write_summary(summary)
-    return summary
+    return _summary(context, coordinator, figures)
 
 
 def _base(context: Context) -> dict[str, Any]:
@@ -280,6 +286,7 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
         "restarts": coordinator.restarts,
         "env_restarts": coordinator.env_restarts,
         "time": shares,
+        "inference": coordinator.serving,
         "bottleneck": limit,
         "curve": _curve(context.run_dir),
         **_base(context),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import act_peers
 import numpy as np
@@ -13,20 +15,22 @@ import zmq
 from act_peers import LAYOUT, check, put
 
 from echelon.errors import ConfigError, Refused
-from echelon.transport.act_board import ActBoard, Seat
-from echelon.transport.act_door import ActDoor
+from echelon.layout import Leaf
+from echelon.roles.acting import Question, RemoteActing
+from echelon.transport.act_board import ActBoard, ActLayout, Seat
+from echelon.transport.act_door import ActDoor, Bounds
 from echelon.transport.act_wire import HEADER, LIFE_BITS, MAGIC, Kind, Wire, Word
-from echelon.transport.batcher import Batcher, BatchRule
-from echelon.transport.remote_seat import RemoteSeat
+from echelon.transport.batcher import Batcher, BatchRule, Round
+from echelon.transport.remote_seat import RemoteSeat, wait_any
 from running import wait_until
 
 
 class Hall:
     """A server in this very thread: its door is served while the test waits for something."""
 
-    def __init__(self, folder: Path) -> None:
-        self.board = ActBoard(folder, LAYOUT)
-        self.door = ActDoor(self.board, 0, "tcp://127.0.0.1:0")
+    def __init__(self, folder: Path, layout: ActLayout = LAYOUT, **options: Any) -> None:
+        self.board = ActBoard(folder, layout)
+        self.door = ActDoor(self.board, 0, "tcp://localhost:0", **options)
         self.batcher = Batcher(self.board, 0, BatchRule(max_wait_us=0.0))
         self.num_answered = 0
         self.seats: list[RemoteSeat] = []
@@ -59,6 +63,16 @@ class Hall:
     def exchange(self, seat: RemoteSeat, number: int) -> None:
         put(seat, number)
         self.until(lambda: seat.answered, "the answer came")
+
+    def has_all_asked(self, seats: Sequence[Seat | RemoteSeat]) -> bool:
+        """Takes in what came and answers nothing."""
+        self.door.next(self.batcher, 0.0)
+        return all(self.board.asked[seat.index] for seat in seats)
+
+    def answer_only(self, seat: Seat | RemoteSeat) -> None:
+        """Answers the question of `seat` that lies on the board."""
+        index = np.array([seat.index])
+        act_peers.answer(self.batcher, Round(index, self.board.asked[index], 0), self.door)
 
     def close(self) -> None:
         for seat in self.seats:
@@ -124,6 +138,58 @@ class TestSeats:
             for seat, offset in zip(seats, (0, 100), strict=True):
                 hall.until(lambda seat=seat: seat.answered, "the answer came")
                 check(seat, number + offset, num_before=number)
+
+    @pytest.mark.parametrize("early", [0, 1])
+    def test_of_two_groups_the_one_that_is_answered_first_wakes(self, hall: Hall, early: int) -> None:
+        seats = [hall.seat(group=0), hall.seat(group=1)]
+        for seat in seats:
+            put(seat, 5)
+        hall.until(lambda: hall.has_all_asked(seats), "both questions lie there")
+        assert not wait_any(seats, 0.0)
+        hall.answer_only(seats[early])
+        assert wait_any(seats, PATIENCE_S)
+        assert [seat.answered for seat in seats] == [early == 0, early == 1]
+        hall.answer_only(seats[1 - early])
+        assert wait_any([seats[1 - early]], PATIENCE_S)
+
+    def test_while_many_seats_are_waited_for_each_repeats_its_question(self, hall: Hall) -> None:
+        """Nobody serves them until both have been sent again: then each comes twice."""
+        seats = [hall.seat(group=0), hall.seat(group=1)]
+        for seat in seats:
+            put(seat, 5)
+        due = [seat.repeat_at for seat in seats]
+        while any(seat.repeat_at == at for seat, at in zip(seats, due, strict=True)):
+            assert not wait_any(seats, PATIENCE_S if False else 0.1)
+        hall.until(lambda: all(seat.answered for seat in seats), "both are answered")
+        assert hall.num_answered == 2
+
+    def test_an_actor_wakes_for_whichever_group_is_answered(self, hall: Hall, tmp_path: Path) -> None:
+        (tmp_path / "address").write_text(hall.door.address)
+        acting, woken = RemoteActing(LAYOUT, tmp_path / "address", 0, 0), threading.Event()
+        leaves = [np.ones((2, 3), np.float32), np.ones(2, np.bool_)]
+        question = Question(leaves, np.zeros(2, np.bool_), None, torch.zeros(2))
+        for group in (0, 1):  # the first asks longer
+            assert acting.begin(group)
+            acting.submit(group, question)
+        seats = [seat for seat in acting._seats if seat is not None]
+        hall.until(lambda: hall.has_all_asked(seats), "both questions lie there")
+
+        def wait() -> None:
+            acting.wait(10 * PATIENCE_S)
+            woken.set()
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        hall.answer_only(seats[1])
+        try:
+            assert woken.wait(PATIENCE_S), "it slept although the second group was answered"
+        finally:
+            hall.answer_only(seats[0])
+            waiter.join()
+        assert acting.collect(1) is not None
+        acting.wait(PATIENCE_S)
+        assert acting.collect(0) is not None
+        acting.close()
 
     def test_a_client_of_another_server_is_told_so(self, shm_dir: Path, hall: Hall) -> None:
         halves = dataclasses.replace(LAYOUT, num_servers=2)

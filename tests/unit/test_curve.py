@@ -17,6 +17,7 @@ from echelon.transport.curve import (
     check_secret,
     keypair,
     needs_secret,
+    numeric,
     secret_from_environment,
     secure_client,
     secure_server,
@@ -55,20 +56,29 @@ class TestKeys:
 
 class TestAddresses:
     @pytest.mark.parametrize(
-        "address", ["tcp://127.0.0.1:0", "tcp://127.8.9.1:5555", "ipc:///tmp/file", "inproc://name"]
+        "address",
+        ["tcp://127.0.0.1:0", "tcp://127.8.9.1:5555", "tcp://localhost:0", "ipc:///tmp/file", "inproc://name"],
     )
     def test_what_only_this_machine_reaches_needs_no_secret(self, address: str) -> None:
         assert not needs_secret(address)
         check_secret(address, None)
         check_secret(address, SECRET)
 
-    @pytest.mark.parametrize("address", ["tcp://10.0.0.1:1", "tcp://*:0", "tcp://0.0.0.0:1", "tcp://head:1", "tcp://"])
+    @pytest.mark.parametrize("address", 
+        ["tcp://10.0.0.1:1", "tcp://*:0", "tcp://0.0.0.0:1", "tcp://head:1", "tcp://localhost.net:1", "tcp://"],
+    )
     def test_everything_else_does_and_the_error_says_what_to_set(self, address: str) -> None:
         assert needs_secret(address)
         with pytest.raises(ConfigError, match=r"not on the loopback.*Set ECHELON_SECRET") as caught:
             check_secret(address, None)
         assert address in str(caught.value)
         check_secret(address, SECRET)
+
+
+    def test_the_name_of_this_machine_is_its_number_and_other_names_stay(self) -> None:
+        assert numeric("tcp://localhost:5555") == numeric("tcp://LocalHost:5555") == "tcp://127.0.0.1:5555"
+        for address in ("tcp://localhost.net:1", "tcp://10.0.0.1:1", "ipc:///tmp/localhost:1", "inproc://localhost"):
+            assert numeric(address) == address
 
 
 class Entrance:

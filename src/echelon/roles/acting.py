@@ -24,8 +24,7 @@ from echelon.algorithms.model import Mirror, Model
 from echelon.algorithms.policy import Policy
 from echelon.schema import Tree, unflatten
 from echelon.transport.act_board import ActBoard, ActLayout, Seat
-from echelon.transport.act_tcp import RemoteSeat
-from echelon.transport.curve import secret_from_environment
+from echelon.transport.act_tcp import RemoteSeat, wait_any
 from echelon.transport.futex import NUM_MASKS
 from echelon.transport.shared_memory import WeightsBoard
 
@@ -222,17 +221,20 @@ class RemoteActing(Seated):
     If the server dies, its successor listens at the same address and questions are repeated.
     """
 
-    def __init__(self, layout: ActLayout, address_file: Path, client: int, incarnation: int) -> None:
+    def __init__(
+        self, layout: ActLayout, address_file: Path, client: int, incarnation: int, secret: str | None = None
+    ) -> None:
         super().__init__(layout.num_groups, client, incarnation)
-        self.layout, self.address_file = layout, address_file
-        self.secret = secret_from_environment()
+        self.layout, self.address_file, self.secret = layout, address_file, secret
+        self._remote: dict[int, RemoteSeat] = {}  # the seats by group
 
     def begin(self, group: int) -> bool:
         if self._seats[group] is None:
             if not self.address_file.exists():
                 return False
             address = self.address_file.read_text()
-            self._seats[group] = RemoteSeat(address, self.layout, self.client, group, self.incarnation, self.secret)
+            seat = RemoteSeat(address, self.layout, self.client, group, self.incarnation, self.secret)
+            self._seats[group] = self._remote[group] = seat
         self._seat(group).wants_state = True  # a trajectory starts from it; the later answers do without
         return True
 
@@ -248,6 +250,6 @@ class RemoteActing(Seated):
 
     def wait(self, timeout_s: float) -> None:
         if self._asking:
-            self._seat(next(iter(self._asking))).wait(timeout_s)
+            wait_any([self._remote[group] for group in self._asking], timeout_s)
         else:
             time.sleep(min(timeout_s, ADDRESS_POLL_S))  # the server is just starting

@@ -90,7 +90,7 @@ class Actor:
             return CentralActing(plan.act_board(), context.index, context.incarnation)
         layout = act_layout(context)
         door_file = plan.door_file(layout.server_of(context.index))
-        return RemoteActing(layout, door_file, context.index, context.incarnation)
+        return RemoteActing(layout, door_file, context.index, context.incarnation, plan.act_secret())
 
     def _make_teams(self, plan: Plan, seeds: list[int]) -> list[Team]:
         schema, slots, head = plan.schema, self.ring.slots[self.index], int(self.ring.head[self.index])

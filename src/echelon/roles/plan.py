@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from functools import cached_property
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from echelon.errors import ConfigError
 from echelon.roles.context import Context
 from echelon.schema import action_leaf, space_leaves
 from echelon.transport.act_board import ActBoard, ActLayout
+from echelon.transport.curve import secret_from_environment
 from echelon.transport.shared_memory import SlotRing, WeightsBoard
 
 
@@ -43,7 +46,13 @@ def num_groups(config: TrainConfig) -> int:
             f"acting.groups={groups} does not divide the actor.envs={envs} environments of an actor. Use a divisor, or "
             "0 to have it chosen."
         )
-    return groups or (1 if envs % 2 else 2)
+    groups = groups or (1 if envs % 2 else 2)
+    if 0 < config.acting.max_batch < envs // groups:
+        raise ConfigError(
+            f"acting.max_batch={config.acting.max_batch} is below the {envs // groups} environments of one request "
+            f"(actor.envs={envs} in {groups} groups). Raise it, or --acting.groups, or use 0 for no limit."
+        )
+    return groups
 
 
 def act_layout(context: Context) -> ActLayout:
@@ -99,6 +108,15 @@ class Plan:
         """Where an inference server that is asked over TCP writes its address."""
         return self.context.session / f"act-{server}.address"
 
+    @property
+    def secret_file(self) -> Path:
+        """Where a run that was given no secret keeps its own: in its session, which nobody else can read."""
+        return self.context.session / "act-secret"
+
+    def act_secret(self) -> str:
+        """What servers and actors know each other by over TCP: ECHELON_SECRET, or what this run made for itself."""
+        return secret_from_environment() or self.secret_file.read_text()
+
     def shared_bytes(self) -> int:
         """What the run needs in shared memory."""
         config = self.context.train
@@ -112,3 +130,7 @@ class Plan:
         self.board()
         if self.context.train.acting.mode == "central":
             self.act_board()
+            if self.context.train.acting.transport == "tcp" and secret_from_environment() is None:
+                file = os.open(self.secret_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with open(file, "w") as secret:
+                    secret.write(secrets.token_hex(32))

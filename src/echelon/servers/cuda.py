@@ -76,14 +76,19 @@ class CudaAnswerer:
         groups: Sequence[range],
         precision: str = "float32",
         tell: Tell = lambda text: print(text, file=sys.stderr),
+        with_value: bool = True,
     ) -> None:
-        """`groups` are the seats to be answered, group by group (`Batcher.groups`); a round has no others."""
+        """`groups` are the seats to be answered, group by group (`Batcher.groups`); a round has no others.
+
+        `with_value=False` leaves the value out of the replies, where nobody reads it.
+        """
         assert model.device.type == "cuda", f"the model is on {model.device}"
         torch.set_float32_matmul_precision("high")  # as the learner does: TF32, which convolutions use anyway
         model.network.eval()  # a user's dropout is for learning
         model.network.requires_grad_(False)
         self.model, self.board, self.groups = model, board, groups
-        self._passes = Passes(model, board, precision == "bfloat16", page_lock(board.memory, tell), tell)
+        locked = page_lock(board.memory, tell)
+        self._passes = Passes(model, board, precision == "bfloat16", locked, tell, with_value)
         self._weights = _Weights(model, weights)
         self._lanes = [Lane(self._passes, seats, seed + i) for i, seats in enumerate(groups)]
         cuda.synchronize(model.device)  # what was prepared on the default stream is there for the lanes'
@@ -141,7 +146,7 @@ class CudaServer(InferenceServer):
     def step(self, timeout_s: float) -> bool:
         """Launches a round or lands one; with none under way it waits at most `timeout_s` for questions."""
         start, waited_s, under_way = time.perf_counter(), self.wait_s, bool(self._flights)
-        round = self._next(timeout_s)
+        round = self._look(timeout_s)
         if under_way:
             self.wait_s = waited_s  # it waited for the GPU
             self.forward_s += time.perf_counter() - start
@@ -153,7 +158,7 @@ class CudaServer(InferenceServer):
             self._land()
         return under_way or round is not None
 
-    def _next(self, timeout_s: float) -> Round | None:
+    def _look(self, timeout_s: float) -> Round | None:
         """The next round; None once the oldest flight has landed or, with none under way, after `timeout_s`."""
         flights, start = self._flights, time.perf_counter()
         spin_s = SPIN_S if flights else min(SPIN_S, timeout_s)
@@ -166,6 +171,7 @@ class CudaServer(InferenceServer):
 
     def _launch(self, round: Round) -> None:
         start = time.perf_counter()
+        self.batcher.claim(round)  # only now: what landed before may have been of those who had the seats before
         self._flights += self._lanes.launch(round)
         self.forward_s += time.perf_counter() - start
 

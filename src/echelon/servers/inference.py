@@ -10,6 +10,7 @@ Shapes: n seats of a round, K environments of a seat.
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any, Protocol
 
@@ -37,6 +38,10 @@ class Answerer(Protocol):
 
 class Door(Protocol):
     """Where questions come in that do not lie on the board yet, from other machines."""
+
+    @property
+    def num_refused(self) -> int:
+        """Frames and handshakes that were refused."""
 
     def next(self, batcher: Batcher, timeout_s: float) -> Round | None:
         """The next round, of the board and of the door, waiting at most `timeout_s` for one."""
@@ -124,20 +129,27 @@ class InferenceServer:
         if round is None:
             return False
         start = time.perf_counter()
+        self.batcher.claim(round)
         version = self.answerer.answer(round)
         self.forward_s += time.perf_counter() - start
         self._settle(round, version)
         return True
 
     def _take(self, timeout_s: float) -> Round | None:
-        """The next round, waiting at most `timeout_s` for one."""
+        """The next round, waiting at most `timeout_s` for one; to be claimed before its state is read."""
         start = time.perf_counter()
-        batcher, door = self.batcher, self.door
-        round = batcher.next(timeout_s) if door is None else door.next(batcher, timeout_s)
-        if round is not None:
-            batcher.claim(round)
+        batcher = self.batcher
+        round = self._next(0.0) if batcher.rule.spin_us else None
+        spin_until = start + batcher.rule.spin_us * 1e-6
+        while round is None and time.perf_counter() < spin_until:
+            os.sched_yield()
+            round = self._next(0.0)
+        round = round or self._next(timeout_s)
         self.wait_s += time.perf_counter() - start
         return round
+
+    def _next(self, timeout_s: float) -> Round | None:
+        return self.batcher.next(timeout_s) if self.door is None else self.door.next(self.batcher, timeout_s)
 
     def _settle(self, round: Round, version: int) -> None:
         """Shows the replies to those who asked."""

@@ -66,6 +66,7 @@ class Passes:
     mixed: bool  # in bfloat16
     locked: bool  # the board's memory is page-locked
     tell: Tell
+    with_value: bool = True  # in the replies
     captures: bool = True  # until the network shows that it cannot be captured
     timings: Timings = field(default_factory=Timings)
 
@@ -112,8 +113,8 @@ class Lane:
         self._before = [_like(state, num_seats, pin_memory=True) for state in states]
         self._states = [_like(state, num_seats, device=device) for state in states]
         self._after = [_like(state, num_seats, pin_memory=True) for state in states]
-        replies = (torch.from_numpy(leaf) for leaf in (board.action, board.log_prob, board.value))
-        self._replies = [_like(reply, num_seats, pin_memory=True) for reply in replies]
+        self._targets = [board.action, board.log_prob, *([board.value] if passes.with_value else [])]
+        self._replies = [_like(torch.from_numpy(leaf), num_seats, pin_memory=True) for leaf in self._targets]
         self._landed = [back.numpy() for back in (*self._replies, *self._after)]
         self._pool = cuda.graph_pool_handle()
         self._graphs: dict[_Key, Any] = {}  # None: called plainly
@@ -174,11 +175,14 @@ class Lane:
         observation = unflatten(self.model.spaces.observation, iter(leaves))
         state = tuple(buffer[:bucket].flatten(0, 1) for buffer in self._states)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.passes.mixed, cache_enabled=False):
-            output = self.model.network.act(observation, state, first, with_value=True)
+            output = self.model.network.act(observation, state, first, with_value=self.passes.with_value)
         sample = self.model.distribution.sample(output.params, self._generator, action_mask(observation))
-        assert output.value is not None
         self._mark("computed")
-        results = (sample.action, sample.log_prob, output.value, *output.state)
+        results = [sample.action, sample.log_prob]
+        if self.passes.with_value:
+            assert output.value is not None
+            results.append(output.value)
+        results += output.state
         for result, back in zip(results, (*self._replies, *self._after), strict=True):
             back[:bucket].copy_(result.reshape(back[:bucket].shape), non_blocking=True)
         self._mark("end")
@@ -215,8 +219,9 @@ class Lane:
                 self.done.synchronize()  # asleep
         board, seats, size = self.board, round.seats, len(round.seats)
         where = round.span if round.whole else seats
-        action, log_prob, value, *states = self._landed
-        board.action[where], board.log_prob[where], board.value[where] = action[:size], log_prob[:size], value[:size]
+        replies, states = self._landed[: len(self._targets)], self._landed[len(self._targets) :]
+        for target, reply in zip(self._targets, replies, strict=True):
+            target[where] = reply[:size]
         for leaf, after in zip(board.state, states, strict=True):
             leaf[round.asked % 2, seats] = after[:size]
         if self.marks is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
@@ -29,7 +29,7 @@ from echelon.transport.act_wire import (
     make_socket,
 )
 from echelon.transport.batcher import IDLE_SLEEP_S, Batcher, Round
-from echelon.transport.curve import Gate, Socket, check_secret, secure_server
+from echelon.transport.curve import Gate, Socket, check_secret, numeric, secure_server
 
 IGNORED_CONNECTIONS = 10_000  # the oldest are forgotten
 GATE_S = 0.01  # a server that never sleeps looks at its gate this often
@@ -53,14 +53,32 @@ class Target(NamedTuple):
     is_flag: bool  # bytes other than 0 and 1 are no booleans, whoever sent them
 
 
+class Bounds(NamedTuple):
+    """The values that a discrete leaf of an observation may have: low to high, both among them."""
+
+    leaf: int  # its place in the layout's observation
+    low: Any
+    high: Any
+
+
 class ActDoor:
     """Where act requests of other hosts come in: they are laid on the board, and answered when their round is.
 
     One door a server, used by that server's thread alone. A bad or hostile frame is counted, never raised.
     """
 
-    def __init__(self, board: ActBoard, server: int, address: str, secret: str | None = None) -> None:
-        """Listens at `address` (tcp://HOST:PORT, port 0: any free one); off the loopback only with a secret."""
+    def __init__(
+        self,
+        board: ActBoard,
+        server: int,
+        address: str,
+        secret: str | None = None,
+        choices: Sequence[Bounds] = (),
+    ) -> None:
+        """Listens at `address` (tcp://HOST:PORT, port 0: any free one); off the loopback only with a secret.
+
+        A question with an observation out of its bounds in `choices` is refused: no network can look it up.
+        """
         check_secret(address, secret)
         layout = board.layout
         self.board, self.server = board, server
@@ -77,6 +95,7 @@ class ActDoor:
             )
             for leaf, field in zip([board.first, *board.observation], wire.question[1:], strict=True)
         ]
+        self._choices = [(wire.question[2 + bounds.leaf], bounds) for bounds in choices]
         rows = np.zeros((layout.num_seats, wire.stateful_bytes), np.uint8)  # answers on their way out
         self._rows, self._row_bytes = wire.answer_views(rows), rows.reshape(-1).data
         self._rows["words"][:, : len(Word)] = MAGIC, Kind.ANSWER, wire.digest, 0, 0, 0
@@ -94,7 +113,7 @@ class ActDoor:
 
     def _bind(self, address: str) -> str:
         try:
-            self._socket.bind(address)
+            self._socket.bind(numeric(address))
         except zmq.ZMQError as error:
             self._shut()
             raise ConfigError(
@@ -157,6 +176,8 @@ class ActDoor:
         words = HEADER.unpack_from(frame) if len(frame) >= HEADER.size else (0,) * NUM_WORDS
         _, kind, _, seat, count, extra, _, _ = words
         reason = self._fault(words, len(frame))
+        if reason is None and kind == Kind.ASK:
+            reason = self._stray(frame)
         if reason is not None:
             self._refuse(connection, count, reason)
         elif kind == Kind.ASK:
@@ -185,6 +206,17 @@ class ActDoor:
         if life < board.incarnation[seat] or count < board.asked[seat]:
             latest = max(int(board.incarnation[seat]), int(board.asked[seat]) >> LIFE_BITS) - 1
             return f"seat {seat} was taken by incarnation {latest}; its successor needs a higher one"
+        return None
+
+    def _stray(self, frame: memoryview) -> str | None:
+        """Why a question is refused for what it holds; None for a good one."""
+        for field, (leaf, low, high) in self._choices:
+            raw = np.frombuffer(frame, np.uint8, field.nbytes, field.offset)
+            values = raw.view(field.dtype).reshape(field.shape)
+            stray = values[(values < low) | (values > high)]
+            if stray.size:
+                path = self.board.layout.observation[leaf].path
+                return f"{path} holds {stray[0]}, which its space does not"
         return None
 
     def _refuse(self, connection: bytes, count: int, reason: str) -> None:

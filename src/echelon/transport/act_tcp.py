@@ -14,7 +14,7 @@ rules costs its sender the connection: nothing more is read from it.
 
 from __future__ import annotations
 
-from echelon.transport.act_door import ActDoor
-from echelon.transport.remote_seat import RemoteSeat
+from echelon.transport.act_door import ActDoor, Bounds
+from echelon.transport.remote_seat import RemoteSeat, wait_any
 
-__all__ = ["ActDoor", "RemoteSeat"]
+__all__ = ["ActDoor", "Bounds", "RemoteSeat", "wait_any"]

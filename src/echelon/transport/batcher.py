@@ -47,6 +47,7 @@ class BatchRule:
     batch: bool = True  # False: every question by itself, in the order they came
     max_batch: int = 0  # rows; 0: no limit
     max_wait_us: float = 1000.0  # since the first question of the round
+    spin_us: float = 0.0  # how long to look for questions, giving way to others, before sleeping
 
 
 class _Group:
@@ -80,9 +81,9 @@ class Batcher:
     """The server's side of the board: gathers questions into rounds, and settles them.
 
     A round waits for the seats of one group (that of its oldest question) that are expected: those whose client is
-    there and asked in time before. Whoever misses a round is not expected until it asks again. So a slow, stopped or
-    dead client costs the others `max_wait_us` once. A question is in one round only: further rounds can be gathered
-    while one is being answered.
+    there and asked in time before. Whoever misses a round is not expected until it asks again. So a stopped or dead
+    client costs the others `max_wait_us` once, and a slow one once for each of its questions. A question is in one
+    round only: further rounds can be gathered while one is being answered.
     """
 
     def __init__(self, board: ActBoard, server: int, rule: BatchRule) -> None:

@@ -70,9 +70,16 @@ def is_loopback(host: str) -> bool:
     return False
 
 
+def numeric(address: str) -> str:
+    """`address` with the name localhost as a number: libzmq binds no names, and no file decides what it stands for."""
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    return f"tcp://127.0.0.1:{port}" if scheme == "tcp" and host.lower() == "localhost" else address
+
+
 def needs_secret(address: str) -> bool:
     """Whether peers at `address` must be authenticated: all but those that only this machine reaches."""
-    scheme, _, rest = address.partition("://")
+    scheme, _, rest = numeric(address).partition("://")
     return scheme not in ("ipc", "inproc") and not is_loopback(rest.rpartition(":")[0])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import socket as sockets
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -28,7 +29,7 @@ from echelon.transport.act_wire import (
     Word,
     make_socket,
 )
-from echelon.transport.curve import SECRET_VARIABLE, Socket, check_secret, secure_client
+from echelon.transport.curve import SECRET_VARIABLE, Socket, check_secret, numeric, secure_client
 
 FIRST_REPEAT_S, MAX_REPEAT_S = 0.25, 1.0  # when an unanswered question is sent again
 RECONNECT_MS, MAX_RECONNECT_MS = 50, 1_000
@@ -62,7 +63,7 @@ class RemoteSeat:
         check_secret(address, secret)
         if not 0 <= incarnation < MAX_LIFE:
             raise ConfigError(f"incarnation={incarnation} of client {client} is not in 0 to {MAX_LIFE - 1}.")
-        self.address = address
+        self.address = address = numeric(address)
         self.index = seat = group * layout.num_clients + client
         wire = Wire(layout)
         self._question = np.zeros(wire.question_bytes, np.uint8)
@@ -78,9 +79,9 @@ class RemoteSeat:
         question["words"][:] = arrival = wire.header(Kind.ARRIVE, seat, self._count)
         self._words[Word.KIND] = Kind.ASK
         self._heard, self._connect_timeout_s, self._connect_by = False, connect_timeout_s, math.inf
-        self._repeat_at, self._repeat_s = math.inf, FIRST_REPEAT_S
+        self.repeat_at, self._repeat_s = math.inf, FIRST_REPEAT_S
         self._refusal = ""
-        self._socket = _connect(address, secret, max(wire.stateful_bytes, HEADER.size + MAX_REASON_BYTES))
+        self.socket = _connect(address, secret, max(wire.stateful_bytes, HEADER.size + MAX_REASON_BYTES))
         self._receive_ms = -1
         self._send(arrival)
 
@@ -91,7 +92,7 @@ class RemoteSeat:
         self._words[Word.EXTRA] = self.wants_state
         now = time.monotonic()
         self._repeat_s = FIRST_REPEAT_S
-        self._repeat_at = now + FIRST_REPEAT_S
+        self.repeat_at = now + FIRST_REPEAT_S
         if not self._heard:
             self._connect_by = min(self._connect_by, now + self._connect_timeout_s)
         self._send(self._question, copy=False)  # the arrays rest until the answer is read
@@ -104,9 +105,9 @@ class RemoteSeat:
         """Sleeps until the answer is there, at most `timeout_s`; whether it is."""
         now = time.monotonic()
         deadline = now + timeout_s
-        while not self._receive(min(deadline, self._repeat_at) - now):
+        while not self._receive(min(deadline, self.repeat_at) - now):
             now = time.monotonic()
-            if now >= self._repeat_at:
+            if now >= self.repeat_at:
                 self._repeat(now)
             if now >= deadline:
                 return False
@@ -119,10 +120,10 @@ class RemoteSeat:
                 raise Refused(f"the inference server at {self.address} refused seat {self.index}: {self._refusal}.")
             timeout_ms = max(0, math.ceil(timeout_s * 1000))
             if timeout_ms != self._receive_ms:
-                self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
+                self.socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
                 self._receive_ms = timeout_ms
             try:
-                self._take(self._socket.recv())
+                self._take(self.socket.recv())
             except zmq.Again:
                 return False
         return True
@@ -146,12 +147,12 @@ class RemoteSeat:
         if not self._heard and now >= self._connect_by:
             raise TransportTimeout(self._diagnosis())
         self._repeat_s = min(2 * self._repeat_s, MAX_REPEAT_S)
-        self._repeat_at = now + self._repeat_s
+        self.repeat_at = now + self._repeat_s
         self._send(self._question)  # a copy: should the first get through after all, the arrays may change meanwhile
 
     def _send(self, frame: Array, copy: bool = True) -> None:
         with suppress(zmq.Again):  # the queue is full of the same question
-            self._socket.send(frame.data, zmq.NOBLOCK, copy=copy)
+            self.socket.send(frame.data, zmq.NOBLOCK, copy=copy)
 
     def _diagnosis(self) -> str:
         """What kept us from the server, as far as can be seen from here."""
@@ -180,7 +181,23 @@ class RemoteSeat:
         """Nobody need wait for this seat any longer."""
         self._words[Word.KIND] = Kind.LEAVE
         self._send(self._question[: HEADER.size])
-        self._socket.close(linger=LINGER_MS)
+        self.socket.close(linger=LINGER_MS)
+
+
+def wait_any(seats: Sequence[RemoteSeat], timeout_s: float) -> bool:
+    """Sleeps until one of `seats` has its answer, at most `timeout_s`; whether one has."""
+    if len(seats) == 1:
+        return seats[0].wait(timeout_s)
+    deadline, poller = time.monotonic() + timeout_s, zmq.Poller()
+    for seat in seats:
+        poller.register(seat.socket, zmq.POLLIN)
+    while not any(seat.answered for seat in seats):  # which takes in what came, and repeats what is due
+        now = time.monotonic()
+        if now >= deadline:
+            return False
+        until = min(deadline, *(seat.repeat_at for seat in seats))
+        poller.poll(max(0, math.ceil((until - now) * 1000)))
+    return True
 
 
 def _connect(address: str, secret: str | None, max_bytes: int) -> Socket:

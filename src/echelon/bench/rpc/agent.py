@@ -1,4 +1,4 @@
-"""The agent: answers the observers' requests, all of a round together, and times every round.
+"""The agent: the inference server of a training with the benchmark's policy behind it, which times every round.
 
 It waits for requests, as the batch rule says: for all observers that asked the last time, at most `max_wait_us`. If an
 observer stops or dies, the others go on without it; if the agent dies, the coordinator ends the run.
@@ -6,75 +6,71 @@ observer stops or dies, the others go on without it; if the agent dies, the coor
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from echelon.bench.rpc.policy import AgentPolicy
 from echelon.bench.rpc.results import JOIN, MEASURE, WARM_UP, Results, layout_of
 from echelon.bench.rpc.setting import Setting
+from echelon.servers.inference import InferenceServer
 from echelon.transport.act_board import ActBoard
+from echelon.transport.act_tcp import ActDoor
 from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.curve import secret_from_environment
 
-if TYPE_CHECKING:
-    from echelon.transport.act_tcp import ActDoor
+SPIN_US = 200.0  # about what the observers of a small batch take for their next states
 
-SPIN_NS = 200_000  # about what the observers of a small batch take for their next states
+
+class PolicyAnswerer:
+    """Lays down random actions of the policy, and writes down how long each round took."""
+
+    def __init__(self, setting: Setting, board: ActBoard, results: Results) -> None:
+        self.policy, self.results = AgentPolicy(setting), results
+        self.states = board.observation[0][:, 0]  # (S, num_inputs)
+        self.actions = board.action[:, 0]  # (S,)
+        self.num_rounds = 0
+        self.policy.choose(self.states)
+
+    def answer(self, round: Round) -> int:
+        # A whole round is read where it lies; one with gaps is gathered.
+        where = round.span if round.whole else round.seats
+        self.actions[where] = self.policy.choose(self.states[where])
+        if self.results.phase.value == MEASURE:
+            self._record(len(round.seats), monotonic_ns() - round.first_ns)
+        return 0
+
+    def _record(self, size: int, latency_ns: int) -> None:
+        results, number = self.results, self.num_rounds
+        results.round_latency_ns[number] = latency_ns
+        results.round_size[number] = size
+        self.num_rounds = results.agent[2] = number + 1
+
+    def close(self) -> None:
+        pass
 
 
 class Agent:
     """The role: a step is one round."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        setting = Setting(**config["setting"])
-        folder = Path(config["session"])
-        self.results = Results(folder, setting)
-        self.board = ActBoard(folder, layout_of(setting))
-        self.policy = AgentPolicy(setting)
-        self.states = self.board.observation[0][:, 0]  # (S, num_inputs)
-        self.actions = self.board.action[:, 0]  # (S,)
+        setting, folder = Setting(**config["setting"]), Path(config["session"])
+        self.results, self.board = Results(folder, setting), ActBoard(folder, layout_of(setting))
         self.finished = False
-        self.num_rounds = 0
-        self.batcher = Batcher(self.board, 0, BatchRule(setting.batch, max_wait_us=setting.max_wait_us))
-        self.door: ActDoor | None = None
-        self.next: Callable[[float], Round | None] = self.batcher.next
+        rule = BatchRule(setting.batch, max_wait_us=setting.max_wait_us, spin_us=SPIN_US)
+        self.batcher, door = Batcher(self.board, 0, rule), None
         if setting.transport == "tcp":
-            from echelon.transport.act_tcp import ActDoor
-
             address = f"tcp://{setting.master_addr}:{setting.master_port}"
-            door = self.door = ActDoor(self.board, 0, address, secret_from_environment())
-            self.next = lambda timeout_s: door.next(self.batcher, timeout_s)
+            door = ActDoor(self.board, 0, address, secret_from_environment())
             self.results.agent[1] = int(door.address.rpartition(":")[2])
-        self.policy.choose(self.states)
+        self.server = InferenceServer(self.batcher, PolicyAnswerer(setting, self.board, self.results), door)
         self.results.agent[0] = JOIN
 
-    def _next_round(self, timeout_s: float) -> Round | None:
-        """Looks for a while, giving way to observers on this core; only then sleeps, as being woken takes long."""
-        spin_until_ns = monotonic_ns() + SPIN_NS
-        round = self.next(0.0)
-        while round is None and monotonic_ns() < spin_until_ns:
-            os.sched_yield()
-            round = self.next(0.0)
-        return self.next(timeout_s) if round is None else round
-
     def step(self, timeout_s: float) -> bool:
-        round = self._next_round(timeout_s)
-        if round is None:
+        worked = self.server.step(timeout_s)
+        if not worked:
             self._pause()
-            return False
-        # A whole round is read where it lies; one with gaps is gathered.
-        where = round.span if round.whole else round.seats
-        self.actions[where] = self.policy.choose(self.states[where])
-        chosen_ns = monotonic_ns()
-        self.batcher.settle(round, 0)
-        if self.door is not None:
-            self.door.reply(round)
-        if self.results.phase.value == MEASURE:
-            self._record(len(round.seats), chosen_ns - round.first_ns)
-        return True
+        return worked
 
     def _pause(self) -> None:
         """Nobody asks: the next phase can begin, where all are ready for it; after the last it is over."""
@@ -85,12 +81,5 @@ class Agent:
             results.agent[0] = ready + 1
         self.finished = results.all_ended
 
-    def _record(self, size: int, latency_ns: int) -> None:
-        results, number = self.results, self.num_rounds
-        results.round_latency_ns[number] = latency_ns
-        results.round_size[number] = size
-        self.num_rounds = results.agent[2] = number + 1
-
     def close(self) -> None:
-        if self.door is not None:
-            self.door.close()
+        self.server.close()
