@@ -11,6 +11,7 @@ from typing import Any
 import act_peers
 import numpy as np
 import pytest
+import torch
 import zmq
 from act_peers import LAYOUT, check, put
 
@@ -23,6 +24,14 @@ from echelon.transport.act_wire import HEADER, LIFE_BITS, MAGIC, Kind, Wire, Wor
 from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.remote_seat import RemoteSeat, wait_any
 from running import wait_until
+
+PATIENCE_S = 60.0
+PLACES = ActLayout(
+    (Leaf("observation.near", (2,), np.dtype(np.int64)), Leaf("observation.far", (), np.dtype(np.int64))),
+    Leaf("action", (), np.dtype(np.int64)),
+    rows=2,
+    num_clients=2,
+)
 
 
 class Hall:
@@ -69,16 +78,29 @@ class Hall:
         self.door.next(self.batcher, 0.0)
         return all(self.board.asked[seat.index] for seat in seats)
 
-    def answer_only(self, seat: Seat | RemoteSeat) -> None:
-        """Answers the question of `seat` that lies on the board."""
+    def answer_only(self, seat: Seat | RemoteSeat, tells: bool = True) -> None:
+        """Answers the question of `seat` that lies on the board; unless it `tells`, nothing is sent."""
         index = np.array([seat.index])
-        act_peers.answer(self.batcher, Round(index, self.board.asked[index], 0), self.door)
+        round = Round(index, self.board.asked[index], 0)
+        act_peers.answer(self.batcher, round, self.door if tells else None)
 
     def close(self) -> None:
         for seat in self.seats:
             seat.leave()
         self.context.destroy(linger=0)
         self.door.close()
+
+
+def in_background(wait: Callable[[], object]) -> threading.Event:
+    """Waits in a thread of its own; the event says that it woke."""
+    woken = threading.Event()
+
+    def run() -> None:
+        wait()
+        woken.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    return woken
 
 
 @pytest.fixture
@@ -144,7 +166,7 @@ class TestSeats:
         seats = [hall.seat(group=0), hall.seat(group=1)]
         for seat in seats:
             put(seat, 5)
-        hall.until(lambda: hall.has_all_asked(seats), "both questions lie there")
+        wait_until(lambda: hall.has_all_asked(seats), "both questions lie there")
         assert not wait_any(seats, 0.0)
         hall.answer_only(seats[early])
         assert wait_any(seats, PATIENCE_S)
@@ -152,41 +174,34 @@ class TestSeats:
         hall.answer_only(seats[1 - early])
         assert wait_any([seats[1 - early]], PATIENCE_S)
 
-    def test_while_many_seats_are_waited_for_each_repeats_its_question(self, hall: Hall) -> None:
-        """Nobody serves them until both have been sent again: then each comes twice."""
+    def test_while_two_seats_are_waited_for_lost_answers_are_asked_for_again(self, hall: Hall) -> None:
         seats = [hall.seat(group=0), hall.seat(group=1)]
         for seat in seats:
             put(seat, 5)
-        due = [seat.repeat_at for seat in seats]
-        while any(seat.repeat_at == at for seat, at in zip(seats, due, strict=True)):
-            assert not wait_any(seats, PATIENCE_S if False else 0.1)
-        hall.until(lambda: all(seat.answered for seat in seats), "both are answered")
-        assert hall.num_answered == 2
+        wait_until(lambda: hall.has_all_asked(seats), "both questions lie there")
+        for seat in seats:
+            hall.answer_only(seat, tells=False)
+        woken = in_background(lambda: wait_any(seats, 10 * PATIENCE_S))
+        hall.until(woken.is_set, "one of them asked again")
+        hall.until(lambda: all(seat.answered for seat in seats), "both did")
 
     def test_an_actor_wakes_for_whichever_group_is_answered(self, hall: Hall, tmp_path: Path) -> None:
         (tmp_path / "address").write_text(hall.door.address)
-        acting, woken = RemoteActing(LAYOUT, tmp_path / "address", 0, 0), threading.Event()
+        acting = RemoteActing(LAYOUT, tmp_path / "address", 0, 0)
         leaves = [np.ones((2, 3), np.float32), np.ones(2, np.bool_)]
         question = Question(leaves, np.zeros(2, np.bool_), None, torch.zeros(2))
         for group in (0, 1):  # the first asks longer
             assert acting.begin(group)
             acting.submit(group, question)
         seats = [seat for seat in acting._seats if seat is not None]
-        hall.until(lambda: hall.has_all_asked(seats), "both questions lie there")
+        wait_until(lambda: hall.has_all_asked(seats), "both questions lie there")
 
-        def wait() -> None:
-            acting.wait(10 * PATIENCE_S)
-            woken.set()
-
-        waiter = threading.Thread(target=wait)
-        waiter.start()
+        woken = in_background(lambda: acting.wait(10 * PATIENCE_S))
         hall.answer_only(seats[1])
-        try:
-            assert woken.wait(PATIENCE_S), "it slept although the second group was answered"
-        finally:
-            hall.answer_only(seats[0])
-            waiter.join()
+        assert woken.wait(PATIENCE_S), "it slept although the second group was answered"
         assert acting.collect(1) is not None
+        assert acting.collect(0) is None
+        hall.answer_only(seats[0])
         acting.wait(PATIENCE_S)
         assert acting.collect(0) is not None
         acting.close()
@@ -317,3 +332,57 @@ class TestFrames:
         frame = hostile.recv()
         assert HEADER.unpack_from(frame)[Word.KIND] == Kind.REFUSED
         assert b"another layout of observations and actions" in frame
+
+
+class TestChoices:
+    """Observations that no network can look up."""
+
+    @pytest.fixture
+    def hall(self, shm_dir: Path) -> Iterator[Hall]:
+        choices = (Bounds(0, np.array([0, 5]), np.array([2, 9])), Bounds(1, -1, 1))
+        hall = Hall(shm_dir, PLACES, choices=choices)
+        yield hall
+        hall.close()
+
+    def answer(self, hall: Hall) -> None:
+        """Echoes what lies on the board."""
+        round = hall.door.next(hall.batcher, 0.0)
+        if round is not None:
+            hall.board.action[round.seats] = hall.board.observation[1][round.seats]
+            hall.batcher.settle(round, 1)
+            hall.door.reply(round)
+
+    def is_answered(self, hall: Hall, seat: RemoteSeat) -> bool:
+        self.answer(hall)
+        return seat.answered
+
+    def seat(self, hall: Hall, client: int) -> RemoteSeat:
+        hall.seats.append(RemoteSeat(hall.door.address, PLACES, client))
+        hall.seats[-1].observation[0][...] = (2, 5)
+        return hall.seats[-1]
+
+    @pytest.mark.parametrize(
+        ("leaf", "values", "said"),
+        [
+            (1, [0, 10**6], "observation.far holds 1000000,"),
+            (1, [-2, 0], "observation.far holds -2,"),
+            (0, [[2, 9], [3, 5]], "observation.near holds 3,"),
+            (0, [[0, 4], [0, 5]], "observation.near holds 4,"),
+        ],
+    )
+    def test_one_out_of_bounds_is_refused_and_not_laid_down(
+        self, hall: Hall, leaf: int, values: list[Any], said: str
+    ) -> None:
+        stray, good = self.seat(hall, 0), self.seat(hall, 1)
+        stray.observation[leaf][...] = values
+        stray.ask()
+        with pytest.raises(Refused, match=said):
+            wait_until(lambda: self.is_answered(hall, stray), "it was refused")
+        assert hall.door.num_refused == 1
+        assert hall.board.asked[0] == 0 and not any(leaf[0].any() for leaf in hall.board.observation)
+        for value in (-1, 1):
+            good.observation[1][...] = value
+            good.ask()
+            wait_until(lambda: self.is_answered(hall, good), "the other one was answered")
+            assert good.action.tolist() == [value, value]
+        assert hall.door.num_refused == 1

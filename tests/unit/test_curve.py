@@ -64,7 +64,8 @@ class TestAddresses:
         check_secret(address, None)
         check_secret(address, SECRET)
 
-    @pytest.mark.parametrize("address", 
+    @pytest.mark.parametrize(
+        "address",
         ["tcp://10.0.0.1:1", "tcp://*:0", "tcp://0.0.0.0:1", "tcp://head:1", "tcp://localhost.net:1", "tcp://"],
     )
     def test_everything_else_does_and_the_error_says_what_to_set(self, address: str) -> None:
@@ -73,7 +74,6 @@ class TestAddresses:
             check_secret(address, None)
         assert address in str(caught.value)
         check_secret(address, SECRET)
-
 
     def test_the_name_of_this_machine_is_its_number_and_other_names_stay(self) -> None:
         assert numeric("tcp://localhost:5555") == numeric("tcp://LocalHost:5555") == "tcp://127.0.0.1:5555"

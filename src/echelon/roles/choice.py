@@ -146,9 +146,15 @@ def choose_acting(context: Context, engine: InlineEngine | LocalEngine, model: M
     config = replace(config, acting=replace(config.acting, mode="central"))
     context = replace(context, train=config)
     act_layout(context)
-    pick_device(config.acting.device, model.parameters.numel(), "--acting.device")
+    num_parameters = model.parameters.numel()
+    on_cpu = {
+        pick_device(config.acting.device, num_parameters, "--acting.device"),
+        pick_device(config.learner.device, num_parameters),
+    } == {"cpu"}
     if isinstance(engine, InlineEngine):
         return Choice("local", "one process does everything, so there is nobody to share a forward pass with")
+    if config.learner.max_lag == 0 and on_cpu:
+        return Choice("local", "learner.max_lag=0 repeats exactly, which central acting cannot")
     gone = _rehearse(context, engine)
     if gone is None or gone.code or gone.signal:
         how = f"was not over within {LIMIT_S:g} s" if gone is None else _first_line(cause_of(gone))
