@@ -70,6 +70,11 @@ class ActingConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, "acting", servers=1, groups=0, max_batch=0, max_wait_us=0, spin_us=0)
+        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
+        require(
+            self.address.startswith("tcp://") and bool(host) and port.isdecimal() and int(port) < 65_536,
+            f"acting.address={self.address} is no address. Write tcp://HOST:PORT; port 0 takes a free one.",
+        )
         require(
             self.servers == 1 or self.address.endswith(":0"),
             f"acting.address={self.address} names one port for {self.servers} servers. Use port 0: any free ones.",
@@ -268,6 +273,10 @@ def replace(config: TrainConfig, **changes: Any) -> TrainConfig:
         )
         require(
             hasattr(config, head) and (not rest or rest in known), f"there is no field {path} in the configuration."
+        )
+        require(
+            bool(rest) or not dataclasses.is_dataclass(section) or dataclasses.is_dataclass(value),
+            f"{path} is a section, not a value: {value!r} does not fit. Name one of its fields, as in {path}.FIELD.",
         )
         if rest:
             value = dataclasses.replace(getattr(config, head), **{rest: value})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from running import Running, Runs
 
 CENTRAL = {"acting": "central"}
+CASES = [("none", "shm"), ("lstm", "shm"), ("lstm", "tcp")]  # core, transport
 
 
 def stop(run: Running) -> dict[str, Any]:
@@ -22,9 +24,9 @@ def stop(run: Running) -> dict[str, Any]:
     return run.summary()
 
 
-@pytest.mark.parametrize("core", ["none", "lstm"])
-def test_killed_inference_server_is_replaced_while_its_actors_wait(runs: Runs, core: str) -> None:
-    run = runs.train(**CENTRAL, **{"network.core": core})
+@pytest.mark.parametrize(("core", "transport"), CASES)
+def test_killed_inference_server_is_replaced_while_its_actors_wait(runs: Runs, core: str, transport: str) -> None:
+    run = runs.train(**CENTRAL, **{"network.core": core, "acting.transport": transport})
     run.until_acting(0)
     actors = [run.pid("actor-0"), run.pid("actor-1")]
     for kill in range(3):
@@ -40,11 +42,12 @@ def test_killed_inference_server_is_replaced_while_its_actors_wait(runs: Runs, c
     assert summary["restarts"] == 3 and summary["dropped"] == 0
 
 
-@pytest.mark.parametrize("core", ["none", "lstm"])
-def test_no_kill_tears_the_data(runs: Runs, core: str) -> None:
+@pytest.mark.parametrize(("core", "transport"), CASES)
+def test_no_kill_tears_the_data(runs: Runs, core: str, transport: str) -> None:
     """With one pass over each batch and no lag, the learner recomputes what the server said, memory included."""
     once = {"actor.trajectory": 16, "algorithm.epochs": 1, "algorithm.minibatches": 1, "optimizer.learning_rate": 0.02}
-    run = runs.train("ppo", **CENTRAL, **once, **{"network.core": core, "network.core_size": 32})
+    network = {"network.core": core, "network.core_size": 32}
+    run = runs.train("ppo", **CENTRAL, **once, **network, **{"acting.transport": transport})
     run.until_learning()
     for name in ("inference-0", "actor-1", "inference-0", "actor-0", "actor-1"):
         pid = run.kill(name)
@@ -56,8 +59,27 @@ def test_no_kill_tears_the_data(runs: Runs, core: str) -> None:
     assert len(divergences) > 5 and max(divergences) < 1e-6
 
 
-def test_stopped_actor_holds_nobody(runs: Runs) -> None:
-    run = runs.train(**CENTRAL)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_stopped_inference_server_is_replaced(runs: Runs, transport: str) -> None:
+    run = runs.train(**CENTRAL, **{"acting.transport": transport, "supervision.hang_timeout_s": 2})
+    run.until_acting(0)
+    run.until_acting(1)
+    actors = [run.pid("actor-0"), run.pid("actor-1")]
+    pid = run.kill("inference-0", signal.SIGSTOP)
+    run.until(lambda: "inference-0 made no progress for" in run.text(), "the hang is noticed")
+    assert run.pid("inference-0", besides=pid)
+    assert not Path(f"/proc/{pid}").exists()
+    run.until_acting(0)
+    run.until_acting(1)
+    run.until_learning()
+    assert [run.pid("actor-0"), run.pid("actor-1")] == actors  # they waited
+    summary = stop(run)
+    assert summary["restarts"] == 1 and summary["dropped"] == 0
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_stopped_actor_holds_nobody(runs: Runs, transport: str) -> None:
+    run = runs.train(**CENTRAL, **{"acting.transport": transport})
     run.until_acting(0)
     pid = run.kill("actor-0", signal.SIGSTOP)
     before = run.heads(2)

@@ -20,12 +20,13 @@ from echelon.layout import Leaf
 from echelon.roles.acting import Question, RemoteActing
 from echelon.transport.act_board import ActBoard, ActLayout, Seat
 from echelon.transport.act_door import ActDoor, Bounds
-from echelon.transport.act_wire import HEADER, LIFE_BITS, MAGIC, Kind, Wire, Word
+from echelon.transport.act_wire import HANDSHAKE_BYTES, HEADER, LIFE_BITS, MAGIC, Kind, Wire, Word
 from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.remote_seat import RemoteSeat, wait_any
 from running import wait_until
 
 PATIENCE_S = 60.0
+SECRET = "a secret of the tests"
 PLACES = ActLayout(
     (Leaf("observation.near", (2,), np.dtype(np.int64)), Leaf("observation.far", (), np.dtype(np.int64))),
     Leaf("action", (), np.dtype(np.int64)),
@@ -246,6 +247,15 @@ class TestSeats:
         hall.exchange(seat, 1)
         assert hall.board.first[0].view(np.uint8).tolist() == [0, 1]
 
+    def test_a_question_may_be_shorter_than_the_handshake(self, shm_dir: Path) -> None:
+        tiny = ActLayout((Leaf("observation", (), np.dtype(np.int8)),), Leaf("action", (), np.dtype(np.int64)))
+        assert Wire(tiny).question_bytes < 257  # the least that a client of CURVE introduces itself with
+        hall = Hall(shm_dir, tiny, secret=SECRET)
+        hall.seats.append(RemoteSeat(hall.door.address, tiny, 0, secret=SECRET))
+        hall.seats[0].ask()
+        wait_until(lambda: hall.has_all_asked(hall.seats), "the question came")
+        hall.close()
+
     def test_an_incarnation_out_of_range_is_refused(self, hall: Hall) -> None:
         with pytest.raises(ConfigError, match="incarnation=-1 of client 0"):
             hall.seat(incarnation=-1)
@@ -320,7 +330,7 @@ class TestFrames:
     def test_a_frame_longer_than_any_question_ends_the_connection(self, hall: Hall) -> None:
         hostile = hall.dealer()
         events = hostile.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        hostile.send(question() + bytes(1000))
+        hostile.send(question() + bytes(HANDSHAKE_BYTES))
         hall.until(lambda: bool(events.poll(0)), "libzmq hung up")
         hall.exchange(hall.seat(), 1)
         assert hall.num_answered == 1

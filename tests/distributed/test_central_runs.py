@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import echelon
+from echelon import training
 from echelon.config import replace
 from echelon.errors import ConfigError
 from echelon.presets import preset
@@ -93,6 +94,25 @@ def test_a_run_of_before_goes_on(tmp_path: Path, shm_dir: Path) -> None:
 def test_what_cannot_work_is_refused_before_anything_starts(
     tmp_path: Path, shm_dir: Path, changes: dict[str, Any], message: str
 ) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(tmp_path, shm_dir, "impala", "local", **changes)
+    assert not list(tmp_path.iterdir())
+    assert not list(shm_dir.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("secret", "message"),
+    [
+        ("", r"tcp://0.0.0.0:0 is not on the loopback.*Set ECHELON_SECRET"),
+        ("too short", r"the secret has 9 characters"),
+    ],
+)
+def test_an_open_address_needs_a_secret_before_anything_starts(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch, secret: str, message: str
+) -> None:
+    monkeypatch.setenv("ECHELON_SECRET", secret)
+    changes = {"acting.mode": "central", "acting.transport": "tcp", "acting.address": "tcp://0.0.0.0:0"}
+    monkeypatch.setattr(training, "_train_in", lambda *_: pytest.fail("the run was started"))
     with pytest.raises(ConfigError, match=message):
         train(tmp_path, shm_dir, "impala", "local", **changes)
     assert not list(tmp_path.iterdir())

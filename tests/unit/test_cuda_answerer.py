@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
@@ -16,8 +16,9 @@ from torch import nn
 
 from echelon.algorithms.model import Model
 from echelon.config import NetworkConfig
+from echelon.layout import Leaf
 from echelon.schema import Spaces, action_leaf, space_leaves
-from echelon.servers.cuda import CudaAnswerer, CudaServer, cut
+from echelon.servers.cuda import CudaAnswerer, CudaServer, Flight, cut
 from echelon.servers.lane import MAX_STRETCHES, bucket_of, stretches_of
 from echelon.transport.act_board import ActBoard, ActLayout, Seat
 from echelon.transport.batcher import Batcher, BatchRule, Round
@@ -59,6 +60,81 @@ class TestCutting:
         for group, part in parts.items():
             assert all(seat in groups[group] for seat in part.seats.tolist())
             assert (part.asked == part.seats + 100).all() and part.first_ns == 5
+
+
+class SlowLanes:
+    """Lanes without a GPU, which land when they are made to: every answer adds 1 to the recurrent state."""
+
+    def __init__(self, board: ActBoard, groups: list[range]) -> None:
+        self.board, self.groups = board, groups
+        self.busy: set[int] = set()
+        self.before: list[float] = []  # the state that each launch started from
+
+    def query(self) -> bool:
+        return False
+
+    @property
+    def done(self) -> SlowLanes:
+        return self
+
+    def free(self, round: Round) -> bool:
+        return self.busy.isdisjoint(cut(round, self.groups))
+
+    def launch(self, round: Round) -> list[Flight]:
+        assert self.free(round), "a group has one round under way at most"
+        parts = cut(round, self.groups)
+        self.busy |= set(parts)
+        for part in parts.values():
+            self.before += self.board.state[0][(part.asked - 1) % 2, part.seats].flatten().tolist()
+        return [Flight(cast(Any, self), part, 1) for part in parts.values()]
+
+    def land(self, flight: Flight) -> None:
+        seats, asked = flight.round.seats, flight.round.asked
+        self.busy -= set(cut(flight.round, self.groups))
+        self.board.state[0][asked % 2, seats] = self.board.state[0][(asked - 1) % 2, seats] + 1.0
+
+    def close(self) -> None:
+        pass
+
+
+class TestServing:
+    @pytest.fixture
+    def board(self, shm_dir: Path) -> ActBoard:
+        number = np.dtype(np.float32)
+        leaf = Leaf("observation", (1,), number)
+        return ActBoard(shm_dir, ActLayout((leaf,), Leaf("action", (), number), ((1,),), num_clients=1, num_groups=2))
+
+    def serve(self, board: ActBoard) -> tuple[CudaServer, SlowLanes]:
+        batcher = Batcher(board, 0, BatchRule(max_wait_us=0.0))
+        lanes = SlowLanes(board, batcher.groups)
+        return CudaServer(batcher, cast(Any, lanes)), lanes
+
+    def test_a_group_is_launched_while_the_other_is_under_way(self, board: ActBoard) -> None:
+        server, lanes = self.serve(board)
+        assert not server.step(0.0)
+        seats = [Seat(board, 0, group) for group in range(2)]
+        for group, seat in enumerate(seats):
+            seat.ask()
+            assert server.step(0.0) and lanes.busy == set(range(group + 1))
+        assert not any(seat.answered for seat in seats) and server.num_rounds == 0
+
+    @pytest.mark.parametrize("num_before", [0, 1])
+    def test_a_seat_that_changes_hands_while_it_is_under_way_starts_clean(
+        self, board: ActBoard, num_before: int
+    ) -> None:
+        """What the one before asked lands after the new one has asked."""
+        server, lanes = self.serve(board)
+        old = Seat(board, 0)
+        for _ in range(num_before + 1):
+            old.ask()
+            assert server.step(0.0)
+        new = Seat(board, 0, incarnation=1)
+        new.ask()
+        assert server.step(0.0)
+        assert lanes.before == [*range(num_before + 1), 0.0]
+        new.ask()
+        assert server.step(0.0) and lanes.before[-1] == 1.0
+        assert new.state_before()[0].tolist() == [[1.0]]
 
 
 class Syncing(nn.Module):
@@ -236,6 +312,17 @@ class TestCudaAnswerer:
             for leaf, expected in zip(board.state, state, strict=True):
                 found = leaf[int(round.asked[0]) % 2, seats].reshape(expected.shape)
                 np.testing.assert_allclose(found, expected.numpy(), atol=TF32)
+        scene.answerer.close()
+
+    @pytest.mark.parametrize("core", ["none", "lstm"])
+    def test_values_are_left_out_where_nobody_reads_them(self, shm_dir: Path, core: str) -> None:
+        scene = Scene(shm_dir, NetworkConfig(core=core, core_size=16), with_value=False)
+        for seats in ([0, 1, 2, 3], [1, 4]):
+            round = scene.ask(seats)
+            scene.answerer.answer(round)
+            assert (scene.board.value == POISON).all()
+            assert (scene.board.action[seats] != POISON).all() and (scene.board.log_prob[seats] != POISON).all()
+            assert all(leaf[round.asked % 2, seats].any() for leaf in scene.board.state)
         scene.answerer.close()
 
     def test_a_network_that_cannot_be_captured_is_called_plainly_and_that_is_told_once(self, shm_dir: Path) -> None:

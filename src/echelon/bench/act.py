@@ -69,10 +69,14 @@ class ActSetting:
             raise ConfigError(f"network={self.network} is not known; there are {', '.join(NETWORKS)}.")
         if self.precision not in ("float32", "bfloat16"):
             raise ConfigError(f"precision={self.precision} is not known; there are float32 and bfloat16.")
-        if self.feeders < 1 or self.seconds <= 0:
-            raise ConfigError(f"feeders={self.feeders} must be at least 1, and seconds={self.seconds:g} above 0.")
+        if self.feeders < 1:
+            raise ConfigError(f"feeders={self.feeders} must be at least 1.")
+        if self.seconds <= 0:
+            raise ConfigError(f"seconds={self.seconds:g} must be above 0.")
         for batch in self.batches:
-            if batch < 1 or batch % self.feeders:
+            if batch < 1:
+                raise ConfigError(f"batch={batch} must be at least 1.")
+            if batch % self.feeders:
                 raise ConfigError(
                     f"batch={batch} does not divide among {self.feeders} feeders. Use a multiple, or another --feeders."
                 )

@@ -6,13 +6,14 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from echelon.bench.rpc.report import Report
-from echelon.bench.rpc.setting import TRANSPORTS, Progress, Setting, backend_of
+from echelon.bench.rpc.setting import TRANSPORTS, Progress, Setting, backend_of, check_setting
 from echelon.cli.main import Parser
 from echelon.errors import ConfigError
 
@@ -117,6 +118,8 @@ def run(arguments: Sequence[str]) -> int:
     settings, x_axis_name = parse_settings(arguments)
     path = Path(settings[0].output_file_path)
     check_writable(path)
+    for setting in settings:
+        check_setting(setting)
     report = Report(settings, x_axis_name)
     print(report.head(), flush=True)
     for number, setting in enumerate(settings, 1):
@@ -126,4 +129,6 @@ def run(arguments: Sequence[str]) -> int:
         report.add(setting, raw)
         print(report.last(), flush=True)
         report.write(path)  # after every run: a later one may fail
+    more = f"; `echelon bench plot {path}` draws it" if x_axis_name else ""
+    print(f"the report is in {path}{more}", file=sys.stderr)
     return 0

@@ -15,7 +15,7 @@ COMMANDS = {
     "train": "train a policy: echelon train PRESET ENV",
     "resume": "go on with a run: echelon resume RUN",
     "eval": "play greedy episodes with a run's newest weights: echelon eval RUN",
-    "bench": "measure: echelon bench train",
+    "bench": "measure: echelon bench train | rpc | plot | act",
     "doctor": "look at this machine: cores, GPU, shared memory, leftovers",
 }
 

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from echelon.engines.process import Failure, ProcessSpec, Role, failure_of, make_role, run_role
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 MAX_FAILURE_BYTES = 60_000  # under the 64 KiB a pipe holds, so a failing worker never blocks on it
 CLOSE_TIMEOUT_S = 0.3  # what a failed role may take to clean up: its error must not wait for that
 
@@ -51,6 +51,7 @@ def die_with_parent(parent: int) -> None:
 def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
     """What a forked worker does, until its end."""
     die_with_parent(parent)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, spec.name.encode()[:15])  # what `top` and `ps -o comm` show
     os.setpgid(0, 0)  # to be ended with what it forks; not a session, by which the kernel would share out its cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

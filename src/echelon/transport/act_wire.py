@@ -34,6 +34,7 @@ MAX_REASON_BYTES = 1000
 QUEUED_MESSAGES = 8  # per connection and direction: a seat has one question under way, and repeats it now and then
 HEARTBEAT_MS, SILENCE_MS = 2_000, 10_000  # a connection that is silent so long is closed
 CURVE_BYTES = 64  # more than encryption adds to a frame
+HANDSHAKE_BYTES = 1_024  # more than any frame of the handshake, which the limit on frames holds for, too
 LINGER_MS = 200  # how long a farewell may take
 
 
@@ -98,7 +99,8 @@ def make_socket(context: zmq.Context[Socket], kind: int, max_bytes: int) -> Sock
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + CURVE_BYTES)  # libzmq hangs up on a peer that sends a longer frame
+    # libzmq hangs up on a peer that sends a longer frame.
+    socket.setsockopt(zmq.MAXMSGSIZE, max(max_bytes + CURVE_BYTES, HANDSHAKE_BYTES))
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     return socket

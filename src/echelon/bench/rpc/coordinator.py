@@ -11,16 +11,15 @@ import functools
 import select
 import shutil
 import signal
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from echelon import errors
 from echelon.bench.rpc.results import JOIN, MEASURE, WARM_UP, Results, layout_of
-from echelon.bench.rpc.setting import Progress, Raw, Setting
+from echelon.bench.rpc.setting import Progress, Raw, Setting, check_port
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, ProcessSpec
-from echelon.errors import ConfigError, EchelonError, RunError
+from echelon.errors import EchelonError, RunError
 from echelon.transport.act_board import ActBoard
 from echelon.transport.segments import check_platform
 from echelon.transport.session import create_session
@@ -45,19 +44,6 @@ def run(setting: Setting, progress: Progress, kind: type[Coordinator] | None = N
         return coordinator.results.raw()
     finally:
         shutil.rmtree(session, ignore_errors=True)
-
-
-def check_port(setting: Setting) -> None:
-    """Raises ConfigError unless the agent can listen where it is to."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the agent does: a port just left is free
-        try:
-            probe.bind((setting.master_addr, int(setting.master_port)))
-        except OSError as error:
-            raise ConfigError(
-                f"the agent cannot listen on {setting.master_addr}:{setting.master_port}: {error.strerror}. Give an "
-                "address of this machine and another port; --master_port 0 takes a free one."
-            ) from error
 
 
 class Coordinator:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -115,6 +117,30 @@ class Raw:
 
 
 Backend = Callable[[Setting, Progress], Raw]
+
+
+def check_setting(setting: Setting) -> None:
+    """Raises ConfigError where a run of `setting` cannot even start: a sweep should not find that out half-way."""
+    if setting.transport == "ray" and find_spec("ray") is None:
+        raise ConfigError(
+            "transport=ray needs Ray, which is not installed. Install the extra: pip install 'echelon[ray]' "
+            "(in a checkout: pip install -e '.[ray]')."
+        )
+    if setting.transport in ("tcp", "torch-rpc"):
+        check_port(setting)
+
+
+def check_port(setting: Setting) -> None:
+    """Raises ConfigError unless the agent can listen where it is to."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the agent does: a port just left is free
+        try:
+            probe.bind((setting.master_addr, int(setting.master_port)))
+        except OSError as error:
+            raise ConfigError(
+                f"the agent cannot listen on {setting.master_addr}:{setting.master_port}: {error.strerror}. Give an "
+                "address of this machine and another port; --master_port 0 takes a free one."
+            ) from error
 
 
 def backend_of(transport: str) -> Backend:

@@ -23,7 +23,7 @@ from torch.distributed import rpc
 
 from echelon import errors
 from echelon.bench.rpc import coordinator
-from echelon.bench.rpc.setting import Progress, Raw, Setting
+from echelon.bench.rpc.setting import Progress, Raw, Setting, check_port
 from echelon.engines.process import Failure
 from echelon.errors import ConfigError, EchelonError, RunError
 
@@ -40,7 +40,7 @@ def run(setting: Setting, progress: Progress) -> Raw:
             f"this build of PyTorch ({torch.__version__}) has no torch.distributed.rpc. Install one that has it, or "
             "use another --transport."
         )
-    coordinator.check_port(setting)
+    check_port(setting)
     port = setting.master_port if int(setting.master_port) else free_port(setting.master_addr)
     setting = dataclasses.replace(setting, master_port=port)
     try:

@@ -1,0 +1,140 @@
+"""Central acting over TCP, its roles made by hand: whom a server lets in, what it takes from them, when it opens."""
+
+from __future__ import annotations
+
+import dataclasses
+import stat
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from echelon.errors import Refused
+from echelon.roles import inference as inference_role
+from echelon.roles.inference import Inference
+from echelon.roles.plan import Plan, act_layout
+from echelon.transport.act_tcp import RemoteSeat
+from running import wait_until
+from stage import Stage
+
+SECRET = "a secret of the tests"
+TCP = {
+    "acting.mode": "central",
+    "acting.transport": "tcp",
+    "acting.device": "cpu",
+    "engine": "local",
+    "actor.num_actors": 1,
+}
+
+
+@pytest.fixture
+def make_tcp_stage(make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stage]:
+    """Without a secret in the environment, whatever the tests run in."""
+    monkeypatch.delenv("ECHELON_SECRET", raising=False)
+    return lambda *place, **fields: make_stage(*place, **{**TCP, **fields})
+
+
+def take_seat(stage: Stage, secret: str | None, incarnation: int = 0) -> RemoteSeat:
+    address = stage.plan.door_file(0).read_text()
+    return RemoteSeat(address, act_layout(stage.context), 0, 0, incarnation, secret)
+
+
+def until(inference: Inference, condition: Callable[[], bool], what: str) -> None:
+    """Serves until `condition` holds."""
+
+    def look() -> bool:
+        inference.step(0.0)
+        return condition()
+
+    wait_until(look, what)
+
+
+def refused(inference: Inference) -> int:
+    door = inference.server.door
+    assert door is not None
+    return door.num_refused
+
+
+class TestSecret:
+    def test_a_run_without_one_makes_its_own_that_only_its_user_reads(
+        self, make_tcp_stage: Callable[..., Stage]
+    ) -> None:
+        plan = make_tcp_stage().plan
+        assert stat.S_IMODE(plan.secret_file.stat().st_mode) == 0o600
+        assert len(set(plan.act_secret())) > 4 and len(plan.act_secret()) == 64
+
+    def test_every_run_has_another(self, make_tcp_stage: Callable[..., Stage]) -> None:
+        stage = make_tcp_stage()
+        (session := stage.context.session / "another").mkdir()
+        other = Plan(dataclasses.replace(stage.context, session=session))
+        other.make()
+        assert other.act_secret() != stage.plan.act_secret()
+
+    def test_that_of_the_environment_wins(
+        self, make_tcp_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stage = make_tcp_stage()
+        monkeypatch.setenv("ECHELON_SECRET", SECRET)
+        assert stage.plan.act_secret() == SECRET
+        (session := stage.context.session / "another").mkdir()
+        other = Plan(dataclasses.replace(stage.context, session=session))
+        other.make()
+        assert not other.secret_file.exists()
+
+    def test_shared_memory_needs_none(self, make_tcp_stage: Callable[..., Stage]) -> None:
+        assert not make_tcp_stage(**{"acting.transport": "shm"}).plan.secret_file.exists()
+
+    @pytest.mark.parametrize("given", [None, SECRET])
+    def test_actors_are_let_in_and_nobody_else(
+        self, make_tcp_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, given: str | None
+    ) -> None:
+        stage = make_tcp_stage()
+        if given is not None:
+            monkeypatch.setenv("ECHELON_SECRET", given)
+        inference, actor = stage.inference(), stage.actor()
+        stranger = take_seat(stage, secret=None, incarnation=7)
+        stranger.ask()
+        until(inference, lambda: refused(inference) > 0, "the stranger was refused")
+        stage.ring.grant(0, 1)
+
+        def has_acted() -> bool:
+            actor.step(0.0)
+            return stage.ring.num_ready(0) == 1
+
+        until(inference, has_acted, "the actor acts")
+        assert not stranger.answered
+        stranger.leave()
+
+
+class TestDoor:
+    def test_it_opens_when_there_is_somebody_to_answer(
+        self, make_tcp_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stage, opened = make_tcp_stage(), []
+        make_answerer = inference_role.PolicyAnswerer
+
+        def look(*arguments: Any, **options: Any) -> Any:
+            opened.append(stage.plan.door_file(0).exists())
+            return make_answerer(*arguments, **options)
+
+        monkeypatch.setattr(inference_role, "PolicyAnswerer", look)
+        stage.inference()
+        assert opened == [False] and stage.plan.door_file(0).exists()
+
+    def test_an_observation_that_its_space_does_not_have_ends_nothing(
+        self, make_tcp_stage: Callable[..., Stage]
+    ) -> None:
+        stage = make_tcp_stage("FrozenLake-v1")
+        inference, secret = stage.inference(), stage.plan.act_secret()
+        stray = take_seat(stage, secret)
+        stray.observation[0][...] = 10**6
+        stray.ask()
+        with pytest.raises(Refused, match="observation holds 1000000"):
+            until(inference, lambda: stray.answered, "it was refused")
+        assert refused(inference) == 1
+        good = take_seat(stage, secret, incarnation=1)
+        good.observation[0][...] = 15
+        good.ask()
+        until(inference, lambda: good.answered, "a good one was answered")
+        for seat in (stray, good):
+            seat.leave()
