@@ -32,7 +32,7 @@ FEED = Feed((3,), "float32", rows=2, num_feeders=1)
         ({"precision": "int8"}, "precision=int8 is not known"),
         ({"batches": (10,), "feeders": 4}, "batch=10 does not divide among 4 feeders"),
         ({"feeders": 0}, "feeders=0 must be at least 1"),
-        ({"seconds": 0.0}, "seconds=0 above 0"),
+        ({"seconds": 0.0}, "seconds=0 must be above 0"),
     ],
 )
 def test_a_setting_that_cannot_be_measured_is_refused(changes: dict[str, Any], said: str) -> None:
