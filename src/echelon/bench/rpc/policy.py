@@ -44,11 +44,13 @@ class AgentPolicy:
         return chooser(states)
 
     def _chooser(self, count: int) -> Callable[[Array], Array]:
-        draw, actions = self._draw(count), torch.empty(count, dtype=torch.int64)
+        with torch.inference_mode():
+            draw, actions = self._draw(count), torch.empty(count, dtype=torch.int64)
         answer = actions.numpy()
 
         def choose(states: Array) -> Array:
-            draw(torch.from_numpy(states), actions)
+            with torch.inference_mode():
+                draw(torch.from_numpy(states), actions)
             return answer
 
         return choose
