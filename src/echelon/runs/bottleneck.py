@@ -41,7 +41,7 @@ def bottleneck(roles: Mapping[str, Shares], *, num_cores: int, num_processes: in
     if max(actors_busy, learner_busy, servers_busy) < 0.6:
         more = "Allowing lag (--learner.max-lag 1)" if lag_bounded else "More --actor.slots"
         if servers:
-            more = "A policy in every actor (--acting local) would spare the requests. " + more
+            more = f"`--acting auto` measures whether requests pay here. {more}"
         return f"bottleneck: none is busy; they wait for each other ({waits}). {more} would let them work at one time."
     if servers_busy >= max(learner_busy, actors_busy):
         return _inference(servers_busy, len(servers), _mean(actors, "wait"), num_cores - num_processes)
