@@ -52,7 +52,7 @@ def test_inline_repeats_exactly(tmp_path: Path, shm_dir: Path, name: str, core: 
         ("ppo", 0, {"network.core": "gru", "acting.servers": 2}),
         ("async-ppo", 1, {"acting.groups": 4}),
         ("impala", None, {"acting.batch": False}),
-        ("impala", None, {"acting.max_batch": 16, "acting.groups": 1}),
+        ("impala", None, {"acting.max_batch": 32, "acting.groups": 1}),
     ],
 )
 def test_processes_keep_the_bound_on_the_lag(

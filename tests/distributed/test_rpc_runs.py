@@ -81,7 +81,8 @@ def test_a_sweep_on_one_port_from_the_command_line_to_the_report(
     assert [result["world_size"] for result in report["benchmark_results"]] == [4, 5]
     assert [entry["num_requests"] for entry in report["echelon"]["runs"]] == [20, 30]
     out, err = capsys.readouterr()
-    assert err == "" and out.count("Benchmark\n") == 2
+    assert err.splitlines() == [f"the report is in {path}; `echelon bench plot {path}` draws it"]
+    assert out.count("Benchmark\n") == 2
     for result in report["benchmark_results"]:  # the screen and the file say the same
         for metric in ("agent latency", "agent throughput", "observer latency", "observer throughput"):
             values = {int(percentile): value for percentile, value in result[metric].items()}
