@@ -67,6 +67,7 @@ def test_processes_keep_the_bound_on_the_lag(
     servers = [name for name in summary["time"] if name.startswith("inference-")]
     assert len(servers) == changes.get("acting.servers", 1)
     assert all(summary["time"][server]["act"] > 0.0 for server in servers)
+    assert all(summary["inference"][server]["rounds"] > 0 for server in servers)
     assert not list(shm_dir.iterdir())
 
 

@@ -116,4 +116,6 @@ class Station:
         self.world.post(COORDINATOR, function, *args)
 
     def close(self) -> None:
+        """Leaves, with its last account: a short run may be over before the first was due."""
+        self.report("phases", self.world.name, self.phases)
         self.world.close()

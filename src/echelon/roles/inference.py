@@ -104,6 +104,7 @@ class Inference:
         self.station.report("serving", self.station.world.name, figures)
 
     def close(self) -> None:
+        self._tell()
         self.server.close()
         self.station.close()
 

@@ -139,6 +139,7 @@ class Supervisor:
                 elif timeout_s and self.engine.pid(name) is not None:
                     self.engine.signal(name, signal.SIGKILL)  # still starting: it hears nothing
             self.engine.close(timeout_s)
+            self.world.poll(0.0)  # what they told on leaving
         finally:
             (self.context.run_dir / PROCESSES).unlink(missing_ok=True)
 
