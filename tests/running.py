@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import secrets
@@ -15,6 +16,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+import echelon
+from echelon.config import replace
+from echelon.presets import preset
 from echelon.runs.metrics import read_metrics
 
 T = TypeVar("T")
@@ -49,6 +53,19 @@ def parent_of(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return 0
+
+
+def train_shortly(folder: Path, shm_dir: Path, name: str, engine: str, **changes: Any) -> dict[str, Any]:
+    """The summary of a training of preset `name` on CartPole-v1, in a run folder of its own under `folder`."""
+    settings = {
+        "run.dir": str(folder / f"{name}-{len(list(folder.iterdir()))}"),
+        "engine": engine,
+        "shm_dir": str(shm_dir),
+        "evaluation.interval_s": 0.0,
+        "learner.threads": 1,
+        **changes,
+    }
+    return echelon.train(replace(preset(name, "CartPole-v1"), **settings), output=io.StringIO()).summary
 
 
 class Running:
@@ -124,6 +141,20 @@ class Running:
         """Waits for two more trajectories of an actor."""
         before = self.heads(num_actors)[index]
         self.until(lambda: self.heads(num_actors)[index] >= before + 2, f"actor {index} acts")
+
+    def learns_while_stopped(self, name: str) -> None:
+        """Stops one of two actors: the other acts and the learner learns; then it goes on as the process it was."""
+        index = int(name.rpartition("-")[2])
+        pid = self.kill(name, signal.SIGSTOP)
+        before = self.heads(2)
+        for _ in range(3):
+            self.until_learning()
+        after = self.heads(2)
+        assert after[index] <= before[index] + 1
+        assert after[1 - index] > before[1 - index] + 1
+        os.kill(pid, signal.SIGCONT)
+        self.until_acting(index)
+        assert self.pid(name) == pid
 
     def rows(self) -> list[dict[str, Any]]:
         if not (self.run_dir / "metrics.jsonl").exists():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -81,14 +80,5 @@ def test_stopped_inference_server_is_replaced(runs: Runs, transport: str) -> Non
 def test_stopped_actor_holds_nobody(runs: Runs, transport: str) -> None:
     run = runs.train(**CENTRAL, **{"acting.transport": transport})
     run.until_acting(0)
-    pid = run.kill("actor-0", signal.SIGSTOP)
-    before = run.heads(2)
-    for _ in range(3):
-        run.until_learning()
-    after = run.heads(2)
-    assert after[0] <= before[0] + 1
-    assert after[1] > before[1] + 1
-    os.kill(pid, signal.SIGCONT)
-    run.until_acting(0)
-    assert run.pid("actor-0") == pid
+    run.learns_while_stopped("actor-0")
     assert stop(run)["restarts"] == 0

@@ -11,28 +11,17 @@ import pytest
 
 import echelon
 from echelon import training
-from echelon.config import replace
 from echelon.errors import ConfigError
-from echelon.presets import preset
 from echelon.runs.metrics import read_metrics
+from running import train_shortly
 
 QUICK = {"ppo": {"algorithm.epochs": 2}, "async-ppo": {"algorithm.epochs": 2, "actor.trajectory": 16}, "impala": {}}
 
 
 def train(folder: Path, shm_dir: Path, name: str, engine: str, **changes: Any) -> dict[str, Any]:
-    """The summary of a short training."""
-    settings = {
-        "run.dir": str(folder / f"{name}-{len(list(folder.iterdir()))}"),
-        "engine": engine,
-        "shm_dir": str(shm_dir),
-        "stop.steps": 10_000,
-        "evaluation.interval_s": 0.0,
-        "learner.threads": 1,
-        "acting.mode": "central",
-        **QUICK[name],
-        **changes,
-    }
-    return echelon.train(replace(preset(name, "CartPole-v1"), **settings), output=io.StringIO()).summary
+    """The summary of a short training with central acting."""
+    settings = {"stop.steps": 10_000, "acting.mode": "central", **QUICK[name], **changes}
+    return train_shortly(folder, shm_dir, name, engine, **settings)
 
 
 @pytest.mark.parametrize(("name", "core"), [("ppo", "none"), ("impala", "none"), ("ppo", "lstm")])

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import echelon
-from echelon.config import replace
 from echelon.envs.make import env_seeds
-from echelon.presets import preset
 from echelon.runs.metrics import read_metrics
-from running import Runs
+from running import Runs, train_shortly
 
 
 def train(folder: Path, shm_dir: Path, name: str, engine: str, **changes: Any) -> dict[str, Any]:
     """The summary of a short training."""
-    settings = {
-        "run.dir": str(folder / f"{name}-{len(list(folder.iterdir()))}"),
-        "engine": engine,
-        "shm_dir": str(shm_dir),
-        "stop.steps": 20_000,
-        "evaluation.interval_s": 0.0,
-        "learner.threads": 1,
-        **changes,
-    }
-    return echelon.train(replace(preset(name, "CartPole-v1"), **settings), output=io.StringIO()).summary
+    return train_shortly(folder, shm_dir, name, engine, **{"stop.steps": 20_000, **changes})
 
 
 def lags(run_dir: str) -> list[float]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from echelon.bench.load import loaded_cores
+from echelon.bench.machine import hardware
 from echelon.bench.stages import Cost, Stages, measure
 from echelon.bench.watch import OWN, Usage, Watch, usage
 from echelon.config import TrainConfig
@@ -135,27 +136,17 @@ def _env_text(config: TrainConfig) -> str:
 
 def _setting(config: TrainConfig, seconds: float, device: str, num_cores: int) -> dict[str, Any]:
     """What was measured, and on what."""
-    import torch
-
     from echelon import config_io
     from echelon.runs.folder import versions
 
-    gpu = torch.cuda.get_device_name(device) if device != "cpu" else None
     return {
         "config": config_io.to_json(config, _env_text(config)),
         "seconds": seconds,
         "device": device,
         "num_cores": num_cores,
-        "hardware": {"cores": len(os.sched_getaffinity(0)), "processor": _processor(), "gpu": gpu},
+        "hardware": hardware(device),
         "versions": versions(),
     }
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown"
 
 
 def _rest(report: dict[str, Any]) -> str:
@@ -194,8 +185,8 @@ def table(report: dict[str, Any]) -> str:
     rows.append(f"{'limit, steps/s':<30}{limits['alone']:>10,.0f}{limits['loaded']:>10,.0f}")
     rows.append(f"{'trained, steps/s':<30}{report['env_steps_per_s']:>10,.0f}")
     rows.append(f"{'efficiency':<30}{efficiency['alone']:>10.1%}{efficiency['loaded']:>10.1%}")
-    hardware = report["hardware"]
-    where = f"{report['num_cores']} of {hardware['cores']} cores of {hardware['processor']}"
+    machine = report["hardware"]
+    where = f"{report['num_cores']} of {machine['cores']} cores of {machine['processor']}"
     restarts = f" {report['restarts']} roles were restarted." if report["restarts"] else ""
-    rows += ["", f"{where}{', ' + hardware['gpu'] if hardware['gpu'] else ''}.{restarts}", report["rest"]]
+    rows += ["", f"{where}{', ' + machine['gpu'] if machine['gpu'] else ''}.{restarts}", report["rest"]]
     return "\n".join(rows)
