@@ -28,6 +28,12 @@ def _fractions(config: Any, section: str, *names: str) -> None:
         require(0 <= value <= 1, f"{section}.{name}={value} must lie between 0 and 1.")
 
 
+def _above_zero(config: Any, section: str, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(value > 0, f"{section}.{name}={value} must be above 0.")
+
+
 @dataclass(frozen=True, slots=True)
 class EnvConfig:
     """Which environment, and how it is made and stepped."""
@@ -149,7 +155,118 @@ class PpoConfig:
         _at_least(self, "algorithm", epochs=1, minibatches=1, value_clip=0, value_weight=0, reward_clip=0)
 
 
-AlgorithmConfig = ImpalaConfig | PpoConfig
+@dataclass(frozen=True, slots=True)
+class DqnConfig:
+    """Double Q-learning (van Hasselt et al., 2016), dueling (Wang et al., 2016)."""
+
+    name: Literal["dqn"] = "dqn"
+    discount: float = 0.99
+    double: bool = True
+    dueling: bool = True
+    huber: float = 1.0  # TD errors beyond it count linearly; 0: all are squared
+    target_period: int = 500  # updates between copies to the target network; 0: it follows by target_tau
+    target_tau: float = 0.0  # the part of the way that the target network goes at every update
+    epsilon_start: float = 1.0  # chance of a random action at the first step ...
+    epsilon_end: float = 0.05
+    epsilon_steps: int = 10_000  # ... falls in a straight line over so many environment steps
+    epsilon_ladder: bool = False  # environment i of N: 0.4^(1 + 7i/(N-1)) in place of the schedule (Ape-X)
+    reward_clip: float = 0.0  # of single rewards, before they are summed over n steps
+
+    def __post_init__(self) -> None:
+        _fractions(self, "algorithm", "discount", "target_tau", "epsilon_start", "epsilon_end")
+        _at_least(self, "algorithm", huber=0, target_period=0, epsilon_steps=0, reward_clip=0)
+        require(
+            (self.target_period > 0) != (self.target_tau > 0),
+            f"algorithm.target_period={self.target_period} and algorithm.target_tau={self.target_tau}: the target "
+            "network is copied every so many updates or follows by a part of the way. Set one, and the other to 0.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DdpgConfig:
+    """Deterministic policy gradients (Lillicrap et al., 2016); TD3 (Fujimoto et al., 2018) by its values."""
+
+    name: Literal["ddpg"] = "ddpg"
+    discount: float = 0.99
+    num_critics: int = 1  # TD3: 2, of which the lower counts
+    policy_delay: int = 1  # critic updates per policy update; TD3: 2
+    target_noise: float = 0.0  # on the actions that targets are computed from; TD3: 0.2
+    target_noise_clip: float = 0.5
+    target_tau: float = 0.005
+    critic_learning_rate: float = 1e-3  # the policy's is optimizer.learning_rate
+    huber: float = 0.0  # TD errors beyond it count linearly; 0: all are squared
+    noise: float = 0.1  # deviation of the noise that actors add, in units of half the action range
+    noise_ladder: float = (
+        0.0  # 0: the same noise everywhere; else it falls to this from the first environment to the last
+    )
+    random_steps: int = 1_000  # environment steps with actions drawn at random, before the policy acts
+    publish_critic: bool = False  # actors get the critic too, for the priorities of what they store
+    reward_clip: float = 0.0  # of single rewards, before they are summed over n steps
+
+    def __post_init__(self) -> None:
+        _fractions(self, "algorithm", "discount")
+        _at_least(self, "algorithm", num_critics=1, policy_delay=1, target_noise=0, target_noise_clip=0, huber=0)
+        _at_least(self, "algorithm", noise=0, noise_ladder=0, random_steps=0, reward_clip=0)
+        _above_zero(self, "algorithm", "target_tau", "critic_learning_rate")
+        require(
+            self.noise_ladder <= self.noise,
+            f"algorithm.noise_ladder={self.noise_ladder} exceeds algorithm.noise={self.noise}, from which it falls.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SacConfig:
+    """Soft actor-critic with a learned temperature (Haarnoja et al., 2018), for continuous and discrete actions."""
+
+    name: Literal["sac"] = "sac"
+    discount: float = 0.99
+    num_critics: int = 2
+    target_tau: float = 0.005
+    critic_learning_rate: float = 1e-3  # the policy's is optimizer.learning_rate
+    temperature: float = 1.0  # what entropy is worth; the first value where it is learned
+    learn_temperature: bool = True
+    temperature_learning_rate: float = 1e-3
+    target_entropy: float | None = None  # none: -(action components), or 0.98 of a uniform choice's if discrete
+    random_steps: int = 1_000  # environment steps with actions drawn at random, before the policy acts
+    reward_clip: float = 0.0  # of single rewards, before they are summed over n steps
+
+    def __post_init__(self) -> None:
+        _fractions(self, "algorithm", "discount")
+        _at_least(self, "algorithm", num_critics=1, random_steps=0, reward_clip=0)
+        rates = ("critic_learning_rate", "temperature_learning_rate")
+        _above_zero(self, "algorithm", "target_tau", "temperature", *rates)
+
+
+AlgorithmConfig = ImpalaConfig | PpoConfig | DqnConfig | DdpgConfig | SacConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayConfig:
+    """Where transitions lie, and how they are drawn for learning."""
+
+    capacity: int = 1_000_000  # transitions, over all shards; the oldest make room
+    min_size: int = 1_000  # learning waits below this
+    batch: int = 256  # transitions per update
+    n_step: int = 1  # rewards summed before the value of what follows
+    samples_per_insert: float = 256.0  # transitions drawn for each one stored; 0: as fast as the learner can
+    prioritized: bool = False  # draw by TD error
+    alpha: float = 0.6  # priority = error^alpha; 0: uniform
+    beta_start: float = 0.4  # how far importance weights undo the priorities, at first ...
+    beta_end: float = 1.0  # ... and at the end of the run
+    checkpoint: bool = False  # its content is part of the checkpoints
+
+    def __post_init__(self) -> None:
+        _at_least(self, "replay", batch=1, n_step=1, samples_per_insert=0)
+        _fractions(self, "replay", "alpha", "beta_start", "beta_end")
+        require(
+            self.min_size >= self.batch,
+            f"replay.min_size={self.min_size} is below replay.batch={self.batch}: the first batch could not be filled.",
+        )
+        require(
+            self.min_size <= self.capacity,
+            f"replay.min_size={self.min_size} exceeds replay.capacity={self.capacity}: the learner would wait forever. "
+            "Lower min_size or raise capacity.",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +332,7 @@ class TrainConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     algorithm: AlgorithmConfig = field(default_factory=ImpalaConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
     stop: StopConfig = field(default_factory=StopConfig)
