@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import toy_envs as toy
+from echelon.config import replace
+from echelon.presets import preset
 from running import Runs
+from stage import Stage
 
 
 @pytest.fixture
@@ -26,3 +31,17 @@ def runs(tmp_path: Path, shm_dir: Path) -> Iterator[Runs]:
     yield runs
     for run in runs.started:
         run.close()
+
+
+@pytest.fixture
+def make_stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+    stages: list[Stage] = []
+
+    def make(env: Any = toy.CounterEnv, name: str = "impala", **fields: Any) -> Stage:
+        base = {"env.id": env, "engine": "inline", "actor.envs": 2, "actor.trajectory": 4, "network.hidden": (8,)}
+        stages.append(Stage(tmp_path, replace(preset(name, "CartPole-v1"), **{**base, **fields})))
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        stage.close()

@@ -59,6 +59,30 @@ class ActorConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ActingConfig:
+    """Who chooses the actions: every actor with its own copy of the policy, or inference servers for all of them."""
+
+    mode: Literal["auto", "local", "central"] = "auto"  # auto: what measures faster at the start
+    servers: int = 1  # inference servers, which share the actors
+    groups: int = 0  # an actor steps one group of its environments while others wait for actions; 0: 2 if envs is even
+    batch: bool = True  # false: every request is answered alone
+    max_batch: int = 0  # environments per forward pass; 0: all that ask
+    max_wait_us: float = 200.0  # how long a request waits for those of the other actors
+    spin_us: float = 0.0  # how long a server looks for requests before it sleeps; for machines with idle cores
+    value: bool = False  # replies carry the value of what was seen, too; the rules here do without
+    device: str = "auto"  # where the servers compute: auto, cpu, cuda, cuda:N
+    transport: Literal["shm", "tcp"] = "shm"  # how requests travel: shared memory, or ZeroMQ over TCP
+    address: str = "tcp://127.0.0.1:0"  # where servers listen with tcp; off the loopback only with ECHELON_SECRET
+
+    def __post_init__(self) -> None:
+        _at_least(self, "acting", servers=1, groups=0, max_batch=0, max_wait_us=0, spin_us=0)
+        require(
+            self.servers == 1 or self.address.endswith(":0"),
+            f"acting.address={self.address} names one port for {self.servers} servers. Use port 0: any free ones.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class LearnerConfig:
     """How batches become weights."""
 
@@ -328,6 +352,7 @@ class TrainConfig:
     shm_dir: str = "/dev/shm"
     env: EnvConfig = field(default_factory=EnvConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    acting: ActingConfig = field(default_factory=ActingConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -339,6 +364,11 @@ class TrainConfig:
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
 
     def __post_init__(self) -> None:
+        require(
+            self.engine != "inline" or self.acting.transport == "shm",
+            "acting.transport=tcp needs processes: sockets of one process keep no fixed order. Use --engine local, or "
+            "--acting.transport shm.",
+        )
         require(0 <= self.seed < 1 << 63, f"seed={self.seed} must be a number from 0 to 2**63 - 1.")
 
     @property

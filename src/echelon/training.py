@@ -5,10 +5,12 @@ Nothing heavy is imported at the top: the fork server imports torch while this p
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -20,11 +22,12 @@ from echelon.errors import ConfigError, EchelonError
 from echelon.transport.session import check_room, create_session
 
 if TYPE_CHECKING:
+    from echelon.roles.choice import Choice
     from echelon.roles.context import Context
     from echelon.runs.folder import RunFolder
     from echelon.schema import Spaces
 
-PRELOAD = ("echelon.roles.learner", "echelon.roles.actor", "echelon.roles.evaluator")
+PRELOAD = ("echelon.roles.learner", "echelon.roles.inference", "echelon.roles.actor", "echelon.roles.evaluator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +110,14 @@ def _run(config: TrainConfig, past: Past, output: TextIO | None) -> RunResult:
     """The whole life of a run: session, engine, validation, folder, coordinator, summary."""
     began, output = time.time(), output or sys.stdout
     _check_stop(config)
-    print(f"preparing {config.preset} on {_env_text(config)}", file=output, flush=True)
+    tell = functools.partial(print, file=output, flush=True)
+    tell(f"preparing {config.preset} on {_env_text(config)}")
     session = create_session(config.shm_dir)
     engine = InlineEngine() if config.engine == "inline" else LocalEngine(str(session), PRELOAD)
     try:
-        context = _context(config, session, past, began)
-        return _train_in(context, engine, past, output)
+        context, choice = _prepare(config, session, engine, past, began, tell)
+        acting = {"asked": config.acting.mode, "mode": choice.mode, "why": choice.reason}
+        return _train_in(context, engine, past, acting, output)
     finally:
         engine.close(0.0)
         shutil.rmtree(session, ignore_errors=True)
@@ -124,15 +129,24 @@ def _check_stop(config: TrainConfig) -> None:
         raise ConfigError("the run would never end: give --steps N, --minutes M or --until-return R.")
 
 
-def _context(config: TrainConfig, session: Path, past: Past, began: float) -> Context:
-    """Checks everything that can be checked before a folder or a process exists."""
+def _prepare(
+    config: TrainConfig,
+    session: Path,
+    engine: InlineEngine | LocalEngine,
+    past: Past,
+    began: float,
+    tell: Callable[[str], None],
+) -> tuple[Context, Choice]:
+    """Checks everything that can be checked before a folder or a role exists, and chooses who acts."""
     from echelon.envs.make import probe_spaces
     from echelon.names import describe_callable
+    from echelon.roles.choice import choose_acting
     from echelon.roles.context import Context
     from echelon.roles.learner import find_weights
     from echelon.roles.placement import pick_device
-    from echelon.roles.plan import Plan, shared_bytes
+    from echelon.roles.plan import Plan
     from echelon.runs.folder import default_run_dir
+    from echelon.transport.curve import check_secret, secret_from_environment
     from echelon.transport.segments import check_platform
 
     config = _with_whole_paths(config)
@@ -157,16 +171,23 @@ def _context(config: TrainConfig, session: Path, past: Past, began: float) -> Co
         run_dir=run_dir.absolute(),
         started_at=began - past.wall_s,
     )
-    plan = Plan(context)
-    pick_device(config.learner.device, plan.model.parameters.numel())
-    context = replace(context, state_shapes=plan.model.network.state_shapes)
+    model = Plan(context).model
+    pick_device(config.learner.device, model.parameters.numel())
     if config.run.init_from and past.epoch == 0:
-        plan.model.load_weights(find_weights(config.run.init_from), config.run.init_from)
-    check_room(session, shared_bytes(config, context.schema, plan.model))
+        model.load_weights(find_weights(config.run.init_from), config.run.init_from)
+    choice = choose_acting(context, engine, model)
+    if choice.mode != config.acting.mode:
+        tell(f"acting: {choice.mode} ({choice.reason})")
+    if choice.mode == "central":
+        pick_device(config.acting.device, model.parameters.numel(), "--acting.device")
+        if config.acting.transport == "tcp":
+            check_secret(config.acting.address, secret_from_environment())
+    config = replace(config, acting=replace(config.acting, mode=choice.mode))
+    context = replace(context, train=config, state_shapes=model.network.state_shapes)
     plan = Plan(context)
-    plan.ring().close()
-    plan.board()
-    return context
+    check_room(session, plan.shared_bytes())
+    plan.make()
+    return context, choice
 
 
 def _with_whole_paths(config: TrainConfig) -> TrainConfig:
@@ -192,7 +213,9 @@ def _env_text(config: TrainConfig) -> str:
         return str(getattr(id, "__qualname__", type(id).__qualname__))
 
 
-def _train_in(context: Context, engine: InlineEngine | LocalEngine, past: Past, output: TextIO) -> RunResult:
+def _train_in(
+    context: Context, engine: InlineEngine | LocalEngine, past: Past, acting: dict[str, str], output: TextIO
+) -> RunResult:
     from echelon import config_io
     from echelon.runs.console import final_summary
     from echelon.runs.folder import SUMMARY, RunFolder
@@ -204,7 +227,8 @@ def _train_in(context: Context, engine: InlineEngine | LocalEngine, past: Past, 
     with folder.held():
         folder.write_config(config_json)
         (folder.path / SUMMARY).unlink(missing_ok=True)  # of the part that is being gone on with
-        figures = _coordinate(context, engine, folder, past, output)
+        figures = {**_coordinate(context, engine, folder, past, output), "acting": acting}
+        folder.write_summary(figures)
     final_summary(figures, output)
     return RunResult(figures["status"], folder.path, figures)
 
@@ -212,7 +236,7 @@ def _train_in(context: Context, engine: InlineEngine | LocalEngine, past: Past, 
 def _coordinate(
     context: Context, engine: InlineEngine | LocalEngine, folder: RunFolder, past: Past, output: TextIO
 ) -> dict[str, Any]:
-    """Runs the coordinator and writes the summary, of a failure too; returns it."""
+    """Runs the coordinator; returns the summary, and writes it should the run fail."""
     from echelon.roles.coordinator import Coordinator
     from echelon.runs.console import Console
     from echelon.runs.metrics import MetricsWriter
@@ -235,9 +259,7 @@ def _coordinate(
         console.close()
         world.close()
         metrics.close()
-    summary = _summary(context, coordinator, figures)
-    folder.write_summary(summary)
-    return summary
+    return _summary(context, coordinator, figures)
 
 
 def _base(context: Context) -> dict[str, Any]:
@@ -264,6 +286,7 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
         "restarts": coordinator.restarts,
         "env_restarts": coordinator.env_restarts,
         "time": shares,
+        "inference": coordinator.serving,
         "bottleneck": limit,
         "curve": _curve(context.run_dir),
         **_base(context),

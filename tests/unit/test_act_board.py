@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from echelon.errors import TransportError
 from echelon.layout import Leaf
-from echelon.transport.act_board import ActBoard, ActLayout, Batcher, BatchRule, Round, Seat
+from echelon.transport.act_board import AWAKE, UNTIL_ASKED, UNTIL_DUE, ActBoard, ActLayout, Seat
+from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.futex import Word
 from echelon.transport.segments import create_segment
 from running import TESTS, wait_until
@@ -175,6 +176,35 @@ class TestRounds:
         rounds = [batcher.next(0.0) for batcher in batchers]
         assert [round.seats.tolist() for round in rounds if round] == [[0, 1], [2, 3, 4]]
 
+    def test_everybody_can_be_expected_again(self, board: ActBoard) -> None:
+        seats = take_seats(board)
+        batcher = Batcher(board, 0, BatchRule(max_wait_us=1000))
+        ask(seats[0], 1)
+        round = batcher.next(60.0)
+        assert round is not None and round.seats.tolist() == [0]  # the others missed it
+        answer(batcher, round)
+        batcher._max_wait_s = LONG_US * 1e-6
+        batcher.expect_all()
+        ask(seats[0], 1), ask(seats[1], 1)
+        assert batcher.look()[0] is None
+        ask(seats[2], 1)
+        round = batcher.next(0.0)
+        assert round is not None and round.seats.tolist() == [0, 1, 2]
+
+    @pytest.mark.parametrize(
+        ("sleep", "rings"), [(AWAKE, [False] * 3), (UNTIL_ASKED, [True] * 3), (UNTIL_DUE, [False, False, True])]
+    )
+    def test_a_server_is_rung_only_when_it_must_wake(self, sleep: int, rings: list[bool], board: ActBoard) -> None:
+        seats = take_seats(board)
+        Batcher(board, 0, BatchRule(max_wait_us=LONG_US))
+        board.sleep[0] = sleep
+        heard = []
+        for seat in seats:
+            before = board.bells[0].value
+            ask(seat, 1)
+            heard.append(board.bells[0].value != before)
+        assert heard == rings
+
     def test_a_board_of_another_layout_is_refused(self, shm_dir: Path) -> None:
         ActBoard(shm_dir, layout(3))
         with pytest.raises(TransportError, match="bytes where"):
@@ -310,6 +340,7 @@ def test_processes_are_answered_while_one_is_stopped_and_one_is_killed(shm_dir: 
     batcher = Batcher(board, 0, BatchRule(max_wait_us=2000))
     clients = [start_client(shm_dir, 0, 400), start_client(shm_dir, 1, 1 << 30), start_client(shm_dir, 2, 1 << 30)]
     try:
+        wait_until(lambda: bool((board.asked > 0).all()), "everybody asked")
         answered, hit = np.zeros(3, np.int64), False
         deadline = time.monotonic() + 60.0
         while clients[0].poll() is None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,122 +11,8 @@ import pytest
 import torch
 
 import toy_envs as toy
-from echelon.config import TrainConfig, replace
-from echelon.envs.make import probe_spaces
 from echelon.errors import DivergedError, EnvError
-from echelon.presets import preset
-from echelon.roles.actor import Actor
-from echelon.roles.context import Context
-from echelon.roles.learner import Learner
-from echelon.roles.plan import Plan
-from echelon.world.world import World
-
-Array = np.ndarray[Any, Any]
-Trajectory = dict[str, Array]
-
-
-class Stage:
-    """A session folder and a world in this process, in which roles are made by hand."""
-
-    def __init__(self, folder: Path, config: TrainConfig) -> None:
-        session = folder / "session"
-        session.mkdir()
-        (folder / "run" / "checkpoints").mkdir(parents=True)
-        address = f"inproc://{folder}"
-        self.world = World.host(address)
-        self.messages: list[str] = []
-        self.world.serve("message", self.messages.append)
-        self.world.serve("env_restarted", self.messages.append)
-        for name in ("phases", "train", "finished", "evaluation"):
-            self.world.serve(name, lambda *told: None)
-        context = Context(
-            name="coordinator", index=0, incarnation=0, epoch=0, train=config, spaces=probe_spaces(config.env),
-            state_shapes=(), session=session, address=address, run_dir=folder / "run", started_at=time.time(),
-        )  # fmt: skip
-        shapes = Plan(context).model.network.state_shapes
-        self.context = dataclasses.replace(context, state_shapes=shapes)
-        self.plan = Plan(self.context)
-        self.ring, self.board = self.plan.ring(), self.plan.board()
-        self.board.publish(self.plan.model.parts(), 1)
-        self.roles: list[Any] = []
-
-    def actor(self, index: int = 0, incarnation: int = 0) -> Actor:
-        name = f"actor-{index}-{incarnation}"
-        actor = Actor(dataclasses.replace(self.context, name=name, index=index, incarnation=incarnation))
-        self.roles.append(actor)
-        return actor
-
-    def learner(self) -> Learner:
-        learner = Learner(dataclasses.replace(self.context, name="learner"))
-        self.roles.append(learner)
-        return learner
-
-    def collect(self, actor: Actor, count: int) -> list[Trajectory]:
-        """The next `count` trajectories of `actor`, copied out of the ring and released."""
-        found = []
-        for _ in range(count):
-            self.ring.grant(actor.index, 1)
-            while not self.ring.num_ready(actor.index):
-                assert actor.step(0.0)
-            found.append({name: view.copy() for name, view in self.ring.readable(actor.index).items()})
-            self.ring.release(actor.index)
-        return found
-
-    def close(self) -> None:
-        for role in self.roles:
-            role.close()
-        self.ring.close()
-        self.world.close()
-
-
-@pytest.fixture
-def make_stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
-    stages: list[Stage] = []
-
-    def make(env: Any = toy.CounterEnv, name: str = "impala", **fields: Any) -> Stage:
-        base = {"env.id": env, "engine": "inline", "actor.envs": 2, "actor.trajectory": 4, "network.hidden": (8,)}
-        stages.append(Stage(tmp_path, replace(preset(name, "CartPole-v1"), **{**base, **fields})))
-        return stages[-1]
-
-    yield make
-    for stage in stages:
-        stage.close()
-
-
-def joined(trajectories: list[Trajectory]) -> Trajectory:
-    """Trajectories as one stream of rows; checks that each begins with the row the one before ended with."""
-    for before, after in itertools.pairwise(trajectories):
-        for name in ("observation", "first"):
-            np.testing.assert_array_equal(after[name][0], before[name][-1], err_msg=f"{name} at a border")
-    stream = {name: np.concatenate([t[name] for t in trajectories]) for name in trajectories[0] if "state" not in name}
-    for name in ("observation", "first"):
-        rows = [t[name][:-1] for t in trajectories] + [trajectories[-1][name][-1:]]
-        stream[name] = np.concatenate(rows)
-    return stream
-
-
-def foretold(make: Callable[[], Any], seed: int, actions: Array) -> dict[str, list[Any]]:
-    """What one environment does with `actions`, by gymnasium's plain calls and the NEXT_STEP rule."""
-    env = make()
-    rows: dict[str, list[Any]] = {"observation": [env.reset(seed=seed)[0]], "first": [True]}
-    names = ("reward", "terminated", "truncated", "valid", "episode_return", "episode_length")
-    rows.update({name: [] for name in names})
-    over, total, length = False, 0.0, 0
-    for action in actions:
-        if over:
-            observation, reward, terminated, truncated, valid = env.reset()[0], 0.0, False, False, False
-        else:
-            observation, reward, terminated, truncated, _ = env.step(action)
-            valid, total, length = True, total + reward, length + 1
-        over = terminated or truncated
-        ended = (total, length) if over else (0.0, 0)
-        for name, value in zip(names, (reward, terminated, truncated, valid, *ended), strict=True):
-            rows[name].append(value)
-        rows["observation"].append(observation)
-        rows["first"].append(not valid)
-        if over:
-            total, length = 0.0, 0
-    return rows
+from stage import Stage, foretold, joined
 
 
 @pytest.mark.parametrize("truncate", [False, True], ids=["terminating", "truncating"])
@@ -140,7 +23,7 @@ def test_the_stream_is_what_the_environments_did(
     kwargs = {"length": 3, "truncate": truncate}
     stage = make_stage(**{"actor.trajectory": trajectory, "actor.envs": 3, "env.kwargs": kwargs})
     actor = stage.actor()
-    seeds = list(actor.group.seeds)
+    seeds = actor.seeds
     assert len(set(seeds)) == 3
     stream = joined(stage.collect(actor, 6))
     for k, seed in enumerate(seeds):
@@ -216,7 +99,7 @@ def test_an_actor_waits_until_it_is_admitted_and_ends_when_told(make_stage: Call
 def test_actors_and_their_successors_have_seeds_of_their_own(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(**{"actor.num_actors": 2})
     first, second, successor = stage.actor(0), stage.actor(1), stage.actor(0, incarnation=1)
-    seeds = first.group.seeds + second.group.seeds + successor.group.seeds
+    seeds = first.seeds + second.seeds + successor.seeds
     assert len(set(seeds)) == 6
     (trajectory,) = stage.collect(successor, 1)
     assert trajectory["first"][0].all(), "a successor begins new episodes"

@@ -81,6 +81,8 @@ def test_options_are_read_wherever_they_stand_and_however_they_are_written() -> 
     (["--until-return", "-150"], "stop.until_return", -150.0),
     (["--stop.until-return", "-1.5e2"], "stop.until_return", -150.0),
     (["--steps", "1e6"], "stop.steps", 1_000_000),
+    (["--acting", "central"], "acting.mode", "central"),
+    (["--acting.max-wait-us", "50"], "acting.max_wait_us", 50.0),
     (["--learner.max-lag", "none"], "learner.max_lag", None),
     (["--network.hidden", "32,16"], "network.hidden", (32, 16)),
     (["--env-kwargs", '{"delay": 3}'], "env.kwargs", {"delay": 3}),

@@ -67,12 +67,15 @@ def test_every_space_encodes_and_acting_agrees_with_learning(name: str, core: st
     with torch.inference_mode():
         state = network.initial_state(B, "cpu")
         output = network(observation, state, first)
-        step = network.act(map_tree(lambda leaf: leaf[0], observation), state, first[0])
+        row = map_tree(lambda leaf: leaf[0], observation)
+        step, valued = (network.act(row, state, first[0], with_value=wanted) for wanted in (False, True))
     assert output.params.shape == (T, B, 3) and output.value.shape == (T, B)
     assert output.params.dtype == output.value.dtype == torch.float32
     assert len(output.state) == len(network.state_shapes) == {"none": 0, "gru": 1, "lstm": 2}[core]
-    assert step.value is None
+    assert step.value is None and valued.value is not None
     torch.testing.assert_close(step.params, output.params[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(valued.value, output.value[0], rtol=1e-4, atol=1e-6)
+    assert torch.equal(valued.params, step.params)
 
 
 @pytest.mark.parametrize("core", ["lstm", "gru"])
@@ -343,6 +346,9 @@ def test_a_plain_module_sees_batches(zoo: Zoo) -> None:
     output = network(observation, (), first)
     assert network.state_shapes == () and output.value.shape == (T, B)
     torch.testing.assert_close(network.act(observation[2], (), first[2]).params, output.params[2])
+    value = network.act(observation[2], (), first[2], with_value=True).value
+    assert value is not None
+    torch.testing.assert_close(value, output.value[2])
 
 
 def test_a_module_with_state_sees_sequences(zoo: Zoo) -> None:
@@ -352,6 +358,23 @@ def test_a_module_with_state_sees_sequences(zoo: Zoo) -> None:
     assert output.value.flatten().tolist() == [1, 2, 1, 2, 3]
     step = network.act(torch.zeros(1, 5), output.state, torch.tensor([False]))
     assert step.params.tolist() == [[4, 4, 4]] and step.state[0].tolist() == [[4]]
+
+
+@pytest.mark.parametrize("reply", [("params", "value", "state"), ("params", None, "state"), ("params", "state")])
+def test_a_module_may_act_by_itself_with_a_value_or_without(zoo: Zoo, reply: tuple[str | None, ...]) -> None:
+    class Quick(Counter):
+        def act(self, observation: Any, state: Any, first: Any) -> Any:
+            params, value, state = self(observation[None], state, first[None])
+            found = {"params": params[0] + 0.5, "value": value[0] + 0.5, "state": state}
+            return tuple(None if name is None else found[name] for name in reply)
+
+    network = build_network(zoo(lambda spaces, num_params: Quick(num_params)), SMALL, 3)
+    question = torch.zeros(1, 5), network.initial_state(1, "cpu"), torch.tensor([False])
+    assert network.act(*question).params.tolist() == [[1.5, 1.5, 1.5]]
+    valued = network.act(*question, with_value=True)
+    own = 0.5 if "value" in reply else 0.0  # else its forward gives one
+    assert valued.value is not None and valued.value.tolist() == [1 + own]
+    assert valued.params.tolist() == [[1 + own] * 3] and valued.state[0].tolist() == [[1]]
 
 
 @pytest.mark.parametrize(

@@ -431,6 +431,25 @@ BOTTLENECKS = [
         8,
         "none is busy; they wait for each other (actors wait 50%, the learner 50%). Allowing lag (--learner.max-lag 1",
     ),
+    (
+        {
+            "learner": shares(learn=0.3, wait=0.7),
+            "inference-0": shares(act=0.8, transfer=0.1, wait=0.1),
+            "actor-0": shares(env=0.4, wait=0.6),
+        },
+        8,
+        "bottleneck: the inference server (busy 90%; actors wait 60%). More of them (--acting.servers, 5 cores are "
+        "free), a GPU (--acting.device cuda), a smaller network or a policy in every actor (--acting local) would",
+    ),
+    (
+        {
+            "learner": shares(learn=0.3, wait=0.7),
+            "inference-0": shares(act=0.1, wait=0.9),
+            "actor-0": shares(env=0.3, wait=0.7),
+        },
+        8,
+        "none is busy; they wait for each other (actors wait 70%, the learner 70%, inference 90%)",
+    ),
     ({"learner": shares(learn=1.0)}, 8, "not known"),
 ]
 

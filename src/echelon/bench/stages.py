@@ -19,13 +19,13 @@ from echelon.algorithms import build_algorithm
 from echelon.config import TrainConfig
 from echelon.envs.make import env_seeds, make_group, probe_spaces
 from echelon.envs.vector import StepRows
-from echelon.roles.acting import LocalActing
+from echelon.roles.acting import LocalActing, Question
 from echelon.roles.context import Context
 from echelon.roles.learner import learn_once
 from echelon.roles.plan import Plan, window
 from echelon.roles.source import QueueSource
 from echelon.roles.update import LocalUpdate
-from echelon.schema import TrajectorySchema, unflatten
+from echelon.schema import TrajectorySchema
 
 Array = np.ndarray[Any, Any]
 BENCH_ACTOR = 1 << 21  # an actor number that no actor has: the stages share no seed with training
@@ -95,11 +95,8 @@ class Collecting:
         self.views = plan.schema.views(np.zeros(plan.schema.nbytes, np.uint8))
         self.rows = [_step_rows(self.schema, self.views, t) for t in range(self.schema.num_steps)]
         names, space = self.schema.observation_names, self.schema.spaces.observation
-        self.inputs = [
-            (
-                unflatten(space, iter([torch.from_numpy(self.views[name][t]) for name in names])),
-                torch.from_numpy(self.views["first"][t]),
-            )
+        self.questions = [
+            Question.of(space, [self.views[name][t] for name in names], self.views["first"][t])
             for t in range(self.schema.num_steps)
         ]
         self.random_actions = self._draw_actions()
@@ -118,12 +115,12 @@ class Collecting:
             np.logical_not(row.valid, out=self.views["first"][t + 1])
 
     def _act(self, t: int) -> Array:
-        observation, first = self.inputs[t]
-        sample = self.acting.collect(self.acting.submit(0, observation, first))
-        action = sample.action.numpy()
-        self.views["action"][t] = action
-        self.views["log_prob"][t] = sample.log_prob.numpy()
-        return self.to_env(action)
+        """The actions for row `t`, written down; returns what the environments receive."""
+        self.acting.submit(0, self.questions[t])
+        answer = self.acting.collect(0)
+        self.views["action"][t] = answer.action
+        self.views["log_prob"][t] = answer.log_prob
+        return self.to_env(answer.action)
 
     def env(self) -> int:
         """T steps of every environment under random actions, resets included."""

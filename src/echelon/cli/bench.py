@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
+from importlib import import_module
 
-from echelon.cli.main import Parser
-from echelon.cli.train import make_parser, parse_config
 from echelon.errors import ConfigError
 
-BENCHES = {"train": "a training's steps per second beside the machine's limit: echelon bench train PRESET ENV"}
-
-TRAIN_TEXT = "Train for a fixed time, without evaluation, and compare with what this machine could do."
+# What each is, and the function that runs it; its module is imported only then.
+BENCHES = {
+    "train": (
+        "a training's steps per second beside the machine's limit: echelon bench train PRESET ENV",
+        "echelon.cli.bench_train:run",
+    ),
+    "rpc": (
+        "latency and throughput of act requests over each transport: echelon bench rpc",
+        "echelon.cli.bench_rpc:run",
+    ),
+    "plot": ("the figures of a sweep of `bench rpc`: echelon bench plot REPORT", "echelon.cli.bench_plot:run"),
+    "act": ("actions per second of the inference server: echelon bench act", "echelon.cli.bench_act:run"),
+}
 
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one benchmark; returns the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        lines = [f"  {name:<8} {text}" for name, text in BENCHES.items()]
+        lines = [f"  {name:<8} {text}" for name, (text, _) in BENCHES.items()]
         print("\n".join(["benchmarks:", *lines, "", "`echelon bench NAME --help` says more."]))
         return 0
     if arguments[0] not in BENCHES:
         raise ConfigError(f"there is no benchmark {arguments[0]!r}; there are {', '.join(BENCHES)}.")
-    return train(arguments[1:])
-
-
-def train(arguments: Sequence[str]) -> int:
-    """`echelon bench train PRESET ENV`."""
-    prog = "echelon bench train"
-    own, parser = Parser(prog=prog, add_help=False, allow_abbrev=False), make_parser(prog, TRAIN_TEXT, arguments)
-    for each in (own, parser):  # its own options are taken first; the training's parser shows them in its help
-        each.add_argument("--seconds", type=float, default=20.0, metavar="S", help="time to train, start included (20)")
-        each.add_argument("--json", default="", metavar="FILE", help="write the whole report here too")
-    known, rest = own.parse_known_args(list(arguments))
-    config = parse_config(parser, rest)
-    path = Path(known.json) if known.json else None
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ConfigError(f"--json {path} cannot be written: name a file in a folder that exists.")
-
-    from echelon.bench.train import bench_train, table
-    from echelon.runs.metrics import plain
-
-    report = bench_train(config, seconds=known.seconds)
-    print(table(report))
-    if path is not None:
-        path.write_text(json.dumps(plain(report), indent=2) + "\n", encoding="utf-8")
-    return 0
+    module, _, function = BENCHES[arguments[0]][1].partition(":")
+    code: int = getattr(import_module(module), function)(arguments[1:])
+    return code

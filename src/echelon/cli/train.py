@@ -14,6 +14,7 @@ from echelon.presets import PRESETS, preset
 SHORT = {
     "actors": ("actor.num_actors", "N", "actor processes"),
     "envs-per-actor": ("actor.envs", "K", "environments each actor steps"),
+    "acting": ("acting.mode", "auto|local|central", "who chooses actions: every actor, or inference servers"),
     "engine": ("engine", "inline|local", "all roles in one process, or a process each"),
     "seed": ("seed", "S", "seed of everything drawn"),
     "steps": ("stop.steps", "N", "stop after N environment steps (at the end of a batch)"),

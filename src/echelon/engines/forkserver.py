@@ -51,7 +51,7 @@ def die_with_parent(parent: int) -> None:
 def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
     """What a forked worker does, until its end."""
     die_with_parent(parent)
-    os.setsid()
+    os.setpgid(0, 0)  # to be ended with what it forks; not a session, by which the kernel would share out its cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log = os.open(spec.log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

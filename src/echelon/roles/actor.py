@@ -1,65 +1,31 @@
 """The actor: steps K environments with the newest policy and writes trajectories into its slots.
 
-Waits for: admission (its `free` doorbell, rung by the learner). Wakes: the learner (`ready`), by committing a slot.
+Waits for: admission (its `free` doorbell, rung by the learner), and with central acting for actions (the inference
+server's `round` word). Wakes: the learner (`ready`), by committing a slot; the inference server, by asking.
+
+With central acting its environments form teams: one steps while the actions of another are chosen. A team enters a
+trajectory, and asks for its first actions, only after the learner has admitted it: that is what bounds the lag.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from echelon.envs.make import env_seeds, make_group
-from echelon.envs.vector import StepRows
 from echelon.errors import DivergedError, EnvError
-from echelon.roles.acting import LocalActing
+from echelon.objectives.distributions import make_distribution
+from echelon.roles.acting import Acting, Answer, CentralActing, LocalActing, RemoteActing
 from echelon.roles.context import Context, Station
-from echelon.roles.plan import Plan
-from echelon.schema import TrajectorySchema, Tree, action_leaf, space_choices, unflatten
+from echelon.roles.plan import Plan, act_layout, num_groups
+from echelon.roles.team import UNSTAMPED, Page, Team
+from echelon.schema import action_leaf, space_choices
 
 Array = np.ndarray[Any, Any]
-
-
-@dataclass(slots=True)
-class Row:
-    """One step of a slot, every view made beforehand: the hot path slices nothing."""
-
-    observation: Tree  # tensors, what the policy sees
-    first: torch.Tensor
-    action: Array
-    log_prob: Array
-    step: StepRows
-    next_first: Array
-
-
-class Slot:
-    """A trajectory slot seen as rows."""
-
-    def __init__(self, schema: TrajectorySchema, views: dict[str, Array]) -> None:
-        self.views = views
-        names, space = schema.observation_names, schema.spaces.observation
-        self.observations = [[views[name][t] for name in names] for t in range(schema.num_steps + 1)]
-        self.rows = [
-            Row(
-                observation=unflatten(space, iter([torch.from_numpy(leaf) for leaf in self.observations[t]])),
-                first=torch.from_numpy(views["first"][t]),
-                action=views["action"][t],
-                log_prob=views["log_prob"][t],
-                step=StepRows(
-                    observation=self.observations[t + 1],
-                    reward=views["reward"][t],
-                    terminated=views["terminated"][t],
-                    truncated=views["truncated"][t],
-                    valid=views["valid"][t],
-                ),
-                next_first=views["first"][t + 1],
-            )
-            for t in range(schema.num_steps)
-        ]
 
 
 class EpisodeLedger:
@@ -91,7 +57,7 @@ class EpisodeLedger:
 
 
 class Actor:
-    """Steps its group of environments, a step at a time."""
+    """Steps its environments, a team and a step at a time."""
 
     def __init__(self, context: Context) -> None:
         torch.set_num_threads(1)
@@ -100,34 +66,57 @@ class Actor:
         self.station = Station(context)
         self.finished = False
         plan = Plan(context)
-        self.schema, self.ring = plan.schema, plan.ring()
-        self.slots = [Slot(self.schema, views) for views in self.ring.slots[self.index]]
-        self.to_env = plan.model.distribution.to_env
+        self.ring, self.num_steps = plan.ring(), plan.schema.num_steps
+        self.to_env = make_distribution(context.spaces.action).to_env
         self.is_continuous = np.issubdtype(action_leaf(context.spaces.action).dtype, np.floating)
+        self.choices = space_choices(context.spaces.observation)
+        self.ledger = EpisodeLedger(config.actor.envs)
         life = (context.epoch << 16) + context.incarnation
         seeds = env_seeds(config.seed, context.index, life, config.actor.envs + 1)
-        self.acting = LocalActing(plan.model, plan.board(), [config.actor.envs], seeds[-1:])
+        self.acting = self._make_acting(plan, seeds[-1])
         if config.engine != "inline":  # forked alike: environments that draw from global generators must differ
             random.seed(seeds[-1])
             np.random.seed(seeds[-1])
             torch.manual_seed(seeds[-1])
-        self.group = self._guarded(make_group, config.env, seeds[:-1])
-        self.group.tick = self._tick
-        self.choices = space_choices(context.spaces.observation)
-        self.ledger = EpisodeLedger(config.actor.envs)
-        self.slot: Slot | None = None
-        self.t = 0
-        # The first row of the next trajectory: the last of the one before.
-        self.observation = [np.zeros_like(leaf) for leaf in self.slots[0].observations[0]]
-        self.first = np.ones(config.actor.envs, np.bool_)
-        self._guarded(self.group.reset, self.observation)
-        self._check_choices(self.observation)
+        self.teams = self._make_teams(plan, seeds[:-1])
+        self.turn = 0
+        self.opened = int(self.ring.head[self.index])  # trajectories that a team has entered
+
+    def _make_acting(self, plan: Plan, seed: int) -> Acting:
+        context = plan.context
+        if self.config.acting.mode != "central":
+            return LocalActing(plan.model, plan.board(), [self.config.actor.envs], [seed])
+        if self.config.acting.transport == "shm":
+            return CentralActing(plan.act_board(), context.index, context.incarnation)
+        layout = act_layout(context)
+        door_file = plan.door_file(layout.server_of(context.index))
+        return RemoteActing(layout, door_file, context.index, context.incarnation, plan.act_secret())
+
+    def _make_teams(self, plan: Plan, seeds: list[int]) -> list[Team]:
+        schema, slots, head = plan.schema, self.ring.slots[self.index], int(self.ring.head[self.index])
+        num_teams = num_groups(self.config)
+        num_envs = len(seeds) // num_teams
+        teams = []
+        for index in range(num_teams):
+            columns = slice(index * num_envs, (index + 1) * num_envs)
+            group = self._guarded(make_group, self.config.env, seeds[columns])
+            group.tick = self._tick
+            team = Team(index, group, columns, [Page(schema, views, columns) for views in slots], head)
+            self._guarded(group.reset, team.observation)
+            self._check_choices(team, team.observation)
+            teams.append(team)
+        return teams
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of its environments as they are now."""
+        return [seed for team in self.teams for seed in team.group.seeds]
 
     def _tick(self) -> None:
         self.station.progress += 1
         self.station.tick(time.perf_counter())
 
-    def _check_choices(self, observation: list[Array]) -> None:
+    def _check_choices(self, team: Team, observation: list[Array]) -> None:
         """Refuses choices that the space does not have, before a network looks them up."""
         for choices in self.choices:
             rows = observation[choices.leaf]
@@ -135,8 +124,9 @@ class Actor:
             if bad.any():
                 env = int(np.argwhere(bad)[0][0])
                 raise EnvError(
-                    f"actor {self.index}: environment {env} (seed {self.group.seeds[env]}) observed {rows[env]}; its "
-                    f"observation space is {choices.low} to {choices.high}. Correct the space or the environment."
+                    f"actor {self.index}: environment {team.columns.start + env} (seed {team.group.seeds[env]}) "
+                    f"observed {rows[env]}; its observation space is {choices.low} to {choices.high}. Correct the "
+                    "space or the environment."
                 )
 
     def _guarded(self, function: Any, *args: Any) -> Any:
@@ -147,89 +137,118 @@ class Actor:
             raise EnvError(f"actor {self.index}: {error}") from error
 
     def step(self, timeout_s: float) -> bool:
-        """One step of every environment; starts and commits trajectories on the way."""
+        """One step of every environment of a team; starts and commits trajectories on the way."""
         if self.station.stop_requested:
             self.finished = True
             return False
-        if self.slot is None and not self._begin(timeout_s):
-            return False
-        assert self.slot is not None
-        phases, row = self.station.phases, self.slot.rows[self.t]
+        for team in self.teams:
+            if team.page is None:
+                self._enter(team)
+        for _ in self.teams:
+            team = self.teams[self.turn]
+            self.turn = (self.turn + 1) % len(self.teams)
+            if team.page is not None and self._advance(team, team.page):
+                return True
+        self._wait(timeout_s)
+        return False
+
+    def _is_admitted(self, team: Team) -> bool:
+        return bool(team.trajectory < self.ring.granted[self.index])
+
+    def _enter(self, team: Team) -> None:
+        """Starts a trajectory of `team` if the learner admits one."""
+        if not self._is_admitted(team):
+            return
         start = time.perf_counter()
-        sample = self.acting.collect(self.acting.submit(0, row.observation, row.first))
-        action = sample.action.numpy()
-        row.action[...] = action
-        row.log_prob[...] = sample.log_prob.numpy()
-        if self.is_continuous and not np.isfinite(action).all():
-            raise self._diverged(action)
+        if not self.acting.begin(team.index):
+            return
+        if team.trajectory == self.opened:
+            self.ring.slots[self.index][team.trajectory % self.ring.num_slots]["version"].fill(UNSTAMPED)
+            self.opened += 1
+        page = team.enter()
+        self.acting.submit(team.index, page.rows[0].question)
+        self.station.phases["transfer"] += time.perf_counter() - start
+
+    def _advance(self, team: Team, page: Page) -> bool:
+        """One step of `team`, if its actions are there."""
+        phases, row = self.station.phases, page.rows[team.t]
+        start = time.perf_counter()
+        answer = self.acting.collect(team.index)
+        if answer is None:
+            return False
+        row.action[...] = answer.action
+        row.log_prob[...] = answer.log_prob
+        if answer.version < row.version[0]:  # of teams that differ, the older
+            row.version[0] = answer.version
+        if team.t == 0:
+            for target, source in zip(page.state, self.acting.state_before(team.index), strict=True):
+                target[...] = source
+        if self.is_continuous and not np.isfinite(answer.action).all():
+            raise self._diverged(team, answer)
         acted = time.perf_counter()
-        self._guarded(self.group.step, self.to_env(action), row.step)
+        self._guarded(team.group.step, self.to_env(answer.action), row.step)
         np.logical_not(row.step.valid, out=row.next_first)
         if self.choices:
-            self._check_choices(row.step.observation)
-        if self.group.failures:
-            self._tell_failures()
+            self._check_choices(team, row.step.observation)
+        if team.group.failures:
+            self._tell_failures(team)
+        stepped = time.perf_counter()
+        team.t += 1
+        if team.t < self.num_steps:
+            self.acting.submit(team.index, page.rows[team.t].question)
         now = time.perf_counter()
-        phases["act"] += acted - start
-        phases["env"] += now - acted
+        phases["act"] += acted - start + now - stepped
+        phases["env"] += stepped - acted
         self.station.progress += 1
-        self.t += 1
-        if self.t == self.schema.num_steps:
-            self._commit()
+        if team.t == self.num_steps:
+            self._leave(team)
         self.station.tick(now)
         return True
 
-    def _diverged(self, action: Array) -> DivergedError:
+    def _diverged(self, team: Team, answer: Answer) -> DivergedError:
         """What to say of actions that no environment should be blamed for."""
-        bad = int(np.argwhere(~np.isfinite(action))[0][0])
+        bad = int(np.argwhere(~np.isfinite(answer.action))[0][0])
         return DivergedError(
-            f"the policy of version {self.acting.mirror.version} chose the action {action[bad].tolist()} for "
-            f"environment {bad} of actor {self.index}: its weights have diverged. Lower --optimizer.learning-rate (now "
-            f"{self.config.optimizer.learning_rate:g}) or --optimizer.clip-norm, or scale observations and rewards."
+            f"the policy of version {answer.version} chose the action {answer.action[bad].tolist()} for environment "
+            f"{team.columns.start + bad} of actor {self.index}: its weights have diverged. Lower "
+            f"--optimizer.learning-rate (now {self.config.optimizer.learning_rate:g}) or --optimizer.clip-norm, or "
+            "scale observations and rewards."
         )
 
-    def _begin(self, timeout_s: float) -> bool:
-        """Starts a trajectory if the learner admits one; else waits."""
+    def _leave(self, team: Team) -> None:
+        """Ends a trajectory of `team`; the last team to leave it hands it over."""
+        start, head = time.perf_counter(), int(self.ring.head[self.index])
+        team.leave()
+        if min(other.trajectory for other in self.teams) > head:
+            self.ledger.record(self.ring.writable(self.index))
+            self.ring.commit(self.index)
+        self.station.phases["transfer"] += time.perf_counter() - start
+
+    def _wait(self, timeout_s: float) -> None:
+        """Sleeps until there are actions for a team or, if none was asked for, until the learner admits one."""
+        if self.acting.asking:
+            start = time.perf_counter()
+            self.acting.wait(timeout_s)
+            self.station.waited(start)
+            return
         doorbell = self.ring.free[self.index]
-        if not self.ring.may_begin(self.index):
-            doorbell.clear()
-            if not self.ring.may_begin(self.index):
-                self.station.wait(timeout_s, [doorbell.descriptor])
-                return False
-        start = time.perf_counter()
-        version = self.acting.refresh()
-        self.slot, self.t = self.slots[int(self.ring.head[self.index]) % self.ring.num_slots], 0
-        views = self.slot.views
-        views["version"].fill(version)
-        views["first"][0] = self.first
-        for target, source in zip(self.slot.observations[0], self.observation, strict=True):
-            target[...] = source
-        for i, leaf in enumerate(self.acting.state(0)):
-            views[f"state.{i}"][...] = leaf.numpy()
-        self.station.phases["transfer"] += time.perf_counter() - start
-        return True
+        doorbell.clear()
+        if not any(self._is_admitted(team) for team in self.teams):
+            self.station.wait(timeout_s, [doorbell.descriptor])
 
-    def _commit(self) -> None:
-        assert self.slot is not None
-        start = time.perf_counter()
-        self.ledger.record(self.slot.views)
-        for target, source in zip(self.observation, self.slot.observations[-1], strict=True):
-            target[...] = source
-        self.first[...] = self.slot.views["first"][-1]
-        self.ring.commit(self.index)
-        self.slot = None
-        self.station.phases["transfer"] += time.perf_counter() - start
-
-    def _tell_failures(self) -> None:
-        for failure in self.group.failures:
-            text = f"actor {self.index}: environment {failure.index} (seed {failure.seed}) raised at its step "
+    def _tell_failures(self, team: Team) -> None:
+        for failure in team.group.failures:
+            env = team.columns.start + failure.index if failure.index >= 0 else failure.index
+            text = f"actor {self.index}: environment {env} (seed {failure.seed}) raised at its step "
             self.station.report("env_restarted", f"{text}{failure.step} and was restarted: {failure.error}")
             if self.config.engine != "inline":
                 print(failure.traceback, flush=True)  # into the actor's log
-        self.group.failures.clear()
+        team.group.failures.clear()
 
     def close(self) -> None:
-        self.group.close()
+        for team in self.teams:
+            team.group.close()
+        self.acting.close()
         self.ring.close()
         self.station.close()
 

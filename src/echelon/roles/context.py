@@ -103,6 +103,10 @@ class Station:
         """
         start = time.perf_counter()
         self.world.poll(timeout_s, descriptors)
+        self.waited(start)
+
+    def waited(self, start: float) -> None:
+        """Counts the time since `start`, which was spent asleep on something else than a descriptor, as waiting."""
         now = time.perf_counter()
         self.phases["wait"] += now - start
         self.progress += 1

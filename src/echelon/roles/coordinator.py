@@ -52,7 +52,9 @@ class Coordinator:
         self.interrupts = 0
         self.stopping = False
         self.next_console = 0.0
+        self.serving: dict[str, dict[str, float]] = {}  # of each inference server, since it was started
         world.serve("phases", self._on_phases)
+        world.serve("serving", self._on_serving)
         world.serve("train", self._on_train)
         world.serve("evaluation", self._on_evaluation)
         world.serve("message", self.console.message)
@@ -65,9 +67,13 @@ class Coordinator:
         if name in self.supervisor.members:
             self.supervisor.members[name].phases = phases
 
+    def _on_serving(self, name: str, figures: dict[str, float]) -> None:
+        self.serving[name] = figures
+
     def _on_train(self, row: dict[str, Any]) -> None:
         self.row = row
-        self.metrics.write({"kind": "train", **row, "time": self.shares()})
+        serving = {"inference": self.serving} if self.serving else {}
+        self.metrics.write({"kind": "train", **row, "time": self.shares(), **serving})
 
     def _on_evaluation(self, score: dict[str, Any]) -> None:
         self.evaluation = score
@@ -110,6 +116,8 @@ class Coordinator:
 
     def _start(self) -> None:
         self.supervisor.start("learner", "learner", 0)
+        for index in range(self.config.acting.servers if self.config.acting.mode == "central" else 0):
+            self.supervisor.start(f"inference-{index}", "inference", index)
         for index in range(self.config.actor.num_actors):
             self.supervisor.start(f"actor-{index}", "actor", index)
         if self.config.evaluation.interval_s > 0:

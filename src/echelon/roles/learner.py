@@ -18,7 +18,7 @@ from echelon.algorithms import Algorithm, build_algorithm
 from echelon.config import StopConfig
 from echelon.errors import ConfigError, DivergedError
 from echelon.roles.context import Context, Station
-from echelon.roles.placement import pick_device, pick_threads
+from echelon.roles.placement import learner_threads, pick_device
 from echelon.roles.plan import Plan
 from echelon.roles.rate import Rate
 from echelon.roles.source import RETURN_WINDOW, QueueSource
@@ -73,7 +73,7 @@ class Learner:
             torch.backends.cudnn.benchmark = True  # shapes stay the same from batch to batch
             plan = Plan(context, device=device)
         self.model = plan.model
-        self.threads = pick_threads(config.learner, self.model)
+        self.threads = learner_threads(config.learner.threads, self.model)
         self.algorithm = build_algorithm(config.algorithm, self.model, config.seed)
         self.update = LocalUpdate(config.optimizer, self.model)
         self.ring, self.board = plan.ring(), plan.board()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+from functools import cached_property
+from pathlib import Path
+
 from echelon.algorithms.model import Model
 from echelon.config import TrainConfig
 from echelon.errors import ConfigError
 from echelon.roles.context import Context
-from echelon.schema import TrajectorySchema
+from echelon.schema import action_leaf, space_leaves
+from echelon.transport.act_board import ActBoard, ActLayout
+from echelon.transport.curve import secret_from_environment
 from echelon.transport.shared_memory import SlotRing, WeightsBoard
 
 
@@ -26,15 +33,61 @@ def window(config: TrainConfig) -> int:
     return (lag + 1) * batch // actor.num_actors
 
 
+def num_groups(config: TrainConfig) -> int:
+    """Groups that the environments of an actor are stepped in: with local acting one, else what was asked for.
+
+    Two by default, so that an actor steps one while the other's actions are chosen.
+    """
+    envs, groups = config.actor.envs, config.acting.groups
+    if config.acting.mode != "central":
+        return 1
+    if groups and envs % groups:
+        raise ConfigError(
+            f"acting.groups={groups} does not divide the actor.envs={envs} environments of an actor. Use a divisor, or "
+            "0 to have it chosen."
+        )
+    groups = groups or (1 if envs % 2 else 2)
+    if 0 < config.acting.max_batch < envs // groups:
+        raise ConfigError(
+            f"acting.max_batch={config.acting.max_batch} is below the {envs // groups} environments of one request "
+            f"(actor.envs={envs} in {groups} groups). Raise it, or --acting.groups, or use 0 for no limit."
+        )
+    return groups
+
+
+def act_layout(context: Context) -> ActLayout:
+    """The board of act requests of a run with central acting."""
+    config, spaces = context.train, context.spaces
+    servers, actors = config.acting.servers, config.actor.num_actors
+    if servers > actors:
+        raise ConfigError(
+            f"acting.servers={servers} exceeds actor.num_actors={actors}, and a server without an actor does nothing. "
+            "Lower it, or raise --actors."
+        )
+    groups = num_groups(config)
+    return ActLayout(
+        observation=tuple(space_leaves(spaces.observation)),
+        action=action_leaf(spaces.action),
+        state_shapes=context.state_shapes,
+        rows=config.actor.envs // groups,
+        num_clients=actors,
+        num_groups=groups,
+        num_servers=servers,
+    )
+
+
 class Plan:
     """The model and the memory that the roles of a run share; a part is made when asked for."""
 
     def __init__(self, context: Context, *, device: str = "cpu") -> None:
-        config = context.train
-        self.context, self.schema = context, context.schema
-        self.model = Model(
+        self.context, self.schema, self.device = context, context.schema, device
+
+    @cached_property
+    def model(self) -> Model:
+        config, device = self.context.train, self.device
+        return Model(
             config.network,
-            context.spaces,
+            self.context.spaces,
             seed=config.seed,
             device=device,
             precision=config.learner.precision if device != "cpu" else "float32",
@@ -48,8 +101,36 @@ class Plan:
     def board(self) -> WeightsBoard:
         return WeightsBoard(self.context.session, self.model.nbytes)
 
+    def act_board(self) -> ActBoard:
+        return ActBoard(self.context.session, act_layout(self.context))
 
-def shared_bytes(config: TrainConfig, schema: TrajectorySchema, model: Model) -> int:
-    """What the run needs in shared memory."""
-    ring = SlotRing.size(schema, config.actor.num_actors, window(config))
-    return ring + WeightsBoard.size(model.nbytes)
+    def door_file(self, server: int) -> Path:
+        """Where an inference server that is asked over TCP writes its address."""
+        return self.context.session / f"act-{server}.address"
+
+    @property
+    def secret_file(self) -> Path:
+        """Where a run that was given no secret keeps its own: in its session, which nobody else can read."""
+        return self.context.session / "act-secret"
+
+    def act_secret(self) -> str:
+        """What servers and actors know each other by over TCP: ECHELON_SECRET, or what this run made for itself."""
+        return secret_from_environment() or self.secret_file.read_text()
+
+    def shared_bytes(self) -> int:
+        """What the run needs in shared memory."""
+        config = self.context.train
+        ring = SlotRing.size(self.schema, config.actor.num_actors, window(config))
+        acting = act_layout(self.context).nbytes if config.acting.mode == "central" else 0
+        return ring + WeightsBoard.size(self.model.nbytes) + acting
+
+    def make(self) -> None:
+        """Makes all of the memory, before any role looks for it."""
+        self.ring().close()
+        self.board()
+        if self.context.train.acting.mode == "central":
+            self.act_board()
+            if self.context.train.acting.transport == "tcp" and secret_from_environment() is None:
+                file = os.open(self.secret_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with open(file, "w") as secret:
+                    secret.write(secrets.token_hex(32))

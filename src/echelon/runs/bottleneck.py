@@ -21,26 +21,45 @@ _REMEDIES = {
 def bottleneck(roles: Mapping[str, Shares], *, num_cores: int, num_processes: int, lag_bounded: bool = True) -> str:
     """One sentence naming the bottleneck and one naming the remedy.
 
-    `roles` maps names such as "actor-0" and "learner" to phase shares; `num_processes` is how many run on `num_cores`.
+    `roles` maps names such as "actor-0", "inference-0" and "learner" to phase shares; `num_processes` is how many run
+    on `num_cores`.
     """
-    actors = [shares for name, shares in roles.items() if name.startswith("actor")]
-    learners = [shares for name, shares in roles.items() if name.startswith("learner")]
+    actors, servers, learners = (
+        [shares for name, shares in roles.items() if name.startswith(kind)]
+        for kind in ("actor", "inference", "learner")
+    )
     if not actors or not learners:
         return "bottleneck: not known (no times from actors and learner yet)."
     work = {phase: sum(shares.get(phase, 0.0) for shares in roles.values()) for phase in _WORK}
     if num_processes >= num_cores and sum(work.values()) >= BUSY * num_cores:
         return _processor(work, num_cores, num_processes)
     actors_busy, learner_busy = _busy(actors), _busy(learners)
+    servers_busy = _busy(servers) if servers else 0.0
     waits = f"actors wait {_mean(actors, 'wait'):.0%}, the learner {_mean(learners, 'wait'):.0%}"
-    if max(actors_busy, learner_busy) < 0.6:
+    if servers:
+        waits += f", inference {_mean(servers, 'wait'):.0%}"
+    if max(actors_busy, learner_busy, servers_busy) < 0.6:
         more = "Allowing lag (--learner.max-lag 1)" if lag_bounded else "More --actor.slots"
+        if servers:
+            more = "A policy in every actor (--acting local) would spare the requests. " + more
         return f"bottleneck: none is busy; they wait for each other ({waits}). {more} would let them work at one time."
+    if servers_busy >= max(learner_busy, actors_busy):
+        return _inference(servers_busy, len(servers), _mean(actors, "wait"), num_cores - num_processes)
     if learner_busy >= actors_busy:
         return (
             f"bottleneck: the learner (busy {learner_busy:.0%}; actors wait {_mean(actors, 'wait'):.0%}). "
             "Larger batches (--learner.batch), a GPU (--device cuda) or fewer epochs would help."
         )
     return _acting(actors, learners, num_cores - num_processes)
+
+
+def _inference(busy: float, num_servers: int, actors_wait: float, free_cores: int) -> str:
+    who = "the inference server" if num_servers == 1 else f"the {num_servers} inference servers"
+    more = f"More of them (--acting.servers, {free_cores} cores are free), a" if free_cores > 0 else "A"
+    return (
+        f"bottleneck: {who} (busy {busy:.0%}; actors wait {actors_wait:.0%}). {more} GPU (--acting.device cuda), a "
+        "smaller network or a policy in every actor (--acting local) would help."
+    )
 
 
 def _acting(actors: list[Shares], learners: list[Shares], free_cores: int) -> str:

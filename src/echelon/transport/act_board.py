@@ -11,19 +11,18 @@ server that dies in the middle of an answer leaves the state before it whole, an
 learner needs. `incarnation` names the life of a client: the server zeroes the state of a seat that changed hands.
 
 Who waits: a client for its answer, on the server's `round` word; woken by `settle`. A server for questions, on its
-`bell` word; rung by `ask`, only when that matters: by the first question and the last ones of a round. If a client
-dies, its seat stays pending or silent and nobody waits for it (`Batcher`); if a server dies, its clients sleep until
-its successor answers what stands on the board. `bell` is written by every client, each time with another value: no
-ring is lost by one overwriting another.
+`bell` word; rung by `ask`, only when that matters: its `sleep` word says whether it sleeps, and whether the question
+that completes a round is to wake it, or any. A client looks at it after it has asked and a server looks for questions
+after it has set it, with a fence between, so no question is overlooked. If a client dies, its seat stays pending or
+silent and nobody waits for it (`Batcher`); if a server dies, its clients sleep until its successor answers what stands
+on the board. Every client writes `bell`, each time another value: no ring is lost by one overwriting another.
 
 Needs nothing heavier than numpy.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,12 @@ import numpy as np
 
 from echelon.errors import TransportError
 from echelon.layout import ALIGNMENT, Leaf, place, size_of, views_of
-from echelon.transport.futex import NUM_MASKS, Word
+from echelon.transport.futex import NUM_MASKS, Word, fence
 from echelon.transport.segments import Doorbell, create_segment, open_segment
 
 Array = np.ndarray[Any, Any]
 WORDS_PER_LINE = ALIGNMENT // 8
-IDLE_SLEEP_S = 0.01  # between two looks at a silent board
+AWAKE, UNTIL_ASKED, UNTIL_DUE = 0, 1, 2  # a server's sleep: over by any question, or by one that completes a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +113,7 @@ class ActBoard:
         )
         self.quorum = views["quorum"][:, :, 0]  # (J, G): seats a round waits for; 0: every question rings
         self.pollable = views["pollable"][:, 0]  # (J,): 1 where the server sleeps on its doorbell, not on its bell
+        self.sleep = views["pollable"][:, 1]  # (J,): how the server sleeps on its bell
         self.bells = [Word(views["bells"][j, :1]) for j in range(layout.num_servers)]
         self.rounds = [Word(views["rounds"][j, :1]) for j in range(layout.num_servers)]
         self.observation = [views[leaf.path] for leaf in layout.observation]  # (S, K, ...)
@@ -130,6 +130,8 @@ class ActBoard:
 class Seat:
     """One group of environments of one client: lay the observations down, ask, wait, read the actions."""
 
+    wants_state = True  # only a remote seat can do without
+
     def __init__(self, board: ActBoard, client: int, group: int = 0, incarnation: int = 0) -> None:
         """Takes the seat; the process that had it before must be gone."""
         layout = board.layout
@@ -140,11 +142,15 @@ class Seat:
         self.first, self.action = board.first[seat], board.action[seat]
         self.log_prob, self.value = board.log_prob[seat], board.value[seat]
         self._states = [leaf[:, seat] for leaf in board.state]
-        self._asked, self._answered = board.asked, board.answered
+        # Single words as memoryviews: plain integers are faster than numpy's.
+        self._asked, self._asked_ns, self._answered, self._version = (
+            words[seat : seat + 1].data for words in (board.asked, board.asked_ns, board.answered, board.version)
+        )
+        self._quorum = board.quorum[server, group : group + 1].data
+        self._sleep, self._pollable = (words[server : server + 1].data for words in (board.sleep, board.pollable))
         self._peers_asked = board.asked[peers.start : peers.stop]
         self._peers_answered = board.answered[peers.start : peers.stop]
-        self._asked_ns, self._version = board.asked_ns, board.version
-        self._quorum, self._server, self._group = board.quorum, server, group
+        self._server = server
         self._bell, self._round = board.bells[server], board.rounds[server]
         self._board = board
         self._mask = 1 << seat % NUM_MASKS
@@ -155,17 +161,19 @@ class Seat:
     def ask(self) -> None:
         """Puts the question; `observation` and `first` must be in place, and the last answer read."""
         self._count += 1
-        self._asked_ns[self.index] = time.monotonic_ns()
-        self._asked[self.index] = self._count
-        pending = np.count_nonzero(self._peers_asked != self._peers_answered)
-        quorum = self._quorum[self._server, self._group]
-        # Two who ask in one moment may not see each other: so the last two ring.
-        if pending <= 1 or pending >= quorum - 1:
+        self._asked_ns[0] = time.monotonic_ns()
+        self._asked[0] = self._count
+        fence()
+        if self._pollable[0] or self._sleep[0] == UNTIL_ASKED or (self._sleep[0] and self._completes()):
             self._ring()
+
+    def _completes(self) -> bool:
+        """Whether all that a round waits for may have asked; of two who ask in one moment, at least one sees it."""
+        return bool(np.count_nonzero(self._peers_asked != self._peers_answered) >= self._quorum[0])
 
     def _ring(self) -> None:
         self._bell.value = (self._count * self._board.layout.num_seats + self.index) & 0x7FFFFFFF
-        if self._board.pollable[self._server]:
+        if self._pollable[0]:
             self._doorbell = self._doorbell or self._board.doorbell(self._server)
             self._doorbell.ring()
         else:
@@ -173,14 +181,14 @@ class Seat:
 
     @property
     def answered(self) -> bool:
-        return bool(self._answered[self.index] == self._count)
+        return self._answered[0] == self._count
 
     def wait(self, timeout_s: float) -> bool:
         """Sleeps until the answer is there, at most `timeout_s`; whether it is."""
         deadline = time.monotonic() + timeout_s
         while True:
             seen = self._round.value
-            if self._answered[self.index] == self._count:
+            if self._answered[0] == self._count:
                 return True
             left_s = deadline - time.monotonic()
             if left_s <= 0.0:
@@ -190,7 +198,7 @@ class Seat:
     @property
     def version(self) -> int:
         """The version of the weights that gave the last answer."""
-        return int(self._version[self.index])
+        return self._version[0]
 
     def state_before(self) -> list[Array]:
         """The recurrent state that the last answer started from."""
@@ -203,155 +211,3 @@ class Seat:
         if self._doorbell is not None:
             self._doorbell.close()
             self._doorbell = None
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Questions that are answered together."""
-
-    seats: Array  # (n,) the pending seats, ascending
-    asked: Array  # (n,) the count of each one's question
-    first_ns: int  # when the earliest was put, by the monotonic clock
-
-    @property
-    def span(self) -> slice:
-        """The contiguous seats from the first to the last."""
-        return slice(int(self.seats[0]), int(self.seats[-1]) + 1)
-
-    @property
-    def whole(self) -> bool:
-        """Whether every seat of the span asked."""
-        return int(self.seats[-1]) - int(self.seats[0]) + 1 == len(self.seats)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRule:
-    """When a server answers: once all that are expected have asked, or enough rows, or the time is up."""
-
-    batch: bool = True  # False: every question by itself, in the order they came
-    max_batch: int = 0  # rows; 0: no limit
-    max_wait_us: float = 1000.0  # since the first question of the round
-
-
-def _when(entry: tuple[int, int, Array]) -> tuple[int, int]:
-    return entry[:2]
-
-
-class Batcher:
-    """The server's side of the board: gathers questions into rounds, and settles them.
-
-    A round waits for the seats of one group (that of its oldest question) that are expected: those whose client is
-    there and asked in time before. Whoever misses a round is not expected until it asks again. So a slow, stopped or
-    dead client costs the others `max_wait_us` once.
-    """
-
-    def __init__(self, board: ActBoard, server: int, rule: BatchRule) -> None:
-        self.board, self.server, self.rule = board, server, rule
-        layout = board.layout
-        self.groups = [layout.seats_of(server, group) for group in range(layout.num_groups)]
-        self.num_missed = 0  # rounds that went without somebody who was expected
-        self._slices = [slice(seats.start, seats.stop) for seats in self.groups]
-        rows = max(1, layout.rows)
-        self._max_seats = (
-            1 if not rule.batch else max(1, rule.max_batch // rows) if rule.max_batch else layout.num_seats
-        )
-        self._max_wait_s = rule.max_wait_us * 1e-6 if rule.batch else 0.0
-        self._bell, self._round = board.bells[server], board.rounds[server]
-        for group, span in enumerate(self._slices):
-            board.expected[span] = board.incarnation[span] > 0
-            self._publish_quorum(group)
-
-    def next(self, timeout_s: float) -> Round | None:
-        """The next round, waiting at most `timeout_s` for one."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            seen = self._bell.value
-            found, wait_s = self.look()
-            if found is not None:
-                return found
-            left_s = deadline - time.monotonic()
-            if left_s <= 0.0:
-                return None
-            # Never long: of two first questions in one moment neither may have rung.
-            self._bell.wait(seen, min(wait_s, left_s, IDLE_SLEEP_S))
-
-    def look(self) -> tuple[Round | None, float]:
-        """The round that is due, or None and how long until one must be looked for again."""
-        board, now_ns = self.board, time.monotonic_ns()
-        pending: list[tuple[int, int, Array]] = []  # (when the first asked, group, places in the group)
-        due, num_pending, wait_s = [], 0, math.inf
-        for group, span in enumerate(self._slices):
-            places = np.flatnonzero(board.asked[span] != board.answered[span])
-            if len(places) == 0:
-                continue
-            entry = (int(board.asked_ns[span][places].min()), group, places)
-            pending.append(entry)
-            num_pending += len(places)
-            left_s = (entry[0] - now_ns) * 1e-9 + self._max_wait_s
-            if left_s <= 0.0 or self._is_complete(span, places):
-                due.append(entry)
-                if self._max_wait_s:
-                    self._expect(group, places)
-            else:
-                wait_s = min(wait_s, left_s)
-        if num_pending >= self._max_seats:
-            due = pending
-        return (self._gather(sorted(due, key=_when)), 0.0) if due else (None, wait_s)
-
-    def _is_complete(self, span: slice, places: Array) -> bool:
-        """Whether everybody who is expected has asked."""
-        board = self.board
-        expected = board.expected[span]
-        num_expected = np.count_nonzero(expected)
-        if num_expected <= len(places) and num_expected == np.count_nonzero(expected[places]):
-            return True
-        missing = expected.copy()
-        missing[places] = 0
-        return not missing[board.incarnation[span] > 0].any()  # those who left are not waited for
-
-    def _gather(self, due: Sequence[tuple[int, int, Array]]) -> Round:
-        """The questions of the groups that are due, the oldest group first, up to the limit."""
-        board = self.board
-        seats = np.concatenate([places + self._slices[group].start for _, group, places in due])
-        if len(seats) > self._max_seats:
-            seats = seats[np.argsort(board.asked_ns[seats], kind="stable")][: self._max_seats]
-            seats.sort()
-        elif len(due) > 1:
-            seats.sort()
-        return Round(seats, board.asked[seats], due[0][0])
-
-    def _expect(self, group: int, places: Array) -> None:
-        """Those who asked in time are expected next time; those who did not are not."""
-        expected = self.board.expected[self._slices[group]]
-        if len(places) == len(expected) and expected.all():
-            return
-        self.num_missed += int(np.count_nonzero(expected) > np.count_nonzero(expected[places]))
-        expected[:] = 0
-        expected[places] = 1
-        self._publish_quorum(group)
-
-    def _publish_quorum(self, group: int) -> None:
-        count = int(np.count_nonzero(self.board.expected[self._slices[group]])) if self._max_wait_s else 0
-        self.board.quorum[self.server, group] = min(count, self._max_seats)
-
-    def claim(self, round: Round) -> None:
-        """Zeroes the recurrent state of seats that changed hands; before their state is read."""
-        if not self.board.state:
-            return
-        board, seats = self.board, round.seats
-        fresh = board.known_incarnation[seats] != board.incarnation[seats]
-        for seat, asked in zip(seats[fresh].tolist(), round.asked[fresh].tolist(), strict=True):
-            for leaf in board.state:
-                leaf[(asked - 1) % 2, seat] = 0.0
-            board.known_incarnation[seat] = board.incarnation[seat]
-
-    def settle(self, round: Round, version: int) -> None:
-        """Shows the replies that were laid down, and wakes those who wait for them."""
-        board, seats = self.board, round.seats
-        board.version[seats] = version
-        board.answered[seats] = round.asked
-        mask = 0
-        for seat in seats.tolist():
-            mask |= 1 << seat % NUM_MASKS
-        self._round.value = (self._round.value + 1) & 0x7FFFFFFF
-        self._round.wake(mask)

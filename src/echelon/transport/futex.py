@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import threading
 import time
 from typing import Any
 
@@ -33,8 +34,16 @@ _syscall.argtypes = (
 )
 
 
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64))
+_lock = threading.Lock()
+
+
+def fence() -> None:
+    """What this process stored before is seen by others before it loads anything after: a lock is a full barrier.
+
+    Of two who each store a word, fence, and load the other's, at least one sees the other.
+    """
+    with _lock:
+        pass
 
 
 class Word:
@@ -45,8 +54,8 @@ class Word:
         assert memory.dtype == np.int32 and memory.size == 1
         self._memory = memory.reshape(1).data  # keeps the mapping alive; plain integers are faster than numpy's
         self._address = memory.ctypes.data
-        self._deadline = _Timespec()
-        self._deadline_address = ctypes.addressof(self._deadline)
+        deadline = np.zeros(2, np.int64)  # a timespec: seconds, nanoseconds
+        self._deadline, self._deadline_address = deadline.data, deadline.ctypes.data
 
     @property
     def value(self) -> int:
@@ -59,7 +68,7 @@ class Word:
     def wait(self, seen: int, timeout_s: float, mask: int = EVERYONE) -> bool:
         """Sleeps while the word is `seen`, at most `timeout_s`; False after a time-out. May wake for nothing."""
         deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
-        self._deadline.seconds, self._deadline.nanoseconds = divmod(deadline_ns, 1_000_000_000)
+        self._deadline[0], self._deadline[1] = divmod(deadline_ns, 1_000_000_000)
         result = _syscall(
             _SYS_FUTEX, self._address, _WAIT_BITSET, seen & 0xFFFFFFFF, self._deadline_address, None, mask
         )

@@ -6,7 +6,6 @@ only, until peers are authenticated), `inproc://name` (several members in one th
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import socket
@@ -14,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from echelon.errors import ConfigError
+from echelon.transport.curve import is_loopback
 
 IPC_PATH_BYTES = 107  # sockaddr_un holds 108 with the closing zero
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
@@ -50,13 +50,6 @@ def check_address(address: str) -> None:
         raise ConfigError(
             f"{address!r} is no address: write ipc:///folder/file, tcp://127.0.0.1:PORT or inproc://name."
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is an IPv4 address that only this machine reaches."""
-    with suppress(ValueError):
-        return ipaddress.IPv4Address(host).is_loopback
-    return False
 
 
 def member_address(host_address: str, name: str, incarnation: str) -> str:

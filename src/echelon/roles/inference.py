@@ -1,0 +1,113 @@
+"""The inference role: an inference server as a process of a run.
+
+Waits for: questions of its actors (its `bell` word on the board). Wakes: those it answered. If it dies, the supervisor
+starts another, which finds questions and recurrent states on the board; its actors wait meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from echelon.envs.make import env_seeds
+from echelon.roles.context import Context, Station
+from echelon.roles.placement import pick_device, server_threads
+from echelon.roles.plan import Plan
+from echelon.schema import space_choices
+from echelon.servers.inference import InferenceServer, PolicyAnswerer
+from echelon.transport.act_tcp import ActDoor, Bounds
+from echelon.transport.batcher import Batcher, BatchRule
+
+REPORT_S = 1.0
+INFERENCE_SEED = 1 << 22  # an actor number that no actor has: what servers draw, nobody else draws
+
+
+class Inference:
+    """Answers one round a step."""
+
+    def __init__(self, context: Context) -> None:
+        torch.set_num_threads(1)  # the first weights must not depend on how many drew them
+        self.station, self.finished, self.next_report = Station(context), False, 0.0
+        plan, config = Plan(context), context.train
+        inline = config.engine == "inline"
+        # Nobody asks while somebody waits there, and a clock would decide what is answered together.
+        wait_us = 0.0 if inline else config.acting.max_wait_us
+        rule = BatchRule(config.acting.batch, config.acting.max_batch, wait_us, config.acting.spin_us)
+        self.server = self._make_server(context, plan, Batcher(plan.act_board(), context.index, rule))
+
+    def _make_server(self, context: Context, plan: Plan, batcher: Batcher) -> InferenceServer:
+        """A server on the device that the run asks for."""
+        config, weights = context.train, plan.board()
+        life = (context.epoch << 16) + context.incarnation
+        seed = env_seeds(config.seed, INFERENCE_SEED + context.index, life, 1)[0]
+        device = pick_device(config.acting.device, plan.model.parameters.numel(), "--acting.device")
+        if device == "cpu":
+            if config.engine != "inline":  # there the other roles compute in this process, too
+                torch.set_num_threads(server_threads(config, plan.model))
+            answerer = PolicyAnswerer(plan.model, batcher.board, weights, seed, with_value=config.acting.value)
+            return InferenceServer(batcher, answerer, self._open_door(plan, batcher))
+        from echelon.servers.cuda import CudaAnswerer, CudaServer  # here alone: most runs never need it
+
+        def tell(text: str) -> None:
+            self.station.report("message", f"{context.name}: {text}")
+
+        model = Plan(context, device=device).model
+        answerer_on_gpu = CudaAnswerer(
+            model, batcher.board, weights, seed, groups=batcher.groups, tell=tell, with_value=config.acting.value
+        )
+        return CudaServer(batcher, answerer_on_gpu, self._open_door(plan, batcher))
+
+    def _open_door(self, plan: Plan, batcher: Batcher) -> ActDoor | None:
+        """Where actors ask over TCP, if they do; a successor listens where the one before it did.
+
+        Opened last: who finds the address is answered.
+        """
+        acting = plan.context.train.acting
+        if acting.transport == "shm":
+            return None
+        file = plan.door_file(batcher.server)
+        address = file.read_text() if file.exists() else acting.address
+        found = space_choices(plan.context.spaces.observation)
+        choices = [Bounds(one.leaf, one.low, one.high) for one in found]
+        door = ActDoor(batcher.board, batcher.server, address, plan.act_secret(), choices)
+        whole = file.with_suffix(".new")
+        whole.write_text(door.address)
+        whole.rename(file)
+        return door
+
+    def step(self, timeout_s: float) -> bool:
+        if self.station.stop_requested:
+            self.finished = True
+            return False
+        server, phases = self.server, self.station.phases
+        worked = server.step(timeout_s)
+        phases["act"], phases["wait"], phases["transfer"] = server.forward_s, server.wait_s, server.transfer_s
+        self.station.progress += 1
+        now = time.perf_counter()
+        if now >= self.next_report:
+            self.next_report = now + REPORT_S
+            self._tell()
+        self.station.tick(now)
+        return worked
+
+    def _tell(self) -> None:
+        """How rounds come out, for the record: their number and size, deadlines missed, frames refused."""
+        server = self.server
+        figures = {
+            "rounds": server.num_rounds,
+            "mean_rows": server.num_rows / max(server.num_rounds, 1),
+            "missed": server.batcher.num_missed,
+            "refused": server.door.num_refused if server.door is not None else 0,
+        }
+        self.station.report("serving", self.station.world.name, figures)
+
+    def close(self) -> None:
+        self.server.close()
+        self.station.close()
+
+
+def inference(config: dict[str, Any]) -> Inference:
+    """The entry of an inference process."""
+    return Inference(Context.from_config(config))

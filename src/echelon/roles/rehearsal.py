@@ -1,0 +1,251 @@
+"""The rehearsal: a process that tries out, before a run starts, what its environments and its policy cost.
+
+It waits for nobody. What it measured lies in the session folder when it ends, for `choice` to read. A process of its
+own, because environments may hang, crash, or leave something behind: then it is this one that suffers.
+
+Shapes: K environments of an actor, G groups that central acting steps them in.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from echelon.algorithms.model import Model
+from echelon.algorithms.policy import Policy
+from echelon.config import EnvConfig, TrainConfig
+from echelon.envs.loop import LoopGroup
+from echelon.envs.make import env_seeds, make_group
+from echelon.envs.vector import StepRows
+from echelon.networks import action_mask
+from echelon.roles.context import Context
+from echelon.roles.placement import learner_threads, pick_device, server_threads
+from echelon.roles.plan import Plan, num_groups
+from echelon.schema import Tree, map_tree, space_leaves, unflatten
+
+RESULT = "rehearsal.json"
+REHEARSAL_SEED = 1 << 23  # an actor number that no actor has
+MEASURE_S = 0.04  # time for each thing that is measured, where a few calls do not take longer
+MIN_CALLS, MAX_CALLS = 3, 25
+WHOLE_S = 0.5  # environments that take longer than this for a few steps of all are measured one alone
+LEARN_FORWARDS = 4  # a pass of learning costs about as much as this many forward passes
+SHORT_S = 0.002  # a forward pass that is over sooner is measured over a trajectory's rows
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of one call: by the clock, and of processors, all threads together."""
+
+    wall_s: float
+    cpu_s: float
+
+    def times(self, factor: float) -> Cost:
+        return Cost(self.wall_s * factor, self.cpu_s * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was found."""
+
+    whole: Cost  # a step of an actor's environments as local acting has them, all in one group
+    part: Cost  # a step of one of the groups of central acting
+    act: Cost  # the actions of K environments, on one thread
+    round: Cost  # the actions of a server's round
+    learn: Cost  # learning from one step
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Measured:
+        return cls(**{name: Cost(**cost) for name, cost in json.loads(path.read_text()).items()})
+
+
+class Clock:
+    """Costs of calls that take turns."""
+
+    def __init__(self) -> None:
+        self._costs: list[Cost] = []
+
+    def call(self, function: Callable[[], Any]) -> None:
+        start, start_cpu = time.perf_counter(), time.process_time()
+        function()
+        cpu_s = time.process_time() - start_cpu
+        self._costs.append(Cost(time.perf_counter() - start, cpu_s))
+
+    def cost(self) -> Cost:
+        """The usual cost: time without work is what most calls have of it, as others may use this processor too."""
+        costs = self._costs
+        cpu_s = statistics.median(cost.cpu_s for cost in costs)
+        idle = sorted(max(cost.wall_s - cost.cpu_s, 0.0) for cost in costs)
+        return Cost(cpu_s + idle[len(idle) // 4], cpu_s)
+
+
+def measure(*functions: Callable[[], Any]) -> list[Cost]:
+    """The cost of each of `functions`, called in turn: a few times, and more often where that is soon over."""
+    for function in functions:
+        function()  # the first call allocates and compiles
+    clocks, begun, count = [Clock() for _ in functions], time.perf_counter(), 0
+    while count < MIN_CALLS or (count < MAX_CALLS and time.perf_counter() - begun < MEASURE_S * len(functions)):
+        for clock, function in zip(clocks, functions, strict=True):
+            clock.call(function)
+        count += 1
+    return [clock.cost() for clock in clocks]
+
+
+class Troupe:
+    """Some environments and a policy that acts in them, as an actor has them."""
+
+    def __init__(self, config: EnvConfig, model: Model, seeds: list[int]) -> None:
+        self.group = make_group(config, seeds)
+        n, space = len(seeds), self.group.spaces.observation
+        self.leaves = [np.zeros((n, *leaf.shape), leaf.dtype) for leaf in space_leaves(space)]
+        flags = [np.zeros(n, np.bool_) for _ in range(3)]
+        self._rows = StepRows(self.leaves, np.zeros(n, np.float32), *flags)
+        self.observation = unflatten(space, iter([torch.from_numpy(leaf) for leaf in self.leaves]))
+        self.first = torch.ones(n, dtype=torch.bool)
+        self._policy, self._to_env = Policy(model, n, seeds[0]), model.distribution.to_env
+        self.group.reset(self.leaves)
+        self.act()
+
+    def act(self) -> None:
+        self._action = self._to_env(self._policy.act(self.observation, self.first).action.numpy())
+
+    def step(self) -> None:
+        self.group.step(self._action, self._rows)
+        self.group.failures.clear()  # the actors tell of those they meet
+        np.logical_not(self._rows.valid, out=self.first.numpy())
+
+
+class Forward:
+    """Forward passes over rows that environments showed, repeated as often as it takes."""
+
+    def __init__(
+        self, model: Model, troupe: Troupe, num_rows: int, *, threads: int = 1, with_value: bool = False
+    ) -> None:
+        self.model, self.threads, self.with_value, device = model, threads, with_value, model.device
+        copies = -(-num_rows // len(troupe.first))
+        self.leaves: Tree = map_tree(lambda leaf: _repeated(leaf, copies)[:num_rows], troupe.observation)
+        self.first = _repeated(troupe.first, copies)[:num_rows]
+        self.state = model.network.initial_state(num_rows, device)
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def act(self) -> None:
+        """The actions of all rows, there and back where the model lives on a GPU."""
+        torch.set_num_threads(self.threads)
+        with torch.inference_mode():
+            observation, first = map_tree(self._there, self.leaves), self._there(self.first)
+            output = self.model.network.act(observation, self.state, first, with_value=self.with_value)
+            sample = self.model.distribution.sample(output.params, self.generator, action_mask(observation))
+            sample.action.cpu(), sample.log_prob.cpu()
+        torch.set_num_threads(1)
+
+    def evaluate(self) -> None:
+        """What a learner computes of all rows."""
+        with torch.inference_mode():
+            self.model.network.act(self.leaves, self.state, self.first, with_value=True)
+
+    def _there(self, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.to(self.model.device)
+
+
+def _repeated(leaf: torch.Tensor, copies: int) -> torch.Tensor:
+    return leaf.repeat(copies, *[1] * (leaf.dim() - 1))
+
+
+class Rehearsal:
+    """Measures once, and is finished."""
+
+    def __init__(self, context: Context) -> None:
+        torch.set_num_threads(1)
+        self.context, self.config, self.finished = context, context.train, False
+        self.model = Plan(context).model
+        self.model.network.eval()
+        self._seeds = env_seeds(self.config.seed, REHEARSAL_SEED, context.epoch, self.config.actor.envs)
+        self._troupes: list[Troupe] = []
+
+    def step(self, timeout_s: float) -> bool:
+        del timeout_s
+        whole, part = self._environments()
+        act, round = self._acting()
+        Measured(whole, part, act, round, self._learn(act)).write(self.context.session / RESULT)
+        self.finished = True
+        return True
+
+    def _environments(self) -> tuple[Cost, Cost]:
+        """A step of all of an actor's environments, and of a group of central acting.
+
+        Single environments that are slow to make or to step are measured one alone: more of them take their multiple.
+        """
+        envs, groups = self.config.actor.envs, num_groups(self.config)
+        troupe = self._make(1)
+        [step] = measure(troupe.step)
+        if isinstance(troupe.group, LoopGroup):
+            begun = time.perf_counter()
+            self._make(1)  # the first one imported its packages too
+            make_s = time.perf_counter() - begun
+            if envs * (make_s + (MIN_CALLS + 1) * step.wall_s) > WHOLE_S:
+                return step.times(envs), step.times(envs / groups)
+        parts = [self._make(envs // count) for count in dict.fromkeys((groups, 1))]
+        costs = measure(*[part.step for part in parts])
+        return costs[-1], costs[0]
+
+    def _make(self, num_envs: int) -> Troupe:
+        self._troupes.append(Troupe(self.config.env, self.model, self._seeds[:num_envs]))
+        return self._troupes[-1]
+
+    def _acting(self) -> tuple[Cost, Cost]:
+        """The actions of an actor's environments by itself, and those of a round by a server as it would be."""
+        rows, envs, model = round_rows(self.config), self.config.actor.envs, self.model
+        device = pick_device(self.config.acting.device, model.parameters.numel(), "--acting.device")
+        threads = server_threads(self.config, model) if device == "cpu" else 1
+        alone = self._forward(envs)
+        if (device, threads, rows, self.config.acting.value) == ("cpu", 1, envs, False):
+            [cost] = measure(alone.act)
+            return cost, cost
+        if device != "cpu":
+            model = Plan(self.context, device=device).model
+            model.network.eval()
+        serving = Forward(model, self._troupes[-1], rows, threads=threads, with_value=self.config.acting.value)
+        act, round = measure(alone.act, serving.act)
+        return act, round
+
+    def _forward(self, num_rows: int) -> Forward:
+        return Forward(self.model, self._troupes[-1], num_rows)
+
+    def _learn(self, act: Cost) -> Cost:
+        """What learning from one step costs here: nothing where a GPU learns."""
+        learner, model, actor = self.config.learner, self.model, self.config.actor
+        if pick_device(learner.device, model.parameters.numel()) != "cpu":
+            return Cost(0.0, 0.0)
+        rows = actor.envs * (actor.trajectory if act.cpu_s < SHORT_S else 1)
+        [forward] = measure(self._forward(rows).evaluate)
+        cpu_s = LEARN_FORWARDS * self.config.algorithm.epochs * forward.cpu_s / rows
+        return Cost(cpu_s / learner_threads(learner.threads, model), cpu_s)
+
+    def close(self) -> None:
+        for troupe in self._troupes:
+            troupe.group.close()
+
+
+def round_rows(config: TrainConfig) -> int:
+    """Rows of a round in which every actor of a server asks for one of its groups."""
+    acting, actor = config.acting, config.actor
+    rows = actor.envs // num_groups(config)
+    if not acting.batch:
+        return rows
+    most = rows * -(-actor.num_actors // acting.servers)
+    return max(rows, min(most, acting.max_batch // rows * rows)) if acting.max_batch else most
+
+
+def rehearsal(config: dict[str, Any]) -> Rehearsal:
+    """The entry of a rehearsal process."""
+    return Rehearsal(Context.from_config(config))

@@ -1,0 +1,225 @@
+"""Answering act requests on a GPU: static shapes, CUDA graphs, observations fetched straight from the board.
+
+The board's memory is page-locked, so the GPU fetches observations from where the clients laid them. Each group of seats
+has a *lane* (`lane.py`) with a stream of its own: one group is copied while another computes, and the CPU gathers or
+settles a third. A round is cut into its groups.
+
+Weights are taken over between rounds, in place, so that the graphs' addresses stay: the copy waits on the GPU for the
+rounds under way, and every later one for the copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from echelon.algorithms.model import Model
+from echelon.servers.inference import Door, InferenceServer
+from echelon.servers.lane import SPIN_S, Lane, Marks, Passes, Tell, Timings, cuda
+from echelon.transport.act_board import ActBoard
+from echelon.transport.batcher import Batcher, Round
+from echelon.transport.shared_memory import WeightsBoard
+
+Array = np.ndarray[Any, Any]
+DOZE_S = 50e-6  # how long a server sleeps between looks at the GPU
+
+
+def cut(round: Round, groups: Sequence[range]) -> dict[int, Round]:
+    """The part of `round` in each of `groups` that has one; the groups ascend, and hold every seat of it."""
+    bounds = [*np.searchsorted(round.seats, [seats.start for seats in groups]).tolist(), len(round.seats)]
+    parts = {}
+    for group, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        if stop - start == len(round.seats):
+            return {group: round}
+        if stop > start:
+            parts[group] = Round(round.seats[start:stop], round.asked[start:stop], round.first_ns)
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A round of one group under way on the GPU, and the version it is answered with."""
+
+    lane: Lane
+    round: Round
+    version: int
+
+    @property
+    def landed(self) -> bool:
+        """Whether the replies have arrived."""
+        return bool(self.lane.done.query())
+
+
+class CudaAnswerer:
+    """Answers rounds with a model that lives on a GPU.
+
+    `launch` starts a round and `land` finishes what it started; between the two, other groups can be launched. A group
+    has one round under way at most (`free` tells). `answer` is all of it at once.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        board: ActBoard,
+        weights: WeightsBoard,
+        seed: int,
+        *,
+        groups: Sequence[range],
+        precision: str = "float32",
+        tell: Tell = lambda text: print(text, file=sys.stderr),
+        with_value: bool = True,
+    ) -> None:
+        """`groups` are the seats to be answered, group by group (`Batcher.groups`); a round has no others.
+
+        `with_value=False` leaves the value out of the replies, where nobody reads it.
+        """
+        assert model.device.type == "cuda", f"the model is on {model.device}"
+        torch.set_float32_matmul_precision("high")  # as the learner does: TF32, which convolutions use anyway
+        model.network.eval()  # a user's dropout is for learning
+        model.network.requires_grad_(False)
+        self.model, self.board, self.groups = model, board, groups
+        locked = page_lock(board.memory, tell)
+        self._passes = Passes(model, board, precision == "bfloat16", locked, tell, with_value)
+        self._weights = _Weights(model, weights)
+        self._lanes = [Lane(self._passes, seats, seed + i) for i, seats in enumerate(groups)]
+        cuda.synchronize(model.device)  # what was prepared on the default stream is there for the lanes'
+
+    def time_passes(self) -> Timings:
+        """Measures from now on where the GPU's time goes; to be called before the first round."""
+        for lane in self._lanes:
+            lane.marks = Marks()
+        return self._passes.timings
+
+    def answer(self, round: Round) -> int:
+        """Lays the replies to `round` on the board; returns the version of the weights they come from."""
+        flights = self.launch(round)
+        for flight in flights:
+            self.land(flight)
+        return flights[0].version
+
+    def free(self, round: Round) -> bool:
+        """Whether no group of `round` is under way."""
+        return not any(self._lanes[group].busy for group in cut(round, self.groups))
+
+    @torch.inference_mode()
+    def launch(self, round: Round) -> list[Flight]:
+        """Starts the answer to `round`, with the newest weights: a flight for each of its groups."""
+        self._weights.refresh(self._lanes)
+        flights = []
+        for group, part in cut(round, self.groups).items():
+            self._lanes[group].launch(part)
+            flights.append(Flight(self._lanes[group], part, self._weights.version))
+        return flights
+
+    def land(self, flight: Flight) -> None:
+        """Waits for the replies of `flight` and lays them on the board."""
+        flight.lane.land(flight.round)
+
+    def close(self) -> None:
+        cuda.synchronize(self.model.device)
+        if self._passes.locked:
+            cuda.check_error(int(cuda.cudart().cudaHostUnregister(self.board.memory.ctypes.data)))
+            self._passes.locked = False
+
+
+class CudaServer(InferenceServer):
+    """An inference server that gathers and launches a round of one group while another's is under way.
+
+    It looks for questions and for landed rounds: at first without pause, since most come within the time that falling
+    asleep and waking takes, then asleep on the board, between looks at the GPU where something is under way.
+    """
+
+    def __init__(self, batcher: Batcher, answerer: CudaAnswerer, door: Door | None = None) -> None:
+        super().__init__(batcher, answerer, door)
+        self._lanes = answerer
+        self._flights: deque[Flight] = deque()
+
+    def step(self, timeout_s: float) -> bool:
+        """Launches a round or lands one; with none under way it waits at most `timeout_s` for questions."""
+        start, waited_s, under_way = time.perf_counter(), self.wait_s, bool(self._flights)
+        round = self._look(timeout_s)
+        if under_way:
+            self.wait_s = waited_s  # it waited for the GPU
+            self.forward_s += time.perf_counter() - start
+        if round is not None:
+            while not self._lanes.free(round):
+                self._land()
+            self._launch(round)
+        elif under_way:
+            self._land()
+        return under_way or round is not None
+
+    def _look(self, timeout_s: float) -> Round | None:
+        """The next round; None once the oldest flight has landed or, with none under way, after `timeout_s`."""
+        flights, start = self._flights, time.perf_counter()
+        spin_s = SPIN_S if flights else min(SPIN_S, timeout_s)
+        while not (flights and flights[0].landed):
+            spinning = time.perf_counter() - start < spin_s
+            round = self._take(0.0 if spinning else DOZE_S if flights else timeout_s)
+            if round is not None or not (spinning or flights):
+                return round
+        return None
+
+    def _launch(self, round: Round) -> None:
+        start = time.perf_counter()
+        self.batcher.claim(round)  # only now: what landed before may have been of those who had the seats before
+        self._flights += self._lanes.launch(round)
+        self.forward_s += time.perf_counter() - start
+
+    def _land(self) -> None:
+        start = time.perf_counter()
+        flight = self._flights.popleft()
+        self._lanes.land(flight)
+        self.forward_s += time.perf_counter() - start
+        self._settle(flight.round, flight.version)
+
+
+def page_lock(memory: Array, tell: Tell) -> bool:
+    """Keeps `memory` where the GPU can fetch from it; where that is refused, copies are slower, not wrong."""
+    code = int(cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
+    if code:
+        tell(
+            f"the {memory.nbytes / 2**20:.1f} MiB of the act board could not be page-locked (CUDA error {code}): "
+            "observations reach the GPU by an extra copy. Raise the limit of locked memory (ulimit -l)."
+        )
+    return code == 0
+
+
+class _Weights:
+    """A model's weights on the GPU as they follow the weights board: one read, then a copy per part."""
+
+    def __init__(self, model: Model, board: WeightsBoard) -> None:
+        self.board, self.version = board, 0
+        self._staging: Array = torch.zeros(model.nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        self._copied = cuda.Event()
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        offset = 0
+        for tensor, part in zip([model.parameters, *model.network.buffers()], model.parts(), strict=True):
+            raw = self._staging[offset : offset + part.nbytes]
+            self._pairs.append((tensor, torch.from_numpy(raw.view(part.dtype)).view(tensor.shape)))
+            offset += part.nbytes
+
+    def refresh(self, lanes: Sequence[Lane]) -> None:
+        """Takes over newer weights if there are any, after the rounds under way and before every later one."""
+        if self.board.version <= self.version:
+            return
+        self._copied.synchronize()  # the last ones have left the staging memory
+        self.version = self.board.read(self._staging)
+        stream = lanes[0].stream
+        for lane in lanes:
+            stream.wait_event(lane.done)
+        with cuda.stream(stream):
+            for tensor, staged in self._pairs:
+                tensor.copy_(staged, non_blocking=True)
+        self._copied.record(stream)
+        for lane in lanes:
+            lane.stream.wait_event(self._copied)

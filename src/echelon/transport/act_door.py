@@ -1,0 +1,298 @@
+"""The server's side of act requests over TCP: questions from other hosts are laid on the board, answers sent back.
+
+Needs nothing heavier than numpy and pyzmq.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import zmq
+
+from echelon.errors import ConfigError
+from echelon.transport.act_board import ActBoard, Array
+from echelon.transport.act_wire import (
+    HEADER,
+    LIFE_BITS,
+    LINGER_MS,
+    MAGIC,
+    MAX_LIFE,
+    MAX_REASON_BYTES,
+    NUM_WORDS,
+    Kind,
+    Wire,
+    Word,
+    make_socket,
+)
+from echelon.transport.batcher import IDLE_SLEEP_S, Batcher, Round
+from echelon.transport.curve import Gate, Socket, check_secret, numeric, secure_server
+
+IGNORED_CONNECTIONS = 10_000  # the oldest are forgotten
+GATE_S = 0.01  # a server that never sleeps looks at its gate this often
+BURST = 1_000  # messages taken in before the batcher gets its turn
+FROM_CLIENTS = (Kind.ARRIVE, Kind.ASK, Kind.LEAVE)
+
+
+class Asker(NamedTuple):
+    """Where the last question of a remote seat came from, and what it wants."""
+
+    connection: bytes
+    asked: int  # the count of that question
+    wants_state: bool
+
+
+class Target(NamedTuple):
+    """Where one array of a question goes."""
+
+    leaf: Array  # (S, bytes) of the board
+    span: slice  # of the frame
+    is_flag: bool  # bytes other than 0 and 1 are no booleans, whoever sent them
+
+
+class Bounds(NamedTuple):
+    """The values that a discrete leaf of an observation may have: low to high, both among them."""
+
+    leaf: int  # its place in the layout's observation
+    low: Any
+    high: Any
+
+
+class ActDoor:
+    """Where act requests of other hosts come in: they are laid on the board, and answered when their round is.
+
+    One door a server, used by that server's thread alone. A bad or hostile frame is counted, never raised.
+    """
+
+    def __init__(
+        self,
+        board: ActBoard,
+        server: int,
+        address: str,
+        secret: str | None = None,
+        choices: Sequence[Bounds] = (),
+    ) -> None:
+        """Listens at `address` (tcp://HOST:PORT, port 0: any free one); off the loopback only with a secret.
+
+        A question with an observation out of its bounds in `choices` is refused: no network can look it up.
+        """
+        check_secret(address, secret)
+        layout = board.layout
+        self.board, self.server = board, server
+        self.num_refused_frames = self.num_lost_answers = 0
+        self._wire = wire = Wire(layout)
+        self._seats = {seat for group in range(layout.num_groups) for seat in layout.seats_of(server, group)}
+        self._askers: dict[int, Asker] = {}
+        self._ignored: dict[bytes, None] = {}
+        self._targets = [
+            Target(
+                leaf.reshape(layout.num_seats, -1).view(np.uint8),
+                slice(field.offset, field.offset + field.nbytes),
+                field.dtype == np.bool_,
+            )
+            for leaf, field in zip([board.first, *board.observation], wire.question[1:], strict=True)
+        ]
+        self._choices = [(wire.question[2 + bounds.leaf], bounds) for bounds in choices]
+        rows = np.zeros((layout.num_seats, wire.stateful_bytes), np.uint8)  # answers on their way out
+        self._rows, self._row_bytes = wire.answer_views(rows), rows.reshape(-1).data
+        self._rows["words"][:, : len(Word)] = MAGIC, Kind.ANSWER, wire.digest, 0, 0, 0
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._socket = make_socket(self._context, zmq.ROUTER, wire.question_bytes)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says so when an asker is gone
+        self._socket.setsockopt(zmq.BACKLOG, 1024)
+        self._gate = secure_server(self._socket, secret) if secret is not None else None
+        self._gate_at = 0.0
+        self.address = self._bind(address)
+        self._doorbell = board.doorbell(server)
+        self._descriptors = [int(self._socket.getsockopt(zmq.FD)), self._doorbell.descriptor]
+        self._descriptors += self._gate.descriptors if self._gate else []
+        board.pollable[server] = 1
+
+    def _bind(self, address: str) -> str:
+        try:
+            self._socket.bind(numeric(address))
+        except zmq.ZMQError as error:
+            self._shut()
+            raise ConfigError(
+                f"cannot listen for act requests at {address}: {error}. Choose another address, or port 0."
+            ) from error
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def num_refused(self) -> int:
+        """Frames and handshakes that were refused."""
+        return self.num_refused_frames + (self._gate.num_refused if self._gate else 0)
+
+    def next(self, batcher: Batcher, timeout_s: float) -> Round | None:
+        """The next round by the batcher's rule, of questions from here and elsewhere, waiting at most `timeout_s`."""
+        now = time.monotonic()
+        deadline = now + timeout_s
+        if self._gate and now >= self._gate_at:
+            self._serve_gate(self._gate)
+        while True:
+            emptied = self._drain()
+            found, wait_s = batcher.look()
+            if found is not None:
+                return found
+            left_s = deadline - time.monotonic()
+            if left_s <= 0.0:
+                return None
+            if emptied:
+                # As the batcher sleeps: of two first questions of this host in one moment neither may have rung.
+                self._sleep(min(wait_s, left_s, IDLE_SLEEP_S))
+
+    def _sleep(self, timeout_s: float) -> None:
+        ready, _, _ = select.select(self._descriptors, [], [], timeout_s)
+        if self._doorbell.descriptor in ready:
+            self._doorbell.clear()
+        if self._gate and not set(self._gate.descriptors).isdisjoint(ready):
+            self._serve_gate(self._gate)
+
+    def _serve_gate(self, gate: Gate) -> None:
+        gate.serve()
+        self._gate_at = time.monotonic() + GATE_S
+
+    def _drain(self) -> bool:
+        """Takes in what has come; whether that was all. The socket's descriptor announces only what is new."""
+        receive, noblock = self._socket.recv, zmq.NOBLOCK
+        try:
+            for _ in range(BURST):
+                connection = receive(noblock)
+                frame = receive(noblock, copy=False)
+                single = not frame.more
+                while frame.more:
+                    frame = receive(noblock, copy=False)
+                if connection not in self._ignored:
+                    self._take(connection, frame.buffer if single else memoryview(b""))
+        except zmq.Again:
+            return True
+        return False
+
+    def _take(self, connection: bytes, frame: memoryview) -> None:
+        """One message, from anybody at all."""
+        words = HEADER.unpack_from(frame) if len(frame) >= HEADER.size else (0,) * NUM_WORDS
+        _, kind, _, seat, count, extra, _, _ = words
+        reason = self._fault(words, len(frame))
+        if reason is None and kind == Kind.ASK:
+            reason = self._stray(frame)
+        if reason is not None:
+            self._refuse(connection, count, reason)
+        elif kind == Kind.ASK:
+            self._ask(Asker(connection, count, bool(extra)), seat, frame)
+        elif kind == Kind.ARRIVE:
+            self.board.incarnation[seat] = count >> LIFE_BITS
+            self._send(connection, self._wire.header(Kind.WELCOME, seat, count).data)
+        else:
+            self.board.incarnation[seat] = 0
+            self._askers.pop(seat, None)
+
+    def _fault(self, words: Sequence[int], nbytes: int) -> str | None:
+        """Why a message is refused; None for a good one, nothing to say to one that is no act request at all."""
+        magic, kind, digest, seat, count, *_ = words
+        if magic != MAGIC:
+            return ""
+        if digest != self._wire.digest:
+            return "it was made for another layout of observations and actions; give both sides the same"
+        if kind not in FROM_CLIENTS or nbytes != (self._wire.question_bytes if kind == Kind.ASK else HEADER.size):
+            return f"{nbytes} bytes of kind {kind} are no act request"
+        if seat not in self._seats:
+            return f"server {self.server} does not serve seat {seat}"
+        life, board = count >> LIFE_BITS, self.board
+        if not 0 < life <= MAX_LIFE:
+            return f"{life - 1} is no incarnation"
+        if life < board.incarnation[seat] or count < board.asked[seat]:
+            latest = max(int(board.incarnation[seat]), int(board.asked[seat]) >> LIFE_BITS) - 1
+            return f"seat {seat} was taken by incarnation {latest}; its successor needs a higher one"
+        return None
+
+    def _stray(self, frame: memoryview) -> str | None:
+        """Why a question is refused for what it holds; None for a good one."""
+        for field, (leaf, low, high) in self._choices:
+            raw = np.frombuffer(frame, np.uint8, field.nbytes, field.offset)
+            values = raw.view(field.dtype).reshape(field.shape)
+            stray = values[(values < low) | (values > high)]
+            if stray.size:
+                path = self.board.layout.observation[leaf].path
+                return f"{path} holds {stray[0]}, which its space does not"
+        return None
+
+    def _refuse(self, connection: bytes, count: int, reason: str) -> None:
+        """Takes nothing more from `connection`, and says why where that can be understood."""
+        self.num_refused_frames += 1
+        self._ignored[connection] = None
+        if len(self._ignored) > IGNORED_CONNECTIONS:
+            del self._ignored[next(iter(self._ignored))]
+        if reason:
+            header = self._wire.header(Kind.REFUSED, 0, count)
+            self._send(connection, header.tobytes() + reason.encode()[:MAX_REASON_BYTES])
+
+    def _ask(self, asker: Asker, seat: int, frame: memoryview) -> None:
+        """Lays a question on the board, as its client would; a repeated one is there already."""
+        board, count = self.board, asker.asked
+        self._askers[seat] = asker
+        if count == board.asked[seat]:
+            if count == board.answered[seat]:
+                self._answer([seat], [asker])
+            return
+        raw = np.frombuffer(frame, np.uint8)
+        for leaf, span, is_flag in self._targets:
+            leaf[seat] = raw[span] != 0 if is_flag else raw[span]
+        board.asked_ns[seat] = time.monotonic_ns()
+        board.incarnation[seat] = count >> LIFE_BITS
+        board.asked[seat] = count
+
+    def reply(self, round: Round) -> None:
+        """Sends the answers of a settled round to those of its seats that are elsewhere."""
+        seats, askers = [], []
+        for seat, count in zip(round.seats.tolist(), round.asked.tolist(), strict=True):
+            asker = self._askers.get(seat)
+            if asker is not None and asker.asked == count:
+                seats.append(seat)
+                askers.append(asker)
+        if seats:
+            self._answer(seats, askers)
+
+    def _answer(self, seats: list[int], askers: list[Asker]) -> None:
+        """Sends what stands on the board for `seats`."""
+        board, rows, n = self.board, self._rows, len(seats)
+        counts = [asker.asked for asker in askers]
+        rows["words"][:n, Word.SEAT] = seats
+        rows["words"][:n, Word.COUNT] = counts
+        rows["words"][:n, Word.EXTRA] = board.version[seats]
+        for name, leaf in (("action", board.action), ("log_prob", board.log_prob), ("value", board.value)):
+            rows[name][:n] = leaf[seats]
+        stride = self._wire.stateful_bytes
+        for place, asker in enumerate(askers):
+            stop = self._wire.answer_bytes
+            if asker.wants_state and board.state:
+                stop = stride
+                for i, leaf in enumerate(board.state):
+                    rows[f"state.{i}"][place] = leaf[(asker.asked - 1) % 2, seats[place]]
+            if not self._send(asker.connection, self._row_bytes[place * stride : place * stride + stop]):
+                self.num_lost_answers += 1  # it asks again if it lives
+
+    def _send(self, connection: bytes, frame: bytes | memoryview) -> bool:
+        """Queues a copy of `frame`; False when the peer is gone, or takes nothing in."""
+        try:
+            self._socket.send(connection, zmq.SNDMORE | zmq.NOBLOCK)
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        """Hangs up; what stands on the board stays there for a successor."""
+        self.board.pollable[self.server] = 0
+        self._doorbell.close()
+        self._shut()
+
+    def _shut(self) -> None:
+        if self._gate:
+            self._gate.close()
+        self._socket.close(linger=LINGER_MS)
+        self._context.term()

@@ -1,0 +1,236 @@
+"""Act requests over TCP, between real processes and between two networks: answers, secrets, deaths."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import act_peers
+import pytest
+import zmq
+from act_peers import LAYOUT, check, put
+
+from echelon.errors import ConfigError, TransportTimeout
+from echelon.transport.act_board import ActBoard
+from echelon.transport.act_door import ActDoor
+from echelon.transport.remote_seat import RemoteSeat
+from running import wait_until
+
+SECRET = "a secret of the tests"
+PATIENCE_S = 60.0
+
+
+class Peer:
+    """One side of act requests in a process of its own."""
+
+    def __init__(self, side: str, prefix: tuple[str, ...] = (), **options: Any) -> None:
+        command = [*prefix, sys.executable, act_peers.__file__, side, json.dumps(options)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def hear(self) -> dict[str, Any]:
+        """What it says next."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"it ended with {self.process.wait()} and said nothing"
+        return dict(json.loads(line))
+
+    def finish(self) -> dict[str, Any]:
+        """Ends a server, and returns what it counted."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        counted = self.hear()
+        assert self.process.wait(PATIENCE_S) == 0
+        return counted
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+Start = Callable[..., Peer]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    peers: list[Peer] = []
+
+    def start_peer(side: str, prefix: tuple[str, ...] = (), **options: Any) -> Peer:
+        peers.append(Peer(side, prefix, **options))
+        return peers[-1]
+
+    yield start_peer
+    for peer in peers:
+        peer.kill()
+
+
+@pytest.fixture
+def take_seat() -> Iterator[Callable[..., RemoteSeat]]:
+    seats: list[RemoteSeat] = []
+
+    def take(address: str, client: int = 0, **options: Any) -> RemoteSeat:
+        seats.append(RemoteSeat(address, LAYOUT, client, **options))
+        return seats[-1]
+
+    yield take
+    for seat in seats:
+        seat.leave()
+
+
+class TestProcesses:
+    @pytest.mark.parametrize("secret", [None, SECRET])
+    def test_clients_from_here_and_elsewhere_are_answered_together(
+        self, start: Start, shm_dir: Path, secret: str | None
+    ) -> None:
+        server = start("server", folder=str(shm_dir), secret=secret, num_present=3)
+        address = server.hear()["address"]
+        remote = [start("client", address=address, client=i, num_questions=200, secret=secret) for i in (0, 1)]
+        local = start("client", address=address, client=2, num_questions=200, folder=str(shm_dir))
+        for client in (*remote, local):
+            assert client.hear() == {"num_answers": 200, "torch": False}
+        assert server.finish() == {"num_refused": 0, "num_missed": 0, "num_rounds": 200, "torch": False}
+
+    @pytest.mark.parametrize(("ours", "theirs"), [(SECRET, SECRET + "!"), (SECRET, None), (None, SECRET)])
+    def test_another_secret_is_refused_and_the_client_is_told_what_to_set(
+        self, start: Start, shm_dir: Path, ours: str | None, theirs: str | None
+    ) -> None:
+        server = start("server", folder=str(shm_dir), secret=ours, max_wait_us=1000.0)
+        address = server.hear()["address"]
+        stranger = start("client", address=address, client=0, num_questions=1, secret=theirs, connect_timeout_s=1.0)
+        friend = start("client", address=address, client=1, num_questions=50, secret=ours)
+        told = stranger.hear()
+        assert told["error"] == "TransportTimeout"
+        assert f"the inference server at {address} did not answer seat 0 within 1.0 s" in told["text"]
+        assert "Set ECHELON_SECRET to the same value on both sides" in told["text"]
+        assert friend.hear()["num_answers"] == 50
+        counted = server.finish()
+        assert counted["num_refused"] > 0 or ours is None
+        assert counted["num_rounds"] == 50
+
+    @pytest.mark.parametrize("keeps_board", [True, False], ids=["same board", "fresh board"])
+    def test_a_server_that_died_is_replaced_and_the_question_answered(
+        self, start: Start, shm_dir: Path, take_seat: Callable[..., RemoteSeat], keeps_board: bool
+    ) -> None:
+        first = start("server", folder=str(shm_dir), secret=SECRET)
+        address = first.hear()["address"]
+        seat = take_seat(address, secret=SECRET)
+        for number in range(3):
+            put(seat, number)
+            assert seat.wait(PATIENCE_S)
+        first.process.send_signal(signal.SIGSTOP)  # so that it cannot answer what follows
+        put(seat, 3)
+        assert not seat.wait(0.3)
+        first.kill()
+        assert not seat.wait(0.3)
+        folder = shm_dir if keeps_board else shm_dir / "fresh"
+        folder.mkdir(exist_ok=True)
+        second = start("server", folder=str(folder), secret=SECRET, address=address)
+        assert second.hear()["address"] == address
+        for number in (3, 4):
+            assert seat.wait(PATIENCE_S)
+            check(seat, number, num_before=number if keeps_board else number - 3)
+            put(seat, number + 1)
+        assert seat.wait(PATIENCE_S)
+        assert second.finish()["num_refused"] == 0
+
+    def test_a_client_that_died_costs_the_others_one_wait(
+        self, start: Start, shm_dir: Path, take_seat: Callable[..., RemoteSeat]
+    ) -> None:
+        server = start("server", folder=str(shm_dir), max_wait_us=2e6, num_present=2)
+        address = server.hear()["address"]
+        mortal = start("client", address=address, client=0, num_questions=1_000_000)
+        survivor = take_seat(address, client=1)
+        for number in range(40):
+            if number == 20:
+                mortal.kill()
+            put(survivor, number)
+            assert survivor.wait(PATIENCE_S)
+            check(survivor, number, num_before=number)
+        assert server.finish()["num_missed"] == 1
+
+    def test_nobody_there(self, take_seat: Callable[..., RemoteSeat]) -> None:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+            port = socket.bind_to_random_port("tcp://127.0.0.1")
+        seat = take_seat(f"tcp://127.0.0.1:{port}", connect_timeout_s=0.5)
+        put(seat, 1)
+        with pytest.raises(TransportTimeout, match=r"seat 0 within 0.5 s: nobody listens there .*Start it"):
+            while not seat.wait(PATIENCE_S):
+                pass
+
+
+def network_of(process: subprocess.Popen[Any]) -> str:
+    try:
+        return os.readlink(f"/proc/{process.pid}/ns/net")
+    except OSError:  # it ended meanwhile
+        return ""
+
+
+def as_another_host(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[tuple[str, ...]]]:
+    """Two network namespaces with a cable between them: what to put before a command to run it in either."""
+    if missing := [tool for tool in ("unshare", "nsenter", "ip") if shutil.which(tool) is None]:
+        pytest.skip(f"network namespaces need {', '.join(missing)}")
+    holders = []
+    try:
+        outer = subprocess.Popen(["unshare", "-rn", "sleep", "300"], stderr=subprocess.PIPE)
+        holders.append(outer)
+        own = os.readlink("/proc/self/ns/net")
+        wait_until(lambda: outer.poll() is not None or network_of(outer) not in ("", own), "it left ours")
+        into = ("nsenter", "-t", str(outer.pid), "-U", "--preserve-credentials", "-n")
+        made = as_another_host(*into, "ip", "link", "add", "cable0", "type", "veth", "peer", "name", "cable1")
+        if made.returncode != 0:
+            pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")
+        inner = subprocess.Popen([*into, "unshare", "-n", "sleep", "300"])
+        holders.append(inner)
+        taken = ("", own, network_of(outer))
+        wait_until(lambda: network_of(inner) not in taken, "there was a second one")
+        far = ("nsenter", "-t", str(inner.pid), "-U", "--preserve-credentials", "-n")
+        for command in (
+            (*into, "ip", "link", "set", "cable1", "netns", str(inner.pid)),
+            (*into, "ip", "addr", "add", "10.9.8.1/24", "dev", "cable0"),
+            (*into, "ip", "link", "set", "cable0", "up"),
+            (*far, "ip", "addr", "add", "10.9.8.2/24", "dev", "cable1"),
+            (*far, "ip", "link", "set", "cable1", "up"),
+        ):
+            done = as_another_host(*command)
+            assert done.returncode == 0, (command, done.stderr)
+        yield [into, far]
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.communicate()
+
+
+class TestTwoHosts:
+    def test_with_a_secret_they_talk_and_without_they_refuse(
+        self, two_hosts: list[tuple[str, ...]], start: Start, shm_dir: Path
+    ) -> None:
+        near, far = two_hosts
+        server = start("server", near, folder=str(shm_dir), address="tcp://10.9.8.1:0", secret=SECRET, max_wait_us=1e3)
+        address = server.hear()["address"]
+        assert start("client", far, address=address, client=0, num_questions=100, secret=SECRET).hear()["num_answers"]
+        told = start("client", far, address=address, client=1, num_questions=1).hear()
+        assert told["error"] == "ConfigError"
+        assert f"{address} is not on the loopback" in told["text"] and "Set ECHELON_SECRET" in told["text"]
+        other = {"secret": SECRET + "!", "connect_timeout_s": 1.0}
+        told = start("client", far, address=address, client=1, num_questions=1, **other).hear()
+        assert told["error"] == "TransportTimeout" and "Set ECHELON_SECRET" in told["text"]
+        counted = server.finish()
+        assert counted["num_rounds"] == 100 and counted["num_refused"] > 0
+
+    def test_a_door_off_the_loopback_needs_a_secret(self, shm_dir: Path) -> None:
+        with pytest.raises(ConfigError, match=r"tcp://0.0.0.0:0 is not on the loopback.*Set ECHELON_SECRET"):
+            ActDoor(ActBoard(shm_dir, LAYOUT), 0, "tcp://0.0.0.0:0")
