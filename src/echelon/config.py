@@ -220,9 +220,7 @@ class DdpgConfig:
     critic_learning_rate: float = 1e-3  # the policy's is optimizer.learning_rate
     huber: float = 0.0  # TD errors beyond it count linearly; 0: all are squared
     noise: float = 0.1  # deviation of the noise that actors add, in units of half the action range
-    noise_ladder: float = (
-        0.0  # 0: the same noise everywhere; else it falls to this from the first environment to the last
-    )
+    noise_ladder: float = 0.0  # else than 0: the noise falls to this from the first environment to the last
     random_steps: int = 1_000  # environment steps with actions drawn at random, before the policy acts
     publish_critic: bool = False  # actors get the critic too, for the priorities of what they store
     reward_clip: float = 0.0  # of single rewards, before they are summed over n steps
@@ -257,8 +255,7 @@ class SacConfig:
     def __post_init__(self) -> None:
         _fractions(self, "algorithm", "discount")
         _at_least(self, "algorithm", num_critics=1, random_steps=0, reward_clip=0)
-        rates = ("critic_learning_rate", "temperature_learning_rate")
-        _above_zero(self, "algorithm", "target_tau", "temperature", *rates)
+        _above_zero(self, "algorithm", "target_tau", "temperature", "critic_learning_rate", "temperature_learning_rate")
 
 
 AlgorithmConfig = ImpalaConfig | PpoConfig | DqnConfig | DdpgConfig | SacConfig
@@ -277,10 +274,12 @@ class ReplayConfig:
     alpha: float = 0.6  # priority = error^alpha; 0: uniform
     beta_start: float = 0.4  # how far importance weights undo the priorities, at first ...
     beta_end: float = 1.0  # ... and at the end of the run
+    frames: Literal["auto", "stacked", "whole"] = "auto"  # stacked: frames of stacked images lie once; auto: for ALE/
+    publish_every: int = 1  # updates from one version of the weights to the next
     checkpoint: bool = False  # its content is part of the checkpoints
 
     def __post_init__(self) -> None:
-        _at_least(self, "replay", batch=1, n_step=1, samples_per_insert=0)
+        _at_least(self, "replay", batch=1, n_step=1, samples_per_insert=0, publish_every=1)
         _fractions(self, "replay", "alpha", "beta_start", "beta_end")
         require(
             self.min_size >= self.batch,
@@ -370,6 +369,15 @@ class TrainConfig:
             "--acting.transport shm.",
         )
         require(0 <= self.seed < 1 << 63, f"seed={self.seed} must be a number from 0 to 2**63 - 1.")
+        require(
+            self.experience == "queue" or self.learner.max_lag is None,
+            f"learner.max_lag={self.learner.max_lag} is for trajectories, but {self.algorithm.name} replays. Use none.",
+        )
+
+    @property
+    def experience(self) -> Literal["queue", "replay"]:
+        """How steps reach the learner: as trajectories, once and in order, or as transitions, drawn again and again."""
+        return "queue" if isinstance(self.algorithm, ImpalaConfig | PpoConfig) else "replay"
 
     @property
     def batch_trajectories(self) -> int:
@@ -377,17 +385,16 @@ class TrainConfig:
 
 
 def replace(config: TrainConfig, **changes: Any) -> TrainConfig:
-    """`config` with dotted fields changed: replace(config, **{"actor.envs": 8, "seed": 1})."""
+    """`config` with dotted fields changed, all at once: replace(config, **{"actor.envs": 8, "seed": 1})."""
+    sections: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         head, _, rest = path.partition(".")
-        section = getattr(config, head, None)
-        known = (
-            {field.name for field in dataclasses.fields(section)} if rest and dataclasses.is_dataclass(section) else ()
-        )
-        require(
-            hasattr(config, head) and (not rest or rest in known), f"there is no field {path} in the configuration."
-        )
-        if rest:
-            value = dataclasses.replace(getattr(config, head), **{rest: value})
-        config = dataclasses.replace(config, **{head: value})
-    return config
+        known = getattr(getattr(config, head, None), "__dataclass_fields__", ())
+        is_there = hasattr(config, head) and (not rest or rest in known)
+        require(is_there, f"there is no field {path} in the configuration.")
+        sections.setdefault(head, {})[rest] = value
+    values = {}
+    for head, fields in sections.items():
+        section = fields.pop("", getattr(config, head))
+        values[head] = dataclasses.replace(section, **fields) if fields else section
+    return dataclasses.replace(config, **values)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import gymnasium as gym
 import torch
@@ -125,30 +126,35 @@ class Acting:
     critic: Critic | None = None
 
 
+def acting_distribution(algorithm: AlgorithmConfig, action_space: gym.Space[Any]) -> Distribution:
+    """How the actions of `algorithm` come from what its network says."""
+    kinds: dict[str, Kind] = {"dqn": "greedy", "ddpg": "deterministic", "sac": "squashed"}
+    return make_distribution(action_space, kinds.get(algorithm.name, "stochastic"))
+
+
 def build_acting(config: NetworkConfig, spaces: Spaces, algorithm: AlgorithmConfig) -> Acting:
     """What `algorithm` acts with; weights are drawn from torch's global generator, so seed it first."""
     match algorithm:
         case DqnConfig():
-            return _build(config, spaces, "greedy", DuelingNetwork if algorithm.dueling else HeadNetwork, algorithm)
+            return _build(config, spaces, DuelingNetwork if algorithm.dueling else HeadNetwork, algorithm)
         case DdpgConfig():
-            acting = _build(config, spaces, "deterministic", HeadNetwork, algorithm)
+            acting = _build(config, spaces, HeadNetwork, algorithm)
             critic = Critic(config, spaces, algorithm.num_critics) if algorithm.publish_critic else None
             return Acting(acting.network, acting.distribution, critic)
         case SacConfig():
-            return _build(config, spaces, "squashed", HeadNetwork, algorithm)
+            return _build(config, spaces, HeadNetwork, algorithm)
         case _:
-            distribution = make_distribution(spaces.action)
+            distribution = acting_distribution(algorithm, spaces.action)
             return Acting(build_network(config, spaces, distribution.num_params), distribution)
 
 
 def _build(
     config: NetworkConfig,
     spaces: Spaces,
-    kind: Kind,
     auto: type[HeadNetwork] | type[DuelingNetwork],
     algorithm: AlgorithmConfig,
 ) -> Acting:
-    distribution = make_distribution(spaces.action, kind)
+    distribution = acting_distribution(algorithm, spaces.action)
     network = build_network(config, spaces, distribution.num_params, auto)
     if config.core != "none" or network.state_shapes:
         what = f'network.core="{config.core}"' if config.core != "none" else f'network.name="{config.name}"'

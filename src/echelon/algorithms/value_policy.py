@@ -41,7 +41,17 @@ def explore(
     exploration: Exploration | None,
 ) -> Sample:
     """Actions drawn from `params`, changed row by row as `exploration` says."""
-    sample = distribution.sample(params, generator, mask)
+    return stray(distribution, distribution.sample(params, generator, mask), generator, mask, exploration)
+
+
+def stray(
+    distribution: Distribution,
+    sample: Sample,
+    generator: torch.Generator,
+    mask: Tensor | None,
+    exploration: Exploration | None,
+) -> Sample:
+    """Actions that somebody drew, changed row by row as `exploration` says."""
     if exploration is None:
         return sample
     action, log_prob = sample
@@ -50,8 +60,8 @@ def explore(
         action = torch.addcmul(action, exploration.noise.unsqueeze(-1), noise).clamp_(-1.0, 1.0)
     if exploration.random is None:
         return Sample(action, log_prob)
-    strays = torch.rand(exploration.random.shape, generator=generator, device=params.device) < exploration.random
-    other = distribution.random(params, generator, mask)
+    strays = torch.rand(exploration.random.shape, generator=generator, device=action.device) < exploration.random
+    other = distribution.random(log_prob.new_zeros(len(log_prob), distribution.num_params), generator, mask)
     rows = strays if action.dim() == 1 else strays.unsqueeze(-1)
     return Sample(torch.where(rows, other, action), log_prob.masked_fill(strays, 0.0))
 

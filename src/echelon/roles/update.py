@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from echelon.algorithms.model import FlatModule
-from echelon.algorithms.protocol import POLICY, Group, Loss
+from echelon.algorithms.protocol import POLICY, Algorithm, Group, Loss
 from echelon.config import OptimizerConfig
+from echelon.schema import Batch, TransitionBatch
 
 NOTHING_ELSE: Mapping[str, Group] = MappingProxyType({})
 
@@ -70,3 +71,28 @@ class LocalUpdate:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, stepper in self.steppers.items():
             stepper.optimizer.load_state_dict(state[name])
+
+
+def learn_once(
+    algorithm: Algorithm,
+    batch: Batch | TransitionBatch,
+    update: LocalUpdate,
+    losses: list[dict[str, torch.Tensor]],
+    tick: Callable[[], None] = lambda: None,
+    acknowledge: Callable[[Any, torch.Tensor], None] = lambda keys, priorities: None,
+) -> None:
+    """One batch, the same for every learning rule: minibatches, their losses in order, an update each.
+
+    `tick` is called after each, so that a learner with much to do is seen to move; `acknowledge` gets the priorities of
+    each minibatch, where the rule has some.
+    """
+    for minibatch in algorithm.minibatches(batch):
+        for loss in algorithm.losses(minibatch):
+            update(loss)
+            tick()
+            name = "loss" if loss.group == POLICY else f"{loss.group}_loss"
+            losses.append({name: loss.value.detach(), **{k: v.detach() for k, v in loss.metrics.items()}})
+        priorities = algorithm.priorities(minibatch)
+        if priorities is not None:
+            acknowledge(minibatch.keys, priorities)
+    algorithm.finish(batch)
