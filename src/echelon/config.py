@@ -7,25 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from echelon.errors import ConfigError
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-def _at_least(config: Any, section: str, **least: float) -> None:
-    """Each named field of `config` must not be below the number given for it."""
-    for name, bound in least.items():
-        value = getattr(config, name)
-        require(value >= bound, f"{section}.{name}={value} must be at least {bound}.")
-
-
-def _fractions(config: Any, section: str, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        require(0 <= value <= 1, f"{section}.{name}={value} must lie between 0 and 1.")
+from echelon.algorithm_config import AlgorithmConfig as AlgorithmConfig
+from echelon.algorithm_config import DdpgConfig as DdpgConfig
+from echelon.algorithm_config import DqnConfig as DqnConfig
+from echelon.algorithm_config import ImpalaConfig as ImpalaConfig
+from echelon.algorithm_config import PpoConfig as PpoConfig
+from echelon.algorithm_config import SacConfig as SacConfig
+from echelon.bounds import at_least, fractions, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +37,7 @@ class ActorConfig:
     slots: int = 4  # trajectories each actor may have written and unread
 
     def __post_init__(self) -> None:
-        _at_least(self, "actor", num_actors=1, envs=1, trajectory=1, slots=1)
+        at_least(self, "actor", num_actors=1, envs=1, trajectory=1, slots=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +57,7 @@ class ActingConfig:
     address: str = "tcp://127.0.0.1:0"  # where servers listen with tcp; off the loopback only with ECHELON_SECRET
 
     def __post_init__(self) -> None:
-        _at_least(self, "acting", servers=1, groups=0, max_batch=0, max_wait_us=0, spin_us=0)
+        at_least(self, "acting", servers=1, groups=0, max_batch=0, max_wait_us=0, spin_us=0)
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
         require(
             self.address.startswith("tcp://") and bool(host) and port.isdecimal() and int(port) < 65_536,
@@ -114,7 +102,7 @@ class NetworkConfig:
 
     def __post_init__(self) -> None:
         require(all(size >= 1 for size in self.hidden), f"network.hidden={self.hidden}: every layer needs 1 or more.")
-        _at_least(self, "network", core_size=1)
+        at_least(self, "network", core_size=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,56 +117,38 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require(self.learning_rate > 0, f"optimizer.learning_rate={self.learning_rate} must be above 0.")
-        _at_least(self, "optimizer", epsilon=0, clip_norm=0)
+        at_least(self, "optimizer", epsilon=0, clip_norm=0)
 
 
 @dataclass(frozen=True, slots=True)
-class ImpalaConfig:
-    """V-trace actor-critic (Espeholt et al., 2018)."""
+class ReplayConfig:
+    """Where transitions lie, and how they are drawn for learning."""
 
-    name: Literal["impala"] = "impala"
-    discount: float = 0.99
-    rho_clip: float = 1.0
-    c_clip: float = 1.0
-    trace_lambda: float = 1.0
-    epochs: int = 1  # passes over each batch; V-trace corrects for the later ones too
-    minibatches: int = 1  # pieces of each pass, by environment
-    value_weight: float = 0.5
-    entropy_weight: float = 0.01
-    normalize_advantage: bool = False
-    reward_clip: float = 0.0  # 0: none; 1: to [-1, 1] as on Atari
-    normalize_reward: bool = False
-
-    def __post_init__(self) -> None:
-        _fractions(self, "algorithm", "discount", "trace_lambda")
-        _at_least(self, "algorithm", epochs=1, minibatches=1, rho_clip=0, c_clip=0, value_weight=0, reward_clip=0)
-
-
-@dataclass(frozen=True, slots=True)
-class PpoConfig:
-    """Clipped PPO with GAE (Schulman et al., 2017)."""
-
-    name: Literal["ppo"] = "ppo"
-    discount: float = 0.99
-    gae_lambda: float = 0.95
-    clip: float = 0.2
-    value_clip: float = 0.0  # 0: off
-    epochs: int = 4
-    minibatches: int = 4
-    value_weight: float = 0.5
-    entropy_weight: float = 0.0
-    normalize_advantage: bool = True
-    reward_clip: float = 0.0
-    normalize_reward: bool = False
-    correct_lag: bool = False  # V-trace targets and advantages in place of GAE, for data that lags
+    capacity: int = 1_000_000  # transitions, over all shards; the oldest make room
+    min_size: int = 1_000  # learning waits below this
+    batch: int = 256  # transitions per update
+    n_step: int = 1  # rewards summed before the value of what follows
+    samples_per_insert: float = 256.0  # transitions drawn for each one stored; 0: as fast as the learner can
+    prioritized: bool = False  # draw by TD error
+    alpha: float = 0.6  # priority = error^alpha; 0: uniform
+    beta_start: float = 0.4  # how far importance weights undo the priorities, at first ...
+    beta_end: float = 1.0  # ... and at the end of the run
+    frames: Literal["auto", "stacked", "whole"] = "auto"  # stacked: frames of stacked images lie once; auto: for ALE/
+    publish_every: int = 1  # updates from one version of the weights to the next
+    checkpoint: bool = False  # its content is part of the checkpoints
 
     def __post_init__(self) -> None:
-        _fractions(self, "algorithm", "discount", "gae_lambda")
-        require(self.clip > 0, f"algorithm.clip={self.clip} must be above 0: no step would ever be learned from.")
-        _at_least(self, "algorithm", epochs=1, minibatches=1, value_clip=0, value_weight=0, reward_clip=0)
-
-
-AlgorithmConfig = ImpalaConfig | PpoConfig
+        at_least(self, "replay", batch=1, n_step=1, samples_per_insert=0, publish_every=1)
+        fractions(self, "replay", "alpha", "beta_start", "beta_end")
+        require(
+            self.min_size >= self.batch,
+            f"replay.min_size={self.min_size} is below replay.batch={self.batch}: the first batch could not be filled.",
+        )
+        require(
+            self.min_size <= self.capacity,
+            f"replay.min_size={self.min_size} exceeds replay.capacity={self.capacity}: the learner would wait forever. "
+            "Lower min_size or raise capacity.",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +159,7 @@ class EvaluationConfig:
     episodes: int = 10
 
     def __post_init__(self) -> None:
-        _at_least(self, "evaluation", interval_s=0, episodes=1)
+        at_least(self, "evaluation", interval_s=0, episodes=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +172,7 @@ class RunConfig:
     init_from: str = ""  # run folder or weights file to start from
 
     def __post_init__(self) -> None:
-        _at_least(self, "run", checkpoint_interval_s=0, keep_checkpoints=1)
+        at_least(self, "run", checkpoint_interval_s=0, keep_checkpoints=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +184,7 @@ class StopConfig:
     until_return: float | None = None  # mean return of the last 100 episodes
 
     def __post_init__(self) -> None:
-        _at_least(self, "stop", steps=0, minutes=0)
+        at_least(self, "stop", steps=0, minutes=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +197,7 @@ class SupervisionConfig:
 
     def __post_init__(self) -> None:
         require(self.hang_timeout_s > 0, f"supervision.hang_timeout_s={self.hang_timeout_s} must be above 0.")
-        _at_least(self, "supervision", max_same_failures=1, failure_window_s=0)
+        at_least(self, "supervision", max_same_failures=1, failure_window_s=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +215,7 @@ class TrainConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     algorithm: AlgorithmConfig = field(default_factory=ImpalaConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
     stop: StopConfig = field(default_factory=StopConfig)
@@ -257,6 +228,15 @@ class TrainConfig:
             "--acting.transport shm.",
         )
         require(0 <= self.seed < 1 << 63, f"seed={self.seed} must be a number from 0 to 2**63 - 1.")
+        require(
+            self.experience == "queue" or self.learner.max_lag is None,
+            f"learner.max_lag={self.learner.max_lag} is for trajectories, but {self.algorithm.name} replays. Use none.",
+        )
+
+    @property
+    def experience(self) -> Literal["queue", "replay"]:
+        """How steps reach the learner: as trajectories, once and in order, or as transitions, drawn again and again."""
+        return "queue" if isinstance(self.algorithm, ImpalaConfig | PpoConfig) else "replay"
 
     @property
     def batch_trajectories(self) -> int:
@@ -264,21 +244,21 @@ class TrainConfig:
 
 
 def replace(config: TrainConfig, **changes: Any) -> TrainConfig:
-    """`config` with dotted fields changed: replace(config, **{"actor.envs": 8, "seed": 1})."""
+    """`config` with dotted fields changed, all at once: replace(config, **{"actor.envs": 8, "seed": 1})."""
+    sections: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         head, _, rest = path.partition(".")
         section = getattr(config, head, None)
-        known = (
-            {field.name for field in dataclasses.fields(section)} if rest and dataclasses.is_dataclass(section) else ()
-        )
-        require(
-            hasattr(config, head) and (not rest or rest in known), f"there is no field {path} in the configuration."
-        )
+        known = getattr(section, "__dataclass_fields__", ())
+        is_there = hasattr(config, head) and (not rest or rest in known)
+        require(is_there, f"there is no field {path} in the configuration.")
         require(
             bool(rest) or not dataclasses.is_dataclass(section) or dataclasses.is_dataclass(value),
             f"{path} is a section, not a value: {value!r} does not fit. Name one of its fields, as in {path}.FIELD.",
         )
-        if rest:
-            value = dataclasses.replace(getattr(config, head), **{rest: value})
-        config = dataclasses.replace(config, **{head: value})
-    return config
+        sections.setdefault(head, {})[rest] = value
+    values = {}
+    for head, fields in sections.items():
+        section = fields.pop("", getattr(config, head))
+        values[head] = dataclasses.replace(section, **fields) if fields else section
+    return dataclasses.replace(config, **values)

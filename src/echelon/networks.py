@@ -1,8 +1,9 @@
 """Networks: from an observation tree to action parameters and a value.
 
 `build_network` reads the spaces and the config and returns an `ActorCritic`: our own (`EncoderNetwork`: an encoder per
-observation leaf, an MLP, an optional recurrent core, two heads) or a user's module (`CustomNetwork`). The hot path is
-`act`, one small batch on one CPU thread, where the number of operations is what costs.
+observation leaf, an MLP, an optional recurrent core, two heads) or a user's module (`CustomNetwork`); rules that learn
+no value beside their policy bring a `PolicyNetwork` of their own. The hot path is `act`, one small batch on one CPU
+thread, where the number of operations is what costs.
 
 Shapes: T steps, B lanes, N any number of rows (T * B, or B).
 """
@@ -10,7 +11,7 @@ Shapes: T steps, B lanes, N any number of rows (T * B, or B).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -43,18 +44,14 @@ class ActOutput(NamedTuple):
     state: State
 
 
-class ActorCritic(nn.Module, ABC):
-    """What every network offers; the state is zeroed where `first`, before the step."""
+class PolicyNetwork(nn.Module, ABC):
+    """What every network that acts offers; the state is zeroed where `first`, before the step."""
 
     state_shapes: tuple[tuple[int, ...], ...] = ()  # per leaf of the recurrent state, without B
 
     def initial_state(self, batch_size: int, device: torch.device | str) -> State:
         """The state before anything was seen."""
         return tuple(torch.zeros(batch_size, *shape, device=device) for shape in self.state_shapes)
-
-    @abstractmethod
-    def forward(self, observation: Tree, state: State, first: Tensor) -> NetworkOutput:
-        """A sequence: leaves (T, B, ...), state leaves (B, ...), first (T, B)."""
 
     @abstractmethod
     def act(self, observation: Tree, state: State, first: Tensor, *, with_value: bool = False) -> ActOutput:
@@ -64,17 +61,33 @@ class ActorCritic(nn.Module, ABC):
         """Merge the valid observations into the running statistics, where the network keeps any."""
 
 
+class ActorCritic(PolicyNetwork):
+    """A network that also says what its observations are worth, over sequences."""
+
+    @abstractmethod
+    def forward(self, observation: Tree, state: State, first: Tensor) -> NetworkOutput:
+        """A sequence: leaves (T, B, ...), state leaves (B, ...), first (T, B)."""
+
+
 def action_mask(observation: Tree) -> Tensor | None:
     """The mask of allowed actions that the observation carries under the key "action_mask", or None."""
     return observation.get(MASK) if isinstance(observation, Mapping) else None
 
 
-def build_network(config: NetworkConfig, spaces: Spaces, num_params: int) -> ActorCritic:
-    """The network `config` asks for; weights are drawn from torch's global generator, so seed it first."""
+def build_network(
+    config: NetworkConfig,
+    spaces: Spaces,
+    num_params: int,
+    auto: Callable[[NetworkConfig, Spaces, int], PolicyNetwork] | None = None,
+) -> PolicyNetwork:
+    """The network `config` asks for (`auto` makes ours, an `EncoderNetwork` unless told otherwise).
+
+    Weights are drawn from torch's global generator, so seed it first.
+    """
     space_leaves(spaces.observation)  # refuses what Echelon cannot carry
     _check_mask(spaces, num_params)
     if config.name == "auto":
-        return EncoderNetwork(config, spaces, num_params)
+        return (auto or EncoderNetwork)(config, spaces, num_params)
     network = CustomNetwork(_load_module(config.name, spaces, num_params))
     _check_output(config.name, network, spaces, num_params)
     return network
@@ -110,6 +123,35 @@ def _leaf(tree: Tree, path: tuple[Any, ...]) -> Any:
     return tree
 
 
+class Encoders(nn.ModuleList):
+    """An encoder for every leaf of an observation but the mask, their features side by side."""
+
+    def __init__(self, config: NetworkConfig, space: gym.Space[Any]) -> None:
+        observed = _observed(space)
+        if not observed:
+            raise ConfigError(f'the observation space {space} holds nothing beside "{MASK}" to act on.')
+        encoders = [make_encoder(sub, config.normalize_observation) for _, sub in observed]
+        super().__init__(encoders)
+        self.paths = [path for path, _ in observed]
+        self.out_size = sum(encoder.out_size for encoder in encoders)
+        self.has_image = any(isinstance(encoder, Image) for encoder in encoders)
+        self.only_image = self.has_image and len(encoders) == 1
+
+    def forward(self, observation: Tree, num_leading: int = 1) -> Tensor:
+        """All leaves as features (N, F)."""
+        features = []
+        for path, encoder in zip(self.paths, self, strict=True):
+            leaf = _leaf(observation, path)
+            features.append(encoder(leaf if num_leading == 1 else leaf.flatten(0, num_leading - 1)))
+        return features[0] if len(features) == 1 else torch.cat(features, -1)
+
+    @torch.no_grad()
+    def update_normalizer(self, observation: Tree, valid: Tensor) -> None:
+        for path, encoder in zip(self.paths, self, strict=True):
+            if isinstance(encoder, Flat) and encoder.normalizer is not None:
+                encoder.normalizer.update(_leaf(observation, path).flatten(valid.dim()).flatten(0, -2), valid.flatten())
+
+
 class EncoderNetwork(ActorCritic):
     """Encoders for every leaf, an MLP, an optional core, and heads for policy and value.
 
@@ -120,18 +162,12 @@ class EncoderNetwork(ActorCritic):
 
     def __init__(self, config: NetworkConfig, spaces: Spaces, num_params: int) -> None:
         super().__init__()
-        observed = _observed(spaces.observation)
-        if not observed:
-            raise ConfigError(f'the observation space {spaces.observation} holds nothing beside "{MASK}" to act on.')
-        self.paths = [path for path, _ in observed]
-        encoders = [make_encoder(space, config.normalize_observation) for _, space in observed]
-        self.encoders = nn.ModuleList(encoders)
-        has_image = any(isinstance(encoder, Image) for encoder in encoders)
-        hidden = () if has_image and len(encoders) == 1 else config.hidden
+        self.encoders = Encoders(config, spaces.observation)
+        hidden = () if self.encoders.only_image else config.hidden
 
-        self.torso = Mlp(sum(encoder.out_size for encoder in encoders), hidden, config.activation)
+        self.torso = Mlp(self.encoders.out_size, hidden, config.activation)
         self.core = Core(config.core, self.torso.out_size, config.core_size) if config.core != "none" else None
-        shared = config.shared or has_image or self.core is not None
+        shared = config.shared or self.encoders.has_image or self.core is not None
         self.value_torso = None if shared else Mlp(self.torso.in_size, hidden, config.activation)
         self.state_shapes = self.core.state_shapes if self.core is not None else ()
 
@@ -142,14 +178,6 @@ class EncoderNetwork(ActorCritic):
         self.value_head = initialize(nn.Linear(out_size, 1), 1.0)
         self.log_std = nn.Parameter(torch.full((num_means,), config.initial_log_std)) if is_gaussian else None
 
-    def _encode(self, observation: Tree, num_leading: int) -> Tensor:
-        """All leaves as features (N, F)."""
-        features = []
-        for path, encoder in zip(self.paths, self.encoders, strict=True):
-            leaf = _leaf(observation, path)
-            features.append(encoder(leaf if num_leading == 1 else leaf.flatten(0, num_leading - 1)))
-        return features[0] if len(features) == 1 else torch.cat(features, -1)
-
     def _params(self, hidden: Tensor) -> Tensor:
         params: Tensor = self.policy_head(hidden).float()
         if self.log_std is None:
@@ -157,7 +185,7 @@ class EncoderNetwork(ActorCritic):
         return torch.cat((params, self.log_std.expand_as(params)), -1)
 
     def forward(self, observation: Tree, state: State, first: Tensor) -> NetworkOutput:
-        features = self._encode(observation, 2)
+        features = self.encoders(observation, 2)
         policy = self.torso(features).unflatten(0, first.shape)
         if self.core is not None:
             policy, state = self.core(policy, state, first)
@@ -165,7 +193,7 @@ class EncoderNetwork(ActorCritic):
         return NetworkOutput(self._params(policy), self.value_head(value).squeeze(-1).float(), state)
 
     def act(self, observation: Tree, state: State, first: Tensor, *, with_value: bool = False) -> ActOutput:
-        features = self._encode(observation, 1)
+        features = self.encoders(observation)
         hidden = self.torso(features)
         if self.core is not None:
             state = self.core.step(hidden, state, first)
@@ -176,11 +204,8 @@ class EncoderNetwork(ActorCritic):
             value = self.value_head(valued).squeeze(-1).float()
         return ActOutput(self._params(hidden), value, state)
 
-    @torch.no_grad()
     def update_normalizer(self, observation: Tree, valid: Tensor) -> None:
-        for path, encoder in zip(self.paths, self.encoders, strict=True):
-            if isinstance(encoder, Flat) and encoder.normalizer is not None:
-                encoder.normalizer.update(_leaf(observation, path).flatten(valid.dim()).flatten(0, -2), valid.flatten())
+        self.encoders.update_normalizer(observation, valid)
 
 
 class CustomNetwork(ActorCritic):

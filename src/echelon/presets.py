@@ -8,12 +8,16 @@ from dataclasses import replace
 
 from echelon.config import (
     ActorConfig,
+    DdpgConfig,
+    DqnConfig,
     EnvConfig,
     ImpalaConfig,
     LearnerConfig,
     NetworkConfig,
     OptimizerConfig,
     PpoConfig,
+    ReplayConfig,
+    SacConfig,
     TrainConfig,
 )
 from echelon.errors import ConfigError
@@ -76,7 +80,102 @@ def async_ppo(env: str = "CartPole-v1") -> TrainConfig:
     )
 
 
-PRESETS: dict[str, Callable[[str], TrainConfig]] = {"impala": impala, "ppo": ppo, "async-ppo": async_ppo}
+def dqn(env: str = "CartPole-v1") -> TrainConfig:
+    """Double DQN with dueling streams, one actor, uniform replay."""
+    if is_atari(env):
+        return TrainConfig(
+            preset="dqn",
+            env=EnvConfig(id=env),
+            actor=ActorConfig(num_actors=1, envs=8, trajectory=4),
+            network=NetworkConfig(hidden=(256,), activation="relu"),
+            algorithm=DqnConfig(target_period=2_000, epsilon_end=0.01, epsilon_steps=250_000, reward_clip=1.0),
+            replay=ReplayConfig(min_size=20_000, batch=32, samples_per_insert=8.0, publish_every=16),
+            optimizer=OptimizerConfig(learning_rate=1e-4, epsilon=1.5e-4, clip_norm=10.0),
+        )
+    return TrainConfig(
+        preset="dqn",
+        env=EnvConfig(id=env),
+        actor=ActorConfig(num_actors=1, envs=8, trajectory=1),
+        network=NetworkConfig(hidden=(128, 128)),
+        # Squared errors: returns far above 1 would make Huber's loss a median, deaf to the rare end of an episode.
+        algorithm=DqnConfig(huber=0.0, target_period=100, epsilon_end=0.04, epsilon_steps=8_000),
+        replay=ReplayConfig(capacity=50_000, batch=128, n_step=5, samples_per_insert=32.0),
+        optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=10.0),
+    )
+
+
+def apex_dqn(env: str = "CartPole-v1") -> TrainConfig:
+    """The same rule with many actors: each explores as its place on the ladder says and sets its own priorities."""
+    config = dqn(env)
+    assert isinstance(config.algorithm, DqnConfig)
+    replay = replace(config.replay, prioritized=True, n_step=3, beta_end=config.replay.beta_start)
+    if is_atari(env):
+        replay = replace(replay, capacity=2_000_000, min_size=50_000, batch=512, publish_every=4)
+    return replace(
+        config,
+        preset="apex-dqn",
+        actor=replace(config.actor, num_actors=2),
+        algorithm=replace(config.algorithm, epsilon_ladder=True),
+        replay=replay,
+    )
+
+
+def ddpg(env: str = "Pendulum-v1") -> TrainConfig:
+    """Deterministic policy gradients with twin critics, delay and smoothing (TD3), one actor, uniform replay."""
+    return TrainConfig(
+        preset="ddpg",
+        env=EnvConfig(id=env),
+        actor=ActorConfig(num_actors=1, envs=1, trajectory=1),
+        network=NetworkConfig(hidden=(256, 256), activation="relu"),
+        algorithm=DdpgConfig(
+            num_critics=2, policy_delay=2, target_noise=0.2, reward_clip=1.0 if is_atari(env) else 0.0
+        ),
+        replay=ReplayConfig(batch=128, samples_per_insert=128.0),
+        optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=0.0),
+    )
+
+
+def apex_ddpg(env: str = "Pendulum-v1") -> TrainConfig:
+    """The same rule with many actors, from much noise to little, that judge their transitions with the critic."""
+    config = ddpg(env)
+    assert isinstance(config.algorithm, DdpgConfig)
+    return replace(
+        config,
+        preset="apex-ddpg",
+        actor=ActorConfig(num_actors=2, envs=4, trajectory=1),
+        algorithm=replace(config.algorithm, noise=0.4, noise_ladder=0.05, publish_critic=True),
+        replay=replace(
+            config.replay, prioritized=True, n_step=3, samples_per_insert=64.0, beta_end=config.replay.beta_start
+        ),
+    )
+
+
+def sac(env: str = "Pendulum-v1") -> TrainConfig:
+    """Soft actor-critic with a learned temperature, one actor, uniform replay."""
+    return TrainConfig(
+        preset="sac",
+        env=EnvConfig(id=env),
+        actor=ActorConfig(num_actors=1, envs=1, trajectory=1),
+        network=NetworkConfig(hidden=(256, 256), activation="relu"),
+        algorithm=SacConfig(reward_clip=1.0 if is_atari(env) else 0.0),
+        replay=ReplayConfig(),
+        optimizer=OptimizerConfig(learning_rate=3e-4, clip_norm=0.0),
+    )
+
+
+REPLAY_PRESETS: dict[str, Callable[[str], TrainConfig]] = {  # those that learn from replayed transitions
+    "dqn": dqn,
+    "apex-dqn": apex_dqn,
+    "ddpg": ddpg,
+    "apex-ddpg": apex_ddpg,
+    "sac": sac,
+}
+PRESETS: dict[str, Callable[[str], TrainConfig]] = {
+    "impala": impala,
+    "ppo": ppo,
+    "async-ppo": async_ppo,
+    **REPLAY_PRESETS,
+}
 
 
 def preset(name: str, env: str) -> TrainConfig:

@@ -256,3 +256,19 @@ class Batch:
             state=tuple(leaf.index_select(0, lanes) for leaf in self.state),
             lanes=self.lanes[lanes.to(self.lanes.device)],
         )
+
+
+@dataclass(slots=True)
+class TransitionBatch:
+    """What a learner learns from when experience is replayed: n-step transitions, as tensors on the learner's device.
+
+    Shapes: B transitions; observation leaves (B, ...), action (B, ...), everything else (B,).
+    """
+
+    observation: Tree
+    action: torch.Tensor
+    reward: torch.Tensor  # the discounted sum of the n rewards
+    discount: torch.Tensor  # gamma^n where the episode goes on, 0 where it terminated
+    next_observation: Tree
+    weight: torch.Tensor  # importance weights; ones where sampling is uniform
+    keys: Any = None  # which items of the replay these are, for the priorities that go back to it

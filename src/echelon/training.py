@@ -142,9 +142,9 @@ def _prepare(
     from echelon.names import describe_callable
     from echelon.roles.choice import choose_acting
     from echelon.roles.context import Context
-    from echelon.roles.learner import find_weights
     from echelon.roles.placement import pick_device
     from echelon.roles.plan import Plan
+    from echelon.runs.checkpoint import find_weights
     from echelon.runs.folder import default_run_dir
     from echelon.transport.curve import check_secret, secret_from_environment
     from echelon.transport.segments import check_platform
@@ -185,6 +185,8 @@ def _prepare(
     config = replace(config, acting=replace(config.acting, mode=choice.mode))
     context = replace(context, train=config, state_shapes=model.network.state_shapes)
     plan = Plan(context)
+    if config.experience == "replay":
+        plan.replay.check()
     check_room(session, plan.shared_bytes())
     plan.make()
     return context, choice
@@ -277,7 +279,10 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
     inline = context.train.engine == "inline"
     cores, processes = (1, 1) if inline else (len(os.sched_getaffinity(0)), len(shares))
     bounded = context.train.learner.max_lag is not None
-    limit = bottleneck(shares, num_cores=cores, num_processes=processes, lag_bounded=bounded) if shares else ""
+    replayed = context.train.experience == "replay"
+    limit = ""
+    if shares:
+        limit = bottleneck(shares, num_cores=cores, num_processes=processes, lag_bounded=bounded, replayed=replayed)
     return {
         "status": status,
         **figures,
@@ -310,14 +315,14 @@ def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1) -> dict[
     from echelon.algorithms.model import Model
     from echelon.envs.make import env_seeds, probe_spaces
     from echelon.roles.evaluator import EVALUATION_SEED, Match
-    from echelon.roles.learner import find_weights
+    from echelon.runs.checkpoint import find_weights
     from echelon.runs.folder import RunFolder
 
     if episodes < 1:
         raise ConfigError(f"episodes={episodes} must be at least 1.")
     config = _read_config(RunFolder.open(Path(run_dir)))
     torch.set_num_threads(1)
-    model = Model(config.network, probe_spaces(config.env), seed=config.seed)
+    model = Model(config.network, probe_spaces(config.env), config.algorithm, seed=config.seed)
     model.load_weights(find_weights(str(run_dir)), str(run_dir))
     model.network.eval()
     match = Match(config.env, model, episodes, env_seeds(seed, EVALUATION_SEED + 1, 0, episodes))

@@ -21,7 +21,7 @@ from echelon.engines.local import LocalEngine
 from echelon.engines.process import ProcessSpec
 from echelon.roles.context import Context
 from echelon.roles.plan import Plan
-from echelon.roles.source import QueueSource
+from echelon.roles.queue_source import QueueSource
 from echelon.schema import Spaces
 from echelon.transport.session import create_session
 from echelon.world.world import World

@@ -18,7 +18,7 @@ from echelon.config import TrainConfig, replace
 from echelon.envs.make import probe_spaces
 from echelon.envs.recall import Recall
 from echelon.presets import preset
-from echelon.roles.learner import find_weights
+from echelon.runs.checkpoint import find_weights
 
 Step = tuple[Any, float, bool, bool, dict[str, Any]]
 BOTH = ["impala", "ppo"]

@@ -197,6 +197,18 @@ def test_a_rehearsal_measures_everything(make_stage: Callable[..., Stage], env: 
         assert cost.wall_s > 0.0 and cost.cpu_s > 0.0
 
 
+@pytest.mark.parametrize(("name", "env"), [("dqn", "CartPole-v1"), ("sac", "Pendulum-v1")])
+def test_rules_that_replay_are_rehearsed_by_how_often_a_step_is_learned_from(
+    make_stage: Callable[..., Stage], name: str, env: str
+) -> None:
+    stage = make_stage(env, name, **AUTO, **{"replay.capacity": 10_000})
+    measured = rehearse(stage)
+    assert measured.act.cpu_s > 0.0 and measured.learn.cpu_s > 0.0
+    config = stage.context.train
+    often, seldom = (Shape.of(changed(config, **{"replay.samples_per_insert": n}), 2, 10**6) for n in (64.0, 8.0))
+    assert often.version_steps == config.replay.batch / 64 == seldom.version_steps / 8
+
+
 def test_sleep_costs_time_and_no_processor(make_stage: Callable[..., Stage]) -> None:
     measured = rehearse(make_stage(SlowEnv, **AUTO, **{"env.kwargs": {"step_s": 0.002}}))
     assert measured.whole.wall_s - measured.whole.cpu_s >= 4 * 0.0019
@@ -229,6 +241,15 @@ def test_one_process_acts_locally(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(**{**AUTO, "acting.mode": "auto"})
     found = choice.choose_acting(stage.context, InlineEngine(), stage.plan.model)
     assert found.mode == "local" and "one process" in found.reason
+
+
+def test_who_makes_first_priorities_acts_locally(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(name="apex-dqn", **{**AUTO, "acting.mode": "auto", "replay.capacity": 10_000})
+    found = choice.choose_acting(stage.context, InlineEngine(), stage.plan.model)
+    assert found.mode == "local" and "first priorities" in found.reason
+    context = replace(stage.context, train=changed(stage.context.train, **{"acting.value": True}))
+    with pytest.raises(ConfigError, match=r"acting\.value=true, but the networks of apex-dqn judge actions"):
+        choice.choose_acting(context, InlineEngine(), stage.plan.model)
 
 
 @pytest.mark.parametrize(

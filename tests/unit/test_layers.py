@@ -21,7 +21,9 @@ PLANES = {"transport", "engines", "world"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "names": {"errors"},
-    "config": {"errors"},
+    "bounds": {"errors"},
+    "algorithm_config": {"bounds"},
+    "config": {"errors", "bounds", "algorithm_config"},
     "config_io": {"errors", "config"},
     "layout": set(),
     "schema": {"errors", "layout"},
@@ -32,18 +34,22 @@ ALLOWED: dict[str, set[str]] = {
     "transport": {"errors", "layout", "schema"},
     "engines": {"errors", "schema", "transport"},
     "world": {"errors", "schema", "transport", "engines"},
+    "replay": {"errors", "layout", "schema", "config", "transport"},
     "servers": {"errors", "config", "layout", "schema", "transport", "engines", "world"} | LEARNING,
     "envs": {"errors", "names", "config", "schema"},
     "runs": {"errors", "config", "config_io", "schema"},
-    "roles": GROUND | LEARNING | PLANES | {"servers", "envs", "runs"},
+    "roles": GROUND | LEARNING | PLANES | {"replay", "servers", "envs", "runs"},
     "presets": {"errors", "config"},
-    "training": GROUND | LEARNING | PLANES | {"servers", "envs", "runs", "roles", "presets"},
+    "training": GROUND | LEARNING | PLANES | {"replay", "servers", "envs", "runs", "roles", "presets"},
     "__init__": {"config", "training"},
-    "bench": GROUND | LEARNING | PLANES | {"servers", "envs", "runs", "roles", "presets", "training", "__init__"},
+    "bench": GROUND
+    | LEARNING
+    | PLANES
+    | {"replay", "servers", "envs", "runs", "roles", "presets", "training", "__init__"},
     "cli": GROUND
     | LEARNING
     | PLANES
-    | {"servers", "envs", "runs", "roles", "presets", "training", "bench", "__init__"},
+    | {"replay", "servers", "envs", "runs", "roles", "presets", "training", "bench", "__init__"},
 }
 
 

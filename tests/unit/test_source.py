@@ -13,7 +13,8 @@ import torch
 from echelon.config import TrainConfig, replace
 from echelon.errors import DivergedError
 from echelon.roles.plan import window
-from echelon.roles.source import RETURN_WINDOW, Counters, QueueSource
+from echelon.roles.queue_source import QueueSource
+from echelon.roles.source import RETURN_WINDOW, Counters
 from echelon.schema import Spaces, TrajectorySchema
 from echelon.transport.shared_memory import SlotRing
 

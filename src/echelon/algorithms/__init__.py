@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from echelon.algorithms.ddpg import Ddpg
+from echelon.algorithms.dqn import Dqn
 from echelon.algorithms.impala import Impala
 from echelon.algorithms.model import Model
 from echelon.algorithms.ppo import Ppo
 from echelon.algorithms.protocol import Algorithm
-from echelon.config import AlgorithmConfig, ImpalaConfig, PpoConfig
+from echelon.algorithms.sac import Sac
+from echelon.config import AlgorithmConfig, DdpgConfig, DqnConfig, ImpalaConfig, PpoConfig, SacConfig
 
 
 def build_algorithm(config: AlgorithmConfig, model: Model, seed: int) -> Algorithm:
-    """The learning rule that `config` describes."""
+    """The learning rule that `config` describes; `model` was made for the same."""
     match config:
         case ImpalaConfig():
             return Impala(config, model, seed)
         case PpoConfig():
             return Ppo(config, model, seed)
+        case DqnConfig():
+            return Dqn(config, model, seed)
+        case DdpgConfig():
+            return Ddpg(config, model, seed)
+        case SacConfig():
+            return Sac(config, model, seed)
 
 
-__all__ = ["Algorithm", "Impala", "Model", "Ppo", "build_algorithm"]
+__all__ = ["Algorithm", "Ddpg", "Dqn", "Impala", "Model", "Ppo", "Sac", "build_algorithm"]

@@ -1,47 +1,36 @@
-"""A policy and value network whose parameters lie in one flat tensor.
+"""Networks whose parameters lie in one flat tensor; among them the model, which acts and is published.
 
-One flat tensor makes clipping, the optimizer step, the all-reduce, publishing and loading one operation each, whatever
-the number of layers.
+One flat tensor makes clipping, the optimizer step, the all-reduce, publishing, loading and following (a target network)
+one operation each, whatever the number of layers.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
-from echelon.config import NetworkConfig
+from echelon.algorithms.value_networks import build_acting
+from echelon.config import AlgorithmConfig, ImpalaConfig, NetworkConfig
 from echelon.errors import ConfigError
 from echelon.layout import ALIGNMENT
-from echelon.networks import NetworkOutput, build_network
-from echelon.objectives.distributions import Distribution, make_distribution
+from echelon.networks import NetworkOutput, PolicyNetwork
+from echelon.objectives.distributions import Distribution
 from echelon.schema import Spaces, Tree
 
 FLOATS_PER_LINE = ALIGNMENT // 4
 
 
-class Model:
-    """Network and action distribution; the network's parameters are views of `parameters`, their gradients alike."""
+class FlatModule:
+    """A network whose parameters are views of `parameters`, their gradients of `gradients`."""
 
-    def __init__(
-        self,
-        config: NetworkConfig,
-        spaces: Spaces,
-        *,
-        seed: int = 0,
-        device: str = "cpu",
-        precision: str = "float32",
-        compile: bool = False,
-    ) -> None:
-        self.spaces = spaces
-        self.mixed = precision == "bfloat16"
-        self.distribution: Distribution = make_distribution(spaces.action)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.network = build_network(config, spaces, self.distribution.num_params)
-        self.network.to(device)
+    def __init__(self, network: nn.Module, device: torch.device | str) -> None:
+        self.network = network.to(device)
         self.device = torch.device(device)
         named = list(self.network.named_parameters())
         for name, parameter in named:
@@ -50,35 +39,29 @@ class Model:
                     f"network parameter {name} is {parameter.dtype}; Echelon keeps parameters in float32. Build the "
                     "network in float32 and set --learner.precision bfloat16 to compute in bfloat16."
                 )
-        self.parameters = torch.zeros(sum(_padded(p.numel()) for _, p in named), device=self.device)
+        self.leaves = [parameter for _, parameter in named]
+        self.parameters = torch.zeros(sum(_padded(p.numel()) for p in self.leaves), device=self.device)
         self.gradients = torch.zeros_like(self.parameters)
-        for (_, parameter), (start, stop) in zip(named, self._ranges(), strict=True):
+        for parameter, (start, stop) in zip(self.leaves, self._ranges(), strict=True):
             self.parameters[start:stop] = parameter.data.reshape(-1)
             parameter.data = self.parameters[start:stop].view(parameter.shape)
             parameter.grad = self.gradients[start:stop].view(parameter.shape)
-        # A recurrent core cuts its sequences by their data, which no static graph can follow.
-        self._forward = torch.compile(self.network) if compile and not self.network.state_shapes else self.network
-
-    def evaluate(self, observation: Tree, state: tuple[torch.Tensor, ...], first: torch.Tensor) -> NetworkOutput:
-        """The network over sequences (T, B, ...), in the precision that the learner was asked for."""
-        if not self.mixed:
-            output: NetworkOutput = self._forward(observation, state, first)
-            return output
-        with torch.autocast(self.device.type, torch.bfloat16):
-            output = self._forward(observation, state, first)
-        return NetworkOutput(output.params.float(), output.value.float(), output.state)
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         offset = 0
-        for parameter in self.network.parameters():
+        for parameter in self.leaves:
             yield offset, offset + parameter.numel()
             offset += _padded(parameter.numel())
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def copy(self) -> FlatModule:
+        """A network alike, with parameters of its own that need no gradients."""
+        return FlatModule(copy.deepcopy(self.network).requires_grad_(False), self.device)
+
+    def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers by name, as they are saved and loaded."""
         return dict(self.network.state_dict())
 
-    def load_weights(self, weights: dict[str, torch.Tensor], source: str) -> None:
+    def load_weights(self, weights: dict[str, Tensor], source: str) -> None:
         """Takes over `weights` in place; raises ConfigError when `source` holds those of another network."""
         mine = self.weights()
         for name in sorted(mine.keys() ^ weights.keys()):
@@ -92,13 +75,87 @@ class Model:
                 )
             tensor.copy_(weights[name])
 
+    def tensors(self) -> list[Tensor]:
+        """The flat parameters, then every buffer."""
+        return [self.parameters, *self.network.buffers()]
+
+    def bind(self, tensors: list[Tensor]) -> None:
+        """Goes on with `tensors`, of the sizes of its own, in the order of `tensors()`; it can only be read then."""
+        for mine, tensor in zip(self.tensors(), tensors, strict=True):
+            mine.data = tensor
+        for parameter, (start, stop) in zip(self.leaves, self._ranges(), strict=True):
+            parameter.data = self.parameters[start:stop].view(parameter.shape)
+            parameter.grad = None
+            parameter.requires_grad_(False)
+        self.network.eval()  # a user's dropout is for learning
+
+
+class Model(FlatModule):
+    """The network that acts, and its action distribution, as the algorithm needs them.
+
+    `critic` is there where actors judge their own actions (`algorithm.publish_critic`): it travels with the model.
+    """
+
+    network: PolicyNetwork
+
+    def __init__(
+        self,
+        config: NetworkConfig,
+        spaces: Spaces,
+        algorithm: AlgorithmConfig | None = None,
+        *,
+        seed: int = 0,
+        device: str = "cpu",
+        precision: str = "float32",
+        compile: bool = False,
+    ) -> None:
+        self.config, self.spaces = config, spaces
+        self.mixed = precision == "bfloat16"
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            acting = build_acting(config, spaces, algorithm or ImpalaConfig())
+        super().__init__(acting.network, device)
+        self.distribution: Distribution = acting.distribution
+        self.critic = FlatModule(acting.critic, device) if acting.critic is not None else None
+        # A recurrent core cuts its sequences by their data, which no static graph can follow.
+        compiles = compile and not self.network.state_shapes
+        self._forward: Any = torch.compile(self.network) if compiles else self.network
+        self._act: Any = torch.compile(self.network.act) if compiles else self.network.act
+        self._first = torch.zeros(0, dtype=torch.bool, device=self.device)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision that the learner was asked for."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.mixed else nullcontext()
+
+    def evaluate(self, observation: Tree, state: tuple[Tensor, ...], first: Tensor) -> NetworkOutput:
+        """The network over sequences (T, B, ...), in the precision that the learner was asked for."""
+        if not self.mixed:
+            output: NetworkOutput = self._forward(observation, state, first)
+            return output
+        with self.autocast():
+            output = self._forward(observation, state, first)
+        return NetworkOutput(output.params.float(), output.value.float(), output.state)
+
+    def params(self, observation: Tree) -> Tensor:
+        """What a network without memory says about single steps (B, ...): the parameters of their actions."""
+        params: Tensor = self._act(observation, (), self._first).params
+        return params
+
+    def weights(self) -> dict[str, Tensor]:
+        critic = self.critic.weights() if self.critic is not None else {}
+        return {**super().weights(), **{f"critic.{name}": tensor for name, tensor in critic.items()}}
+
+    def flats(self) -> list[FlatModule]:
+        """What travels together."""
+        return [self, self.critic] if self.critic is not None else [self]
+
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts())
 
     def parts(self) -> list[np.ndarray[Any, Any]]:
-        """What is published, in order: the flat parameters, then every buffer, on the CPU."""
-        tensors = [self.parameters, *self.network.buffers()]
+        """What is published, in order: the flat parameters, then every buffer (then the critic's), on the CPU."""
+        tensors = [tensor for flat in self.flats() for tensor in flat.tensors()]
         return [tensor.detach().cpu().contiguous().numpy() for tensor in tensors]
 
 
@@ -110,16 +167,15 @@ class Mirror:
         self.memory: np.ndarray[Any, Any] = torch.zeros(model.nbytes, dtype=torch.uint8).numpy()
         self.version = 0
         offset = 0
-        for tensor, part in zip([model.parameters, *model.network.buffers()], model.parts(), strict=True):
-            raw = self.memory[offset : offset + part.nbytes]
-            raw[:] = part.reshape(-1).view(np.uint8)
-            tensor.data = torch.from_numpy(raw.view(part.dtype)).view(tensor.shape)
-            offset += part.nbytes
-        for parameter, (start, stop) in zip(model.network.parameters(), model._ranges(), strict=True):
-            parameter.data = model.parameters[start:stop].view(parameter.shape)
-            parameter.grad = None
-            parameter.requires_grad_(False)
-        model.network.eval()  # a user's dropout is for learning
+        for flat in model.flats():
+            views = []
+            for tensor in flat.tensors():
+                part = tensor.detach().cpu().contiguous().numpy()
+                raw = self.memory[offset : offset + part.nbytes]
+                raw[:] = part.reshape(-1).view(np.uint8)
+                views.append(torch.from_numpy(raw.view(part.dtype)).view(tensor.shape))
+                offset += part.nbytes
+            flat.bind(views)
 
 
 def _padded(count: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from echelon.algorithms.model import Model
+from echelon.algorithms.protocol import Group
 from echelon.algorithms.rewards import RewardScale
 from echelon.config import ImpalaConfig, PpoConfig
 from echelon.errors import ConfigError
@@ -19,6 +20,7 @@ class Passes:
 
     def __init__(self, config: ImpalaConfig | PpoConfig, model: Model, seed: int) -> None:
         self.model = model
+        self.groups: dict[str, Group] = {}
         self.num_passes, self.num_pieces = config.epochs, config.minibatches
         self.generator = torch.Generator().manual_seed(seed)
         self.rewards = RewardScale(clip=config.reward_clip, normalize=config.normalize_reward, discount=config.discount)
@@ -33,6 +35,9 @@ class Passes:
         for _ in range(self.num_passes):
             order = torch.randperm(lanes, generator=self.generator).to(device)
             yield from order.tensor_split(self.num_pieces)
+
+    def priorities(self, minibatch: Any) -> None:
+        """Trajectories are learned from once, in the order they came."""
 
     def finish(self, batch: Batch) -> None:
         self.rewards.observe(batch)

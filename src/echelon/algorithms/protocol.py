@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from echelon.algorithms.model import Model
-from echelon.schema import Batch
+from echelon.algorithms.model import FlatModule, Model
+
+POLICY = "policy"  # the group of the model's own parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that have an optimizer to themselves."""
+
+    module: FlatModule
+    learning_rate: float
 
 
 @dataclass(slots=True)
@@ -18,20 +27,31 @@ class Loss:
 
     value: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    group: str = POLICY  # whose parameters it changes; those of others get no gradient
 
 
 class Algorithm(Protocol):
-    """A learning rule: it turns batches into losses and knows no process, no queue and no clock."""
+    """A learning rule: it turns batches into losses and knows no process, no queue and no clock.
+
+    Its batches are trajectories (`schema.Batch`) or transitions (`schema.TransitionBatch`).
+    """
 
     model: Model
 
-    def minibatches(self, batch: Batch) -> Iterable[Any]:
+    @property
+    def groups(self) -> Mapping[str, Group]:
+        """What it learns beside the model, by name: critics, a temperature."""
+
+    def minibatches(self, batch: Any) -> Iterable[Any]:
         """Cuts `batch` into the pieces that one loss each is computed from."""
 
     def losses(self, minibatch: Any) -> Iterable[Loss]:
         """The losses of one minibatch, lazily and in order: each is applied before the next is computed."""
 
-    def finish(self, batch: Batch) -> None:
+    def priorities(self, minibatch: Any) -> torch.Tensor | None:
+        """How much there was to learn from each transition of the minibatch last learned from; None: not known."""
+
+    def finish(self, batch: Any) -> None:
         """Takes statistics of a batch that was learned from (after the losses, so that they do not see them)."""
 
     def state_dict(self) -> dict[str, Any]:

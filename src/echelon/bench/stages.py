@@ -21,10 +21,9 @@ from echelon.envs.make import env_seeds, make_group, probe_spaces
 from echelon.envs.vector import StepRows
 from echelon.roles.acting import LocalActing, Question
 from echelon.roles.context import Context
-from echelon.roles.learner import learn_once
 from echelon.roles.plan import Plan, window
-from echelon.roles.source import QueueSource
-from echelon.roles.update import LocalUpdate
+from echelon.roles.queue_source import QueueSource
+from echelon.roles.update import LocalUpdate, learn_once
 from echelon.schema import TrajectorySchema
 
 Array = np.ndarray[Any, Any]

@@ -44,6 +44,11 @@ def bench_train(
         raise ConfigError(f"seconds={seconds:g} must be above 0.")
     if config.stop.minutes:
         raise ConfigError("a benchmark is given its time with --seconds S, not with --minutes.")
+    if config.experience == "replay":
+        raise ConfigError(
+            f"this benchmark measures presets that learn from trajectories; {config.preset} replays transitions. The "
+            "last line of its training names its bottleneck."
+        )
     out = output or sys.stdout
 
     def tell(text: str) -> None:

@@ -10,18 +10,23 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
+from echelon.errors import ConfigError
 from echelon.schema import action_leaf
 
 Array = np.ndarray[Any, Any]
 FORBIDDEN = -1e9  # a logit whose probability is exactly 0 in float32, finite so that 0 * log 0 is 0
 LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+LOG_TWO = math.log(2.0)
+
+Kind = Literal["stochastic", "greedy", "deterministic", "squashed"]
 
 
 class Sample(NamedTuple):
@@ -52,30 +57,54 @@ class Distribution(ABC):
     def entropy(self, params: Tensor, mask: Tensor | None = None) -> Tensor:
         """The (differential) entropy."""
 
+    def random(self, params: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
+        """An action that knows nothing, for as many rows as `params` has."""
+        return self.sample(torch.zeros_like(params), generator, mask).action
+
     @abstractmethod
     def to_env(self, action: Array) -> Array:
         """What the environment receives for `action` (any leading shape)."""
 
 
-def make_distribution(action_space: gym.Space[Any]) -> Distribution:
-    """The distribution for `action_space`; raises ConfigError where none fits."""
+def make_distribution(action_space: gym.Space[Any], kind: Kind = "stochastic") -> Distribution:
+    """The distribution for `action_space`; raises ConfigError where none fits.
+
+    Beside the distributions that every policy gradient can use ("stochastic") there are those of value learners: one
+    choice by its value ("greedy"), actions within bounds without chance ("deterministic") or with it ("squashed", where
+    discrete actions are drawn as they always are).
+    """
     action_leaf(action_space)  # refuses what no policy can fill
     match action_space:
-        case gym.spaces.Discrete():
+        case gym.spaces.Discrete() if kind == "greedy":
+            return Greedy(int(action_space.n), int(action_space.start))
+        case gym.spaces.Discrete() if kind in ("stochastic", "squashed"):
             return Categorical(int(action_space.n), int(action_space.start))
-        case gym.spaces.MultiDiscrete():
+        case gym.spaces.MultiDiscrete() if kind == "stochastic":
             return MultiCategorical([int(n) for n in action_space.nvec], action_space.start)
-        case gym.spaces.Box():
+        case gym.spaces.Box() if kind == "stochastic":
             return DiagonalGaussian(action_space)
+        case gym.spaces.Box() if kind == "deterministic":
+            return Deterministic(action_space)
+        case gym.spaces.Box() if kind == "squashed":
+            return SquashedGaussian(action_space)
         case _:
-            raise AssertionError(f"action_leaf accepted {action_space}, which has no distribution")
+            fits = {"greedy": "Discrete", "deterministic": "bounded Box", "squashed": "bounded Box and Discrete"}[kind]
+            raise ConfigError(
+                f"the action space {action_space} does not fit: this algorithm acts in {fits} spaces. Take another "
+                "(impala and ppo act in all of them), or wrap the environment to convert its actions."
+            )
+
+
+def forbid(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """`scores` with those of forbidden actions at the bottom; a mask that allows none allows all."""
+    if mask is None:
+        return scores
+    allowed = mask != 0
+    return torch.where(allowed | ~allowed.any(-1, keepdim=True), scores.float(), FORBIDDEN)
 
 
 def _log_probabilities(logits: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is not None:
-        allowed = mask != 0
-        logits = torch.where(allowed | ~allowed.any(-1, keepdim=True), logits.float(), FORBIDDEN)
-    return torch.log_softmax(logits, -1, dtype=torch.float32)
+    return torch.log_softmax(forbid(logits, mask), -1, dtype=torch.float32)
 
 
 def _draw(log_p: Tensor, generator: torch.Generator) -> Tensor:
@@ -99,6 +128,10 @@ class Categorical(Distribution):
         self.num_params = num_choices
         self.start = start
 
+    def log_probabilities(self, params: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The log-probability of every choice; of a forbidden one finite, and its probability exactly 0."""
+        return _log_probabilities(params, mask)
+
     def sample(self, params: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Sample:
         log_p = _log_probabilities(params, mask)
         action = _draw(log_p, generator)
@@ -115,6 +148,25 @@ class Categorical(Distribution):
 
     def to_env(self, action: Array) -> Array:
         return action + self.start if self.start else action
+
+
+class Greedy(Categorical):
+    """The choice with the highest value; the parameters are the values of the choices. There is no chance in it."""
+
+    def sample(self, params: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Sample:
+        return Sample(self.mode(params, mask), params.new_zeros(params.shape[:-1]))
+
+    def mode(self, params: Tensor, mask: Tensor | None = None) -> Tensor:
+        return forbid(params, mask).argmax(-1)
+
+    def log_prob(self, params: Tensor, action: Tensor, mask: Tensor | None = None) -> Tensor:
+        return params.new_zeros(params.shape[:-1])
+
+    def entropy(self, params: Tensor, mask: Tensor | None = None) -> Tensor:
+        return params.new_zeros(params.shape[:-1])
+
+    def random(self, params: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
+        return _draw(_log_probabilities(torch.zeros_like(params), mask), generator)
 
 
 class MultiCategorical(Distribution):
@@ -156,23 +208,36 @@ class MultiCategorical(Distribution):
         return action + self.start
 
 
+class ActionScale:
+    """Between the units of a policy and those of the environment.
+
+    An action component with two finite bounds is in units of half its range around the middle, so that -1 and 1 are
+    the bounds; any other is in the environment's own units.
+    """
+
+    def __init__(self, space: gym.spaces.Box) -> None:
+        self.dtype = space.dtype
+        self.low, self.high = space.low.astype(np.float64), space.high.astype(np.float64)
+        largest = float(np.finfo(np.float32).max)  # some environments write "unbounded" so
+        self.bounded = (np.abs(self.low) < largest) & (np.abs(self.high) < largest)
+        low, high = np.where(self.bounded, self.low, -1.0), np.where(self.bounded, self.high, 1.0)
+        self.middle, self.half = (low + high) / 2, (high - low) / 2
+
+    def to_env(self, action: Array) -> Array:
+        return np.clip(self.middle + self.half * action, self.low, self.high).astype(self.dtype)
+
+
 class DiagonalGaussian(Distribution):
     """Independent normals; the parameters are means and log standard deviations side by side.
 
-    An action component with two finite bounds is in units of half its range around the middle, so that -1 and 1 are
-    the bounds; any other is in the environment's own units. `to_env` clips to the bounds; probabilities are of the
-    unclipped action. There is nothing to mask.
+    Actions are in the units of `ActionScale`; `to_env` clips to the bounds; probabilities are of the unclipped action.
+    There is nothing to mask.
     """
 
     def __init__(self, space: gym.spaces.Box) -> None:
         self.size = int(space.shape[0])
         self.num_params = 2 * self.size
-        self.dtype = space.dtype
-        self.low, self.high = space.low.astype(np.float64), space.high.astype(np.float64)
-        largest = float(np.finfo(np.float32).max)  # some environments write "unbounded" so
-        bounded = (np.abs(self.low) < largest) & (np.abs(self.high) < largest)
-        low, high = np.where(bounded, self.low, -1.0), np.where(bounded, self.high, 1.0)
-        self.middle, self.half = (low + high) / 2, (high - low) / 2
+        self.scale = ActionScale(space)
 
     def _split(self, params: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         assert mask is None, "a continuous action has no mask"
@@ -199,4 +264,88 @@ class DiagonalGaussian(Distribution):
         return self._split(params, mask)[1].sum(-1) + self.size * (0.5 + LOG_SQRT_TWO_PI)
 
     def to_env(self, action: Array) -> Array:
-        return np.clip(self.middle + self.half * action, self.low, self.high).astype(self.dtype)
+        return self.scale.to_env(action)
+
+
+class Deterministic(Distribution):
+    """The tanh of the parameters, in units in which -1 and 1 are the bounds. There is no chance in it."""
+
+    def __init__(self, space: gym.spaces.Box) -> None:
+        self.num_params = self.size = int(space.shape[0])
+        self.scale = ActionScale(space)
+        if not self.scale.bounded.all():
+            raise ConfigError(
+                f"the action space {space} has no bounds in components {np.flatnonzero(~self.scale.bounded).tolist()}; "
+                "this algorithm acts between bounds. Wrap the environment (gymnasium.wrappers.TransformAction, with a "
+                "bounded action_space), or take impala or ppo."
+            )
+
+    def sample(self, params: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Sample:
+        return Sample(self.mode(params, mask), params.new_zeros(params.shape[:-1]))
+
+    def mode(self, params: Tensor, mask: Tensor | None = None) -> Tensor:
+        assert mask is None, "a continuous action has no mask"
+        return torch.tanh(params[..., : self.size])
+
+    def log_prob(self, params: Tensor, action: Tensor, mask: Tensor | None = None) -> Tensor:
+        return params.new_zeros(params.shape[:-1])
+
+    def entropy(self, params: Tensor, mask: Tensor | None = None) -> Tensor:
+        return params.new_zeros(params.shape[:-1])
+
+    def random(self, params: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
+        return params.new_empty(*params.shape[:-1], self.size).uniform_(-1.0, 1.0, generator=generator)
+
+    def to_env(self, action: Array) -> Array:
+        return self.scale.to_env(action)
+
+
+class SquashedGaussian(Deterministic):
+    """The tanh of independent normals (Haarnoja et al., 2018, appendix C), in units in which -1 and 1 are the bounds.
+
+    The parameters are means before the tanh and what becomes the log standard deviations, softly kept within bounds.
+    `sample` is differentiable in the parameters.
+    """
+
+    LOW, HIGH = -5.0, 2.0  # log standard deviations
+    EDGE = 1.0 - 1e-6  # a stored action nearer to a bound than this counts as being here
+    NUM_NODES = 32
+
+    def __init__(self, space: gym.spaces.Box) -> None:
+        super().__init__(space)
+        self.num_params = 2 * self.size
+        node, weight = np.polynomial.hermite_e.hermegauss(self.NUM_NODES)
+        self.node = torch.as_tensor(node, dtype=torch.float32)
+        self.weight = torch.as_tensor(weight / weight.sum(), dtype=torch.float32)
+
+    def _split(self, params: Tensor) -> tuple[Tensor, Tensor]:
+        mean, raw = torch.split(params.float(), self.size, -1)
+        return mean, self.LOW + 0.5 * (self.HIGH - self.LOW) * (torch.tanh(raw) + 1.0)
+
+    def sample(self, params: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Sample:
+        assert mask is None, "a continuous action has no mask"
+        mean, log_std = self._split(params)
+        noise = torch.empty_like(mean).normal_(generator=generator)
+        before = torch.addcmul(mean, log_std.exp(), noise)
+        return Sample(torch.tanh(before), self._log_density(noise, log_std, before))
+
+    def log_prob(self, params: Tensor, action: Tensor, mask: Tensor | None = None) -> Tensor:
+        mean, log_std = self._split(params)
+        before = torch.atanh(action.float().clamp(-self.EDGE, self.EDGE))
+        return self._log_density((before - mean) * (-log_std).exp(), log_std, before)
+
+    def _log_density(self, noise: Tensor, log_std: Tensor, before: Tensor) -> Tensor:
+        normal = torch.addcmul(log_std, noise, noise, value=0.5)
+        return (normal + _log_slope(before)).sum(-1).neg() - self.size * LOG_SQRT_TWO_PI
+
+    def entropy(self, params: Tensor, mask: Tensor | None = None) -> Tensor:
+        """That of the normals and the mean log slope of the tanh, by Gauss-Hermite quadrature."""
+        mean, log_std = self._split(params)
+        before = mean.unsqueeze(-1) + log_std.exp().unsqueeze(-1) * self.node.to(mean.device)
+        slope = (_log_slope(before) * self.weight.to(mean.device)).sum(-1)
+        return (log_std + slope).sum(-1) + self.size * (0.5 + LOG_SQRT_TWO_PI)
+
+
+def _log_slope(before: Tensor) -> Tensor:
+    """log(1 - tanh(x)^2), in a form that neither overflows nor cancels."""
+    return 2.0 * (LOG_TWO - before - softplus(-2.0 * before))

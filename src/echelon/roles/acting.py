@@ -47,15 +47,23 @@ class Question:
         return cls(leaves, first, observation, torch.from_numpy(first))
 
 
+class Values(NamedTuple):
+    """What the action taken is worth (K,), and what the policy's own would be."""
+
+    chosen: Array
+    best: Array
+
+
 class Answer(NamedTuple):
     """Actions and their log-probabilities, and the version of the weights that chose them.
 
-    The arrays are the group's until it submits again.
+    The arrays are the group's until it submits again. `values` are there where priorities are made of them.
     """
 
     action: Array
     log_prob: Array
     version: int
+    values: Values | None = None
 
 
 class Acting(Protocol):

@@ -1,7 +1,8 @@
-"""The actor: steps K environments with the newest policy and writes trajectories into its slots.
+"""The actor: steps K environments with the newest policy and hands over what happened, as its `Experience` has it.
 
-Waits for: admission (its `free` doorbell, rung by the learner), and with central acting for actions (the inference
-server's `round` word). Wakes: the learner (`ready`), by committing a slot; the inference server, by asking.
+Waits for: admission (by the learner, which rings its `free` doorbell, or by the replay's limiter), and with central
+acting for actions (the inference server's `round` word). Wakes: the learner, by handing over; the inference server, by
+asking.
 
 With central acting its environments form teams: one steps while the actions of another are chosen. A team enters a
 trajectory, and asks for its first actions, only after the learner has admitted it: that is what bounds the lag.
@@ -16,44 +17,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from echelon.algorithms.exploration import Explorer
+from echelon.algorithms.value_networks import acting_distribution
+from echelon.algorithms.value_policy import ValuePolicy
 from echelon.envs.make import env_seeds, make_group
 from echelon.errors import DivergedError, EnvError
-from echelon.objectives.distributions import make_distribution
 from echelon.roles.acting import Acting, Answer, CentralActing, LocalActing, RemoteActing
 from echelon.roles.context import Context, Station
+from echelon.roles.experience import Experience, SlotExperience
+from echelon.roles.exploring import ExploringActing, Straying, StrayingActing
 from echelon.roles.plan import Plan, act_layout, num_groups
-from echelon.roles.team import UNSTAMPED, Page, Team
+from echelon.roles.replay_experience import ReplayExperience
+from echelon.roles.team import Page, Team
 from echelon.schema import action_leaf, space_choices
 
 Array = np.ndarray[Any, Any]
-
-
-class EpisodeLedger:
-    """Return and length of the episode under way in every environment, written down where one ends."""
-
-    def __init__(self, num_envs: int) -> None:
-        self.returns = np.zeros(num_envs)
-        self.lengths = np.zeros(num_envs, np.int64)
-
-    def record(self, views: dict[str, Array]) -> None:
-        """Fills `episode_return` and `episode_length` of a finished trajectory."""
-        views["episode_return"].fill(0.0)
-        views["episode_length"].fill(0)
-        with np.errstate(over="ignore", invalid="ignore"):  # infinite rewards: the learner will tell whose they are
-            self._record(views)
-
-    def _record(self, views: dict[str, Array]) -> None:
-        episode_return, episode_length = views["episode_return"], views["episode_length"]
-        returns = self.returns + np.cumsum(views["reward"], 0, dtype=np.float64)
-        lengths = self.lengths + np.cumsum(views["valid"], 0)
-        past_return, past_length = np.zeros_like(self.returns), np.zeros_like(self.lengths)
-        ended = views["terminated"] | views["truncated"]
-        for t, k in np.argwhere(ended | ~views["valid"]).tolist():  # a restarted environment begins anew without an end
-            if ended[t, k]:
-                episode_return[t, k] = returns[t, k] - past_return[k]
-                episode_length[t, k] = lengths[t, k] - past_length[k]
-            past_return[k], past_length[k] = returns[t, k], lengths[t, k]
-        self.returns, self.lengths = returns[-1] - past_return, lengths[-1] - past_length
 
 
 class Actor:
@@ -66,11 +44,11 @@ class Actor:
         self.station = Station(context)
         self.finished = False
         plan = Plan(context)
-        self.ring, self.num_steps = plan.ring(), plan.schema.num_steps
-        self.to_env = make_distribution(context.spaces.action).to_env
+        self.num_steps = plan.schema.num_steps
+        self.experience = self._make_experience(plan)
+        self.distribution = acting_distribution(config.algorithm, context.spaces.action)
         self.is_continuous = np.issubdtype(action_leaf(context.spaces.action).dtype, np.floating)
         self.choices = space_choices(context.spaces.observation)
-        self.ledger = EpisodeLedger(config.actor.envs)
         life = (context.epoch << 16) + context.incarnation
         seeds = env_seeds(config.seed, context.index, life, config.actor.envs + 1)
         self.acting = self._make_acting(plan, seeds[-1])
@@ -78,30 +56,52 @@ class Actor:
             random.seed(seeds[-1])
             np.random.seed(seeds[-1])
             torch.manual_seed(seeds[-1])
-        self.teams = self._make_teams(plan, seeds[:-1])
+        self.teams = self._make_teams(seeds[:-1])
         self.turn = 0
-        self.opened = int(self.ring.head[self.index])  # trajectories that a team has entered
+        self.opened = self.experience.head  # trajectories that a team has entered
+
+    def _make_experience(self, plan: Plan) -> Experience:
+        if self.config.experience == "replay":
+            return ReplayExperience(plan.replay, plan.schema, self.index, self.station)
+        return SlotExperience(plan.ring(), plan.schema, self.index, self.station)
 
     def _make_acting(self, plan: Plan, seed: int) -> Acting:
-        context = plan.context
+        if self.config.experience == "queue":
+            if self.config.acting.mode != "central":
+                return LocalActing(plan.model, plan.board(), [self.config.actor.envs], [seed])
+            return self._ask_centrally(plan)
+        straying = self._make_straying(plan)
         if self.config.acting.mode != "central":
-            return LocalActing(plan.model, plan.board(), [self.config.actor.envs], [seed])
+            policy = ValuePolicy(plan.model, seed, with_values=self.config.replay.prioritized)
+            return ExploringActing(policy, plan.board(), straying)
+        return StrayingActing(self._ask_centrally(plan), self.distribution, straying, seed)
+
+    def _make_straying(self, plan: Plan) -> Straying:
+        """How its groups explore, each environment as its place in the run says."""
+        num_envs, groups = self.config.actor.envs, num_groups(self.config)
+        total, size = self.config.actor.num_actors * num_envs, num_envs // groups
+        firsts = range(self.index * num_envs, (self.index + 1) * num_envs, size)
+        explorers = [Explorer(self.config.algorithm, range(first, first + size), total) for first in firsts]
+        tally = plan.replay.tally()
+        return Straying(explorers, lambda: tally.env_steps)
+
+    def _ask_centrally(self, plan: Plan) -> Acting:
+        context = plan.context
         if self.config.acting.transport == "shm":
             return CentralActing(plan.act_board(), context.index, context.incarnation)
         layout = act_layout(context)
         door_file = plan.door_file(layout.server_of(context.index))
         return RemoteActing(layout, door_file, context.index, context.incarnation, plan.act_secret())
 
-    def _make_teams(self, plan: Plan, seeds: list[int]) -> list[Team]:
-        schema, slots, head = plan.schema, self.ring.slots[self.index], int(self.ring.head[self.index])
-        num_teams = num_groups(self.config)
+    def _make_teams(self, seeds: list[int]) -> list[Team]:
+        num_teams, head = num_groups(self.config), self.experience.head
         num_envs = len(seeds) // num_teams
         teams = []
         for index in range(num_teams):
             columns = slice(index * num_envs, (index + 1) * num_envs)
             group = self._guarded(make_group, self.config.env, seeds[columns])
             group.tick = self._tick
-            team = Team(index, group, columns, [Page(schema, views, columns) for views in slots], head)
+            team = Team(index, group, columns, self.experience.pages(index, columns), head)
             self._guarded(group.reset, team.observation)
             self._check_choices(team, team.observation)
             teams.append(team)
@@ -152,18 +152,15 @@ class Actor:
         self._wait(timeout_s)
         return False
 
-    def _is_admitted(self, team: Team) -> bool:
-        return bool(team.trajectory < self.ring.granted[self.index])
-
     def _enter(self, team: Team) -> None:
-        """Starts a trajectory of `team` if the learner admits one."""
-        if not self._is_admitted(team):
+        """Starts a trajectory of `team` if it is admitted."""
+        if not self.experience.admits(team.trajectory):
             return
         start = time.perf_counter()
         if not self.acting.begin(team.index):
             return
         if team.trajectory == self.opened:
-            self.ring.slots[self.index][team.trajectory % self.ring.num_slots]["version"].fill(UNSTAMPED)
+            self.experience.open(team.trajectory)
             self.opened += 1
         page = team.enter()
         self.acting.submit(team.index, page.rows[0].question)
@@ -186,7 +183,7 @@ class Actor:
         if self.is_continuous and not np.isfinite(answer.action).all():
             raise self._diverged(team, answer)
         acted = time.perf_counter()
-        self._guarded(team.group.step, self.to_env(answer.action), row.step)
+        self._guarded(team.group.step, self.distribution.to_env(answer.action), row.step)
         np.logical_not(row.step.valid, out=row.next_first)
         if self.choices:
             self._check_choices(team, row.step.observation)
@@ -196,9 +193,12 @@ class Actor:
         team.t += 1
         if team.t < self.num_steps:
             self.acting.submit(team.index, page.rows[team.t].question)
+        asked = time.perf_counter()
+        self.experience.stepped(team, row, answer)
         now = time.perf_counter()
-        phases["act"] += acted - start + now - stepped
+        phases["act"] += acted - start + asked - stepped
         phases["env"] += stepped - acted
+        phases["transfer"] += now - asked
         self.station.progress += 1
         if team.t == self.num_steps:
             self._leave(team)
@@ -216,25 +216,20 @@ class Actor:
         )
 
     def _leave(self, team: Team) -> None:
-        """Ends a trajectory of `team`; the last team to leave it hands it over."""
-        start, head = time.perf_counter(), int(self.ring.head[self.index])
+        """Ends a trajectory of `team`."""
+        start = time.perf_counter()
         team.leave()
-        if min(other.trajectory for other in self.teams) > head:
-            self.ledger.record(self.ring.writable(self.index))
-            self.ring.commit(self.index)
+        self.experience.left(team, self.teams)
         self.station.phases["transfer"] += time.perf_counter() - start
 
     def _wait(self, timeout_s: float) -> None:
-        """Sleeps until there are actions for a team or, if none was asked for, until the learner admits one."""
+        """Sleeps until there are actions for a team or, if none was asked for, until one is admitted."""
         if self.acting.asking:
             start = time.perf_counter()
             self.acting.wait(timeout_s)
             self.station.waited(start)
             return
-        doorbell = self.ring.free[self.index]
-        doorbell.clear()
-        if not any(self._is_admitted(team) for team in self.teams):
-            self.station.wait(timeout_s, [doorbell.descriptor])
+        self.experience.wait(self.teams, timeout_s)
 
     def _tell_failures(self, team: Team) -> None:
         for failure in team.group.failures:
@@ -249,7 +244,7 @@ class Actor:
         for team in self.teams:
             team.group.close()
         self.acting.close()
-        self.ring.close()
+        self.experience.close()
         self.station.close()
 
 

@@ -35,6 +35,7 @@ from echelon.config import TrainConfig
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, ProcessSpec
+from echelon.errors import ConfigError
 from echelon.roles.context import Context
 from echelon.roles.placement import pick_device
 from echelon.roles.plan import act_layout, num_groups
@@ -71,7 +72,7 @@ class Shape:
     groups: int  # of an actor, with central acting
     servers: int
     round_rows: int
-    version_steps: int  # environment steps from one version of the weights to the next
+    version_steps: float  # environment steps from one version of the weights to the next
     weights_bytes: int
 
     @classmethod
@@ -85,7 +86,7 @@ class Shape:
             groups=num_groups(config),
             servers=config.acting.servers,
             round_rows=round_rows(config),
-            version_steps=config.batch_trajectories * actor.trajectory * actor.envs,
+            version_steps=_version_steps(config),
             weights_bytes=weights_bytes,
         )
 
@@ -105,6 +106,13 @@ class Forecast:
     @property
     def mode(self) -> Literal["local", "central"]:
         return "central" if self.central > (1.0 + MARGIN) * self.local else "local"
+
+
+def _version_steps(config: TrainConfig) -> float:
+    replay, actor = config.replay, config.actor
+    if config.experience == "replay":
+        return replay.publish_every * replay.batch / (replay.samples_per_insert or 1.0)
+    return config.batch_trajectories * actor.trajectory * actor.envs
 
 
 def forecast(shape: Shape, measured: Measured) -> Forecast:
@@ -141,8 +149,12 @@ def choose_acting(context: Context, engine: InlineEngine | LocalEngine, model: M
     ConfigError where the run could not have central acting as it is configured, even if local acting would be chosen.
     """
     config = context.train
+    if config.experience == "replay" and config.acting.value:
+        raise ConfigError(f"acting.value=true, but the networks of {config.preset} judge actions. Leave it at false.")
     if config.acting.mode != "auto":
         return Choice(config.acting.mode, "as asked for")
+    if config.experience == "replay" and config.replay.prioritized:
+        return Choice("local", "actors judge what they do, for the first priorities of their transitions")
     config = replace(config, acting=replace(config.acting, mode="central"))
     context = replace(context, train=config)
     act_layout(context)

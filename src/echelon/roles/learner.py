@@ -1,6 +1,6 @@
 """The learner: batches in, weights out, and the run's account of itself.
 
-Waits for: a batch (the ring's `ready` doorbell, rung by actors). Wakes: actors, by publishing and admitting.
+Waits for: a batch, as its source has it (actors wake it). Wakes: actors, by publishing and admitting, or by drawing.
 If it dies, its successor starts from the newest checkpoint; the actors wait meanwhile, as nobody admits them.
 """
 
@@ -8,53 +8,35 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from echelon.algorithms import Algorithm, build_algorithm
+from echelon.algorithms import build_algorithm
 from echelon.config import StopConfig
-from echelon.errors import ConfigError, DivergedError
+from echelon.errors import DivergedError
 from echelon.roles.context import Context, Station
 from echelon.roles.placement import learner_threads, pick_device
 from echelon.roles.plan import Plan
+from echelon.roles.queue_source import QueueSource
 from echelon.roles.rate import Rate
-from echelon.roles.source import RETURN_WINDOW, QueueSource
-from echelon.roles.update import LocalUpdate
+from echelon.roles.replay_source import ReplaySource
+from echelon.roles.source import RETURN_WINDOW, Source
+from echelon.roles.update import LocalUpdate, learn_once
 from echelon.runs.checkpoint import (
+    find_weights,
     load_checkpoint,
-    load_weights,
     newest_intact,
     save_checkpoint,
     save_weights,
     weights_sha256,
 )
-from echelon.schema import Batch
+from echelon.schema import Batch, TransitionBatch
 
 # A row of metrics comes after 2 % of the time so far, within these bounds: a run of seconds has a curve, one of days a
 # file that can be read.
 MIN_REPORT_S, MAX_REPORT_S = 0.1, 2.0
-
-
-def learn_once(
-    algorithm: Algorithm,
-    batch: Batch,
-    update: LocalUpdate,
-    losses: list[dict[str, torch.Tensor]],
-    tick: Callable[[], None] = lambda: None,
-) -> None:
-    """One batch, the same for every learning rule: minibatches, their losses in order, an update each.
-
-    `tick` is called after each, so that a learner with much to do is seen to move.
-    """
-    for minibatch in algorithm.minibatches(batch):
-        for loss in algorithm.losses(minibatch):
-            update(loss)
-            tick()
-            losses.append({"loss": loss.value.detach(), **{k: v.detach() for k, v in loss.metrics.items()}})
-    algorithm.finish(batch)
 
 
 class Learner:
@@ -75,9 +57,8 @@ class Learner:
         self.model = plan.model
         self.threads = learner_threads(config.learner.threads, self.model)
         self.algorithm = build_algorithm(config.algorithm, self.model, config.seed)
-        self.update = LocalUpdate(config.optimizer, self.model)
-        self.ring, self.board = plan.ring(), plan.board()
-        self.source = QueueSource(config, plan.schema, self.ring, self.model.device)
+        self.update = LocalUpdate(config.optimizer, self.model, self.algorithm.groups)
+        self.board, self.source = plan.board(), make_source(plan, self.model.device)
         self.counters = self.source.counters
         self.checkpoints = context.run_dir / "checkpoints"
         self.rate = Rate()
@@ -98,6 +79,7 @@ class Learner:
             self.update.load_state_dict(tree["optimizer"])
             self.algorithm.load_state_dict(tree["algorithm"])
             self.counters.load_state_dict(tree["counters"])
+            self.source.load_state_dict(tree.get("source", {}))
             self.past_version = int(tree["version"])
             if self.context.train.engine != "inline":  # there the generator belongs to the caller's process
                 torch.set_rng_state(tree["rng"])  # a user's dropout draws from it
@@ -119,24 +101,21 @@ class Learner:
         phases, start = self.station.phases, time.perf_counter()
         batch = self.source.take(self.board.version)
         if batch is None:
-            self.ring.ready.clear()
+            self.source.listen()
             batch = self.source.take(self.board.version)
         taken = time.perf_counter()
         phases["transfer"] += taken - start
         if batch is None:
             self._report_if_due()
-            self.station.wait(timeout_s, [self.ring.ready.descriptor])
+            self.source.wait(self.station, timeout_s)
             return False
         self.rate.note(taken, self.counters.env_steps)
         self.update.schedule(self._progress())
-        torch.set_num_threads(self.threads)
-        learn_once(self.algorithm, batch, self.update, self.losses, self._tick)
-        torch.set_num_threads(1)  # actors in this process (inline) compute as they do in their own
-        self.counters.updates += 1
-        self.source.prefetch(self.board.version + 1)
-        self._check_loss()
+        self.source.schedule(self._progress())
+        self._learn(batch)
         learned = time.perf_counter()
-        self._publish()
+        if self.counters.updates % self.source.publish_every == 0:
+            self._publish()
         published = time.perf_counter()
         phases["learn"] += learned - taken
         phases["transfer"] += published - learned
@@ -145,6 +124,15 @@ class Learner:
             self.checkpoint()
         self.station.tick(published)
         return True
+
+    def _learn(self, batch: Batch | TransitionBatch) -> None:
+        count = len(self.losses)
+        torch.set_num_threads(self.threads)
+        learn_once(self.algorithm, batch, self.update, self.losses, self._tick, self.source.acknowledge)
+        torch.set_num_threads(1)  # actors in this process (inline) compute as they do in their own
+        self.counters.updates += 1
+        self.source.prefetch(self.board.version + 1)
+        self._check(self.losses[count:])
 
     def _tick(self) -> None:
         self.station.progress += 1
@@ -155,10 +143,11 @@ class Learner:
         self.board.publish(self.model.parts(), max(self.board.version, self.past_version) + 1)
         self.source.admit()
 
-    def _check_loss(self) -> None:
-        loss = float(self.losses[-1]["loss"])
-        if not math.isfinite(loss):
-            raise self._diverged(f"the loss became {loss}")
+    def _check(self, losses: list[dict[str, torch.Tensor]]) -> None:
+        newest = dict(next(iter(entry.items())) for entry in losses)  # of each kind; an entry begins with its loss
+        for name, loss in newest.items():
+            if not math.isfinite(float(loss)):
+                raise self._diverged(f"the {name.replace('_', ' ')} became {float(loss)}")
 
     def _diverged(self, what: str) -> DivergedError:
         rate = self.update.optimizer.param_groups[0]["lr"]
@@ -188,7 +177,7 @@ class Learner:
     def _row(self) -> dict[str, Any]:
         """Where the run stands: one row of the metrics."""
         counters, lags = self.counters, self.source.fresh_lag
-        row = {
+        row: dict[str, Any] = {
             "env_steps": counters.env_steps,
             "episodes": counters.episodes,
             "updates": counters.updates,
@@ -204,8 +193,13 @@ class Learner:
             "learning_rate": self.update.optimizer.param_groups[0]["lr"],
             "progress": self._progress(),
         }
-        names = self.losses[0] if self.losses else ()
-        row["loss"] = {name: float(torch.stack([entry[name] for entry in self.losses]).mean()) for name in names}
+        if figures := self.source.figures():
+            row["replay"] = figures
+        values: dict[str, list[torch.Tensor]] = {}
+        for entry in self.losses:
+            for name, value in entry.items():
+                values.setdefault(name, []).append(value)
+        row["loss"] = {name: float(torch.stack(found).mean()) for name, found in values.items()}
         self.losses.clear()
         lags.clear()
         return row
@@ -221,18 +215,22 @@ class Learner:
             "optimizer": self.update.state_dict(),
             "algorithm": self.algorithm.state_dict(),
             "counters": self.counters.state_dict(),
+            "source": self.source.state_dict(),
             "version": self.board.version,
             "rng": torch.get_rng_state(),
             "epoch": self.context.epoch,
             "wall_s": time.time() - self.context.started_at,
         }
-        return save_checkpoint(self.checkpoints, tree, step=self.counters.env_steps, keep=config.keep_checkpoints)
+        path = save_checkpoint(self.checkpoints, tree, step=self.counters.env_steps, keep=config.keep_checkpoints)
+        self.source.save(path.name)
+        return path
 
     def _finish(self) -> None:
         """Leaves a final checkpoint and the summary's figures, and ends."""
         now, counters = time.perf_counter(), self.counters
         row = self._row()
         checkpoint = self.checkpoint()
+        self.source.finish()
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.model.weights().items()}
         save_weights(self.context.run_dir / "weights.safetensors", weights, {"env_steps": str(counters.env_steps)})
         self.station.report("train", row)
@@ -252,14 +250,23 @@ class Learner:
                 "weights_sha256": weights_sha256(weights),
                 "checkpoint": str(checkpoint),
                 "device": str(self.model.device),
+                **({"replay": figures} if (figures := self.source.figures()) else {}),
             },
         )
         self.finished = True
 
     def close(self) -> None:
         self.station.tick(float("inf"))
-        self.ring.close()
+        self.source.close()
         self.station.close()
+
+
+def make_source(plan: Plan, device: torch.device) -> Source:
+    """Where the batches of a run come from."""
+    config = plan.context.train
+    if config.experience == "replay":
+        return ReplaySource(plan.replay, device)
+    return QueueSource(config, plan.schema, plan.ring(), device)
 
 
 def stop_reason(stop: StopConfig, env_steps: int, returns: list[float], started_at: float) -> str:
@@ -271,19 +278,6 @@ def stop_reason(stop: StopConfig, env_steps: int, returns: list[float], started_
     target = stop.until_return
     solved = target is not None and len(returns) >= RETURN_WINDOW and sum(returns) / len(returns) >= target
     return "return" if solved else ""
-
-
-def find_weights(path: str) -> dict[str, torch.Tensor]:
-    """The weights in a file, or those of a run folder: its newest checkpoint's, or what it ended with."""
-    where = Path(path)
-    if where.is_file():
-        return load_weights(where)
-    found = newest_intact(where / "checkpoints")
-    if found is not None:
-        return dict(load_checkpoint(found[0])["model"])
-    if (where / "weights.safetensors").is_file():
-        return load_weights(where / "weights.safetensors")
-    raise ConfigError(f"{path} is neither a weights file nor a run folder with a checkpoint. Name one that is.")
 
 
 def learner(config: dict[str, Any]) -> Learner:

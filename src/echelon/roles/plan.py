@@ -11,6 +11,7 @@ from echelon.algorithms.model import Model
 from echelon.config import TrainConfig
 from echelon.errors import ConfigError
 from echelon.roles.context import Context
+from echelon.roles.replay_plan import ReplayPlan
 from echelon.schema import action_leaf, space_leaves
 from echelon.transport.act_board import ActBoard, ActLayout
 from echelon.transport.curve import secret_from_environment
@@ -88,11 +89,17 @@ class Plan:
         return Model(
             config.network,
             self.context.spaces,
+            config.algorithm,
             seed=config.seed,
             device=device,
             precision=config.learner.precision if device != "cpu" else "float32",
             compile=config.learner.compile and device != "cpu",
         )
+
+    @cached_property
+    def replay(self) -> ReplayPlan:
+        """The parts of a run that learns from replayed transitions."""
+        return ReplayPlan(self.context)
 
     def ring(self) -> SlotRing:
         train = self.context.train
@@ -120,13 +127,18 @@ class Plan:
     def shared_bytes(self) -> int:
         """What the run needs in shared memory."""
         config = self.context.train
-        ring = SlotRing.size(self.schema, config.actor.num_actors, window(config))
         acting = act_layout(self.context).nbytes if config.acting.mode == "central" else 0
-        return ring + WeightsBoard.size(self.model.nbytes) + acting
+        shared = WeightsBoard.size(self.model.nbytes) + acting
+        if config.experience == "replay":
+            return shared + self.replay.nbytes
+        return shared + SlotRing.size(self.schema, config.actor.num_actors, window(config))
 
     def make(self) -> None:
         """Makes all of the memory, before any role looks for it."""
-        self.ring().close()
+        if self.context.train.experience == "replay":
+            self.replay.make()
+        else:
+            self.ring().close()
         self.board()
         if self.context.train.acting.mode == "central":
             self.act_board()

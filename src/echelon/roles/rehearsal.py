@@ -21,7 +21,7 @@ import torch
 
 from echelon.algorithms.model import Model
 from echelon.algorithms.policy import Policy
-from echelon.config import EnvConfig, TrainConfig
+from echelon.config import EnvConfig, ImpalaConfig, PpoConfig, TrainConfig
 from echelon.envs.loop import LoopGroup
 from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
@@ -228,12 +228,18 @@ class Rehearsal:
             return Cost(0.0, 0.0)
         rows = actor.envs * (actor.trajectory if act.cpu_s < SHORT_S else 1)
         [forward] = measure(self._forward(rows).evaluate)
-        cpu_s = LEARN_FORWARDS * self.config.algorithm.epochs * forward.cpu_s / rows
+        cpu_s = LEARN_FORWARDS * _num_passes(self.config) * forward.cpu_s / rows
         return Cost(cpu_s / learner_threads(learner.threads, model), cpu_s)
 
     def close(self) -> None:
         for troupe in self._troupes:
             troupe.group.close()
+
+
+def _num_passes(config: TrainConfig) -> float:
+    """How often a step is learned from."""
+    algorithm = config.algorithm
+    return algorithm.epochs if isinstance(algorithm, ImpalaConfig | PpoConfig) else config.replay.samples_per_insert
 
 
 def round_rows(config: TrainConfig) -> int:

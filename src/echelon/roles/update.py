@@ -2,49 +2,97 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from echelon.algorithms.model import Model
-from echelon.algorithms.protocol import Loss
+from echelon.algorithms.model import FlatModule
+from echelon.algorithms.protocol import POLICY, Algorithm, Group, Loss
 from echelon.config import OptimizerConfig
+from echelon.schema import Batch, TransitionBatch
+
+NOTHING_ELSE: Mapping[str, Group] = MappingProxyType({})
+
+
+class Stepper:
+    """An optimizer over one flat tensor."""
+
+    def __init__(self, config: OptimizerConfig, module: FlatModule, learning_rate: float) -> None:
+        self.module, self.learning_rate = module, learning_rate
+        parameter = nn.Parameter(module.parameters)
+        parameter.grad = module.gradients
+        settings: dict[str, Any] = {"lr": learning_rate, "eps": config.epsilon}
+        if config.name == "adam":
+            self.optimizer: torch.optim.Optimizer = torch.optim.Adam([parameter], fused=True, **settings)
+        else:
+            self.optimizer = torch.optim.RMSprop([parameter], alpha=0.99, **settings)
+
+    def __call__(self, loss: torch.Tensor, clip_norm: float) -> None:
+        gradients = self.module.gradients
+        gradients.zero_()
+        loss.backward(inputs=self.module.leaves)  # type: ignore[no-untyped-call]
+        if clip_norm > 0:
+            norm = torch.linalg.vector_norm(gradients)
+            gradients.mul_((clip_norm / (norm + 1e-6)).clamp_(max=1.0))
+        self.optimizer.step()
 
 
 class LocalUpdate:
-    """Backward, clip, step, each on the model's flat tensors."""
+    """Backward, clip, step, each on the flat tensors of the group that a loss is for."""
 
-    def __init__(self, config: OptimizerConfig, model: Model) -> None:
-        self.config, self.gradients = config, model.gradients
-        self.parameter = nn.Parameter(model.parameters)
-        self.parameter.grad = model.gradients
-        if config.name == "adam":
-            self.optimizer: torch.optim.Optimizer = torch.optim.Adam(
-                [self.parameter], lr=config.learning_rate, eps=config.epsilon, fused=True
-            )
-        else:
-            self.optimizer = torch.optim.RMSprop(
-                [self.parameter], lr=config.learning_rate, eps=config.epsilon, alpha=0.99
-            )
+    def __init__(self, config: OptimizerConfig, model: FlatModule, groups: Mapping[str, Group] = NOTHING_ELSE) -> None:
+        """`groups` are those that the algorithm learns beside the model."""
+        self.config = config
+        self.steppers = {POLICY: Stepper(config, model, config.learning_rate)}
+        for name, group in groups.items():
+            self.steppers[name] = Stepper(config, group.module, group.learning_rate)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """That of the model."""
+        return self.steppers[POLICY].optimizer
 
     def schedule(self, progress: float) -> None:
-        """Sets the learning rate for a run that is `progress` (0 to 1) done."""
+        """Sets the learning rates for a run that is `progress` (0 to 1) done."""
         if self.config.schedule == "linear":
-            rate = self.config.learning_rate * max(1.0 - progress, 0.0)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+            for stepper in self.steppers.values():
+                for group in stepper.optimizer.param_groups:
+                    group["lr"] = stepper.learning_rate * max(1.0 - progress, 0.0)
 
     def __call__(self, loss: Loss) -> None:
-        self.gradients.zero_()
-        loss.value.backward()  # type: ignore[no-untyped-call]
-        if self.config.clip_norm > 0:
-            norm = torch.linalg.vector_norm(self.gradients)
-            self.gradients.mul_((self.config.clip_norm / (norm + 1e-6)).clamp_(max=1.0))
-        self.optimizer.step()
+        self.steppers[loss.group](loss.value, self.config.clip_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
+        return {name: stepper.optimizer.state_dict() for name, stepper in self.steppers.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
+        for name, stepper in self.steppers.items():
+            stepper.optimizer.load_state_dict(state[name])
+
+
+def learn_once(
+    algorithm: Algorithm,
+    batch: Batch | TransitionBatch,
+    update: LocalUpdate,
+    losses: list[dict[str, torch.Tensor]],
+    tick: Callable[[], None] = lambda: None,
+    acknowledge: Callable[[Any, torch.Tensor], None] = lambda keys, priorities: None,
+) -> None:
+    """One batch, the same for every learning rule: minibatches, their losses in order, an update each.
+
+    `tick` is called after each, so that a learner with much to do is seen to move; `acknowledge` gets the priorities of
+    each minibatch, where the rule has some.
+    """
+    for minibatch in algorithm.minibatches(batch):
+        for loss in algorithm.losses(minibatch):
+            update(loss)
+            tick()
+            name = "loss" if loss.group == POLICY else f"{loss.group}_loss"
+            losses.append({name: loss.value.detach(), **{k: v.detach() for k, v in loss.metrics.items()}})
+        priorities = algorithm.priorities(minibatch)
+        if priorities is not None:
+            acknowledge(minibatch.keys, priorities)
+    algorithm.finish(batch)

@@ -18,11 +18,18 @@ _REMEDIES = {
 }
 
 
-def bottleneck(roles: Mapping[str, Shares], *, num_cores: int, num_processes: int, lag_bounded: bool = True) -> str:
+def bottleneck(
+    roles: Mapping[str, Shares],
+    *,
+    num_cores: int,
+    num_processes: int,
+    lag_bounded: bool = True,
+    replayed: bool = False,
+) -> str:
     """One sentence naming the bottleneck and one naming the remedy.
 
     `roles` maps names such as "actor-0", "inference-0" and "learner" to phase shares; `num_processes` is how many run
-    on `num_cores`.
+    on `num_cores`; `replayed` where a limiter paces actors and learner.
     """
     actors, servers, learners = (
         [shares for name, shares in roles.items() if name.startswith(kind)]
@@ -40,16 +47,18 @@ def bottleneck(roles: Mapping[str, Shares], *, num_cores: int, num_processes: in
         waits += f", inference {_mean(servers, 'wait'):.0%}"
     if max(actors_busy, learner_busy, servers_busy) < 0.6:
         more = "Allowing lag (--learner.max-lag 1)" if lag_bounded else "More --actor.slots"
+        if replayed:
+            more = "Another --replay.samples-per-insert (0: no limit), or more actors or environments,"
         if servers:
             more = f"`--acting auto` measures whether requests pay here. {more}"
         return f"bottleneck: none is busy; they wait for each other ({waits}). {more} would let them work at one time."
     if servers_busy >= max(learner_busy, actors_busy):
         return _inference(servers_busy, len(servers), _mean(actors, "wait"), num_cores - num_processes)
     if learner_busy >= actors_busy:
-        return (
-            f"bottleneck: the learner (busy {learner_busy:.0%}; actors wait {_mean(actors, 'wait'):.0%}). "
-            "Larger batches (--learner.batch), a GPU (--device cuda) or fewer epochs would help."
-        )
+        less = "Larger batches (--learner.batch), a GPU (--device cuda) or fewer epochs would help."
+        if replayed:
+            less = "A GPU (--device cuda), a smaller network or a lower --replay.samples-per-insert would help."
+        return f"bottleneck: the learner (busy {learner_busy:.0%}; actors wait {_mean(actors, 'wait'):.0%}). {less}"
     return _acting(actors, learners, num_cores - num_processes)
 
 

@@ -130,6 +130,19 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
         raise _unreadable_weights(path, error) from error
 
 
+def find_weights(path: str) -> dict[str, torch.Tensor]:
+    """The weights in a file, or those of a run folder: its newest checkpoint's, or what it ended with."""
+    where = Path(path)
+    if where.is_file():
+        return load_weights(where)
+    found = newest_intact(where / "checkpoints")
+    if found is not None:
+        return dict(load_checkpoint(found[0])["model"])
+    if (where / "weights.safetensors").is_file():
+        return load_weights(where / "weights.safetensors")
+    raise ConfigError(f"{path} is neither a weights file nor a run folder with a checkpoint. Name one that is.")
+
+
 def weights_metadata(path: Path) -> dict[str, str]:
     """The metadata given to `save_weights`."""
     try:

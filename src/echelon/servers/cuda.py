@@ -203,7 +203,8 @@ class _Weights:
         self._copied = cuda.Event()
         self._pairs: list[tuple[Tensor, Tensor]] = []
         offset = 0
-        for tensor, part in zip([model.parameters, *model.network.buffers()], model.parts(), strict=True):
+        tensors = [tensor for flat in model.flats() for tensor in flat.tensors()]
+        for tensor, part in zip(tensors, model.parts(), strict=True):
             raw = self._staging[offset : offset + part.nbytes]
             self._pairs.append((tensor, torch.from_numpy(raw.view(part.dtype)).view(tensor.shape)))
             offset += part.nbytes

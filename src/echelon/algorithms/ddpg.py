@@ -1,0 +1,59 @@
+"""DDPG (Lillicrap et al., 2016, https://arxiv.org/abs/1509.02971) and TD3 (Fujimoto et al., 2018,
+https://arxiv.org/abs/1802.09477), which are values of one configuration.
+
+Where we differ: exploration noise is Gaussian, not an Ornstein-Uhlenbeck process; n-step targets come with the data
+(Horgan et al., 2018). With several critics the policy climbs the first, as in TD3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from echelon.algorithms.model import Model
+from echelon.algorithms.protocol import Group, Loss
+from echelon.algorithms.replayed import Replayed
+from echelon.algorithms.target import Target
+from echelon.config import DdpgConfig
+from echelon.objectives.values import clipped_double_targets, huber_loss, smoothed_actions
+from echelon.schema import TransitionBatch
+
+
+class Ddpg(Replayed):
+    """The critics learn at every step, the policy at every `policy_delay`-th; the model is the policy."""
+
+    def __init__(self, config: DdpgConfig, model: Model, seed: int) -> None:
+        super().__init__(model, seed)
+        self.config = config
+        self.critic = self.build_critic(config.num_critics, seed + 1)
+        self.groups["critic"] = Group(self.critic, config.critic_learning_rate)
+        self.target_critic = Target(self.critic, tau=config.target_tau)
+        self.target_policy = Target(model, tau=config.target_tau)
+        self.targets |= {"critic": self.target_critic, "policy": self.target_policy}
+
+    def losses(self, batch: TransitionBatch) -> Iterator[Loss]:
+        yield self._critic_loss(batch)
+        if self.num_learned % self.config.policy_delay == self.config.policy_delay - 1:
+            yield self._policy_loss(batch)
+            self.target_critic.follow()
+            self.target_policy.follow()
+
+    def _critic_loss(self, batch: TransitionBatch) -> Loss:
+        config, distribution = self.config, self.model.distribution
+        with self.model.autocast():
+            with torch.no_grad():
+                action = distribution.mode(self.target_policy.params(batch.next_observation))
+                action = smoothed_actions(action, config.target_noise, config.target_noise_clip, self.generator)
+                next_q_NB = self.target_critic.network(batch.next_observation, action)
+            q_NB = self.critic.network(batch.observation, batch.action)
+        self.errors = clipped_double_targets(batch.reward, batch.discount, next_q_NB) - q_NB
+        loss = huber_loss(self.errors, batch.weight, config.huber)
+        return Loss(loss, {"q_mean": q_NB.mean(), "td_error": self.errors.abs().mean()}, "critic")
+
+    def _policy_loss(self, batch: TransitionBatch) -> Loss:
+        with self.model.autocast():
+            action = self.model.distribution.mode(self.model.params(batch.observation))
+            q_B = self.critic.network(batch.observation, action)[0]
+        loss = -q_B.mean()
+        return Loss(loss, {"policy_loss": loss})

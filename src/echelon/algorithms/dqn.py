@@ -1,0 +1,53 @@
+"""DQN: double Q-learning (van Hasselt et al., 2016, https://arxiv.org/abs/1509.06461), n-step by the data.
+
+Where we differ: the dueling streams (Wang et al., 2016, https://arxiv.org/abs/1511.06581) split at the last hidden
+layer, and gradients into the shared part are not rescaled; the target network may follow softly; actions that a mask
+forbids next are never bootstrapped from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from echelon.algorithms.model import Model
+from echelon.algorithms.protocol import Loss
+from echelon.algorithms.replayed import Replayed
+from echelon.algorithms.target import Target
+from echelon.config import DqnConfig
+from echelon.networks import action_mask
+from echelon.objectives.distributions import forbid
+from echelon.objectives.values import double_q_errors, huber_loss
+from echelon.schema import TransitionBatch
+
+
+class Dqn(Replayed):
+    """One step on the TD errors of a batch; the model is the Q-network."""
+
+    def __init__(self, config: DqnConfig, model: Model, seed: int) -> None:
+        super().__init__(model, seed)
+        self.config = config
+        self.target = Target(model, tau=config.target_tau, period=config.target_period)
+        self.targets["model"] = self.target
+
+    def losses(self, batch: TransitionBatch) -> Iterator[Loss]:
+        yield self._loss(batch)
+        self.target.follow()
+
+    def _loss(self, batch: TransitionBatch) -> Loss:
+        with self.model.autocast():
+            with torch.no_grad():
+                next_target_BA = self.target.params(batch.next_observation)
+                next_online_BA = self.model.params(batch.next_observation) if self.config.double else next_target_BA
+            q_BA = self.model.params(batch.observation)
+        self.errors = double_q_errors(
+            q_BA,
+            batch.action,
+            batch.reward,
+            batch.discount,
+            forbid(next_online_BA, action_mask(batch.next_observation)),
+            next_target_BA,
+        )
+        loss = huber_loss(self.errors, batch.weight, self.config.huber)
+        return Loss(loss, {"q_mean": q_BA.mean(), "td_error": self.errors.abs().mean()})

@@ -1,0 +1,67 @@
+"""What the rules share that learn from replayed transitions: their networks beside the model, targets, priorities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.algorithms.model import FlatModule, Model
+from echelon.algorithms.protocol import Group
+from echelon.algorithms.target import Target
+from echelon.algorithms.value_networks import Critic
+from echelon.objectives.values import priorities
+from echelon.schema import TransitionBatch
+
+
+class Replayed:
+    """One batch of transitions is one minibatch; every transition's TD error becomes its priority."""
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self.model = model
+        self.groups: dict[str, Group] = {}
+        self.targets: dict[str, Target] = {}
+        self.generator = torch.Generator(model.device).manual_seed(seed)
+        self.num_learned = 0  # batches
+        self.errors = torch.zeros(0)  # of the last minibatch: (B,), or (N, B) of N critics
+
+    def build_critic(self, num: int, seed: int) -> FlatModule:
+        """The critics: the model's own where it has them, else new ones that stay with the learner."""
+        if self.model.critic is not None:
+            return self.model.critic
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return FlatModule(Critic(self.model.config, self.model.spaces, num), self.model.device)
+
+    def minibatches(self, batch: TransitionBatch) -> Iterator[TransitionBatch]:
+        yield batch
+
+    def priorities(self, minibatch: TransitionBatch) -> Tensor:
+        return priorities(self.errors)
+
+    def finish(self, batch: TransitionBatch) -> None:
+        self.num_learned += 1
+        if self.model.config.normalize_observation:
+            seen = torch.ones(len(batch.reward), dtype=torch.bool, device=batch.reward.device)
+            self.model.network.update_normalizer(batch.observation, seen)
+            for group in self.groups.values():
+                if isinstance(group.module.network, Critic):
+                    group.module.network.update_normalizer(batch.observation, seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "num_learned": self.num_learned,
+            "generator": self.generator.get_state(),
+            "groups": {name: group.module.weights() for name, group in self.groups.items()},
+            "targets": {name: target.state_dict() for name, target in self.targets.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_learned = state["num_learned"]
+        self.generator.set_state(state["generator"])
+        for name, group in self.groups.items():
+            group.module.load_weights(state["groups"][name], f"the checkpoint's {name}")
+        for name, target in self.targets.items():
+            target.load_state_dict(state["targets"][name])

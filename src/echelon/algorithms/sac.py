@@ -1,0 +1,111 @@
+"""SAC: soft actor-critic with a learned temperature (Haarnoja et al., 2018, https://arxiv.org/abs/1812.05905).
+
+Discrete actions (Christodoulou, 2019, https://arxiv.org/abs/1910.07207): the critics value every action, and
+expectations over them take the place of samples. Where we differ: log standard deviations are kept
+between bounds by a tanh, not by clipping; an n-step target carries the entropy of its last value only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from echelon.algorithms.model import FlatModule, Model
+from echelon.algorithms.protocol import Group, Loss
+from echelon.algorithms.replayed import Replayed
+from echelon.algorithms.target import Target
+from echelon.config import SacConfig
+from echelon.networks import action_mask
+from echelon.objectives.distributions import Categorical
+from echelon.objectives.values import expected_soft_value, huber_loss, soft_targets, temperature_loss
+from echelon.schema import TransitionBatch, Tree
+
+
+class Temperature(nn.Module):
+    """What entropy is worth, as a logarithm."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.log_value = nn.Parameter(torch.tensor(math.log(value)))
+
+
+class Sac(Replayed):
+    """Critics, policy and temperature learn at every step, in this order; the model is the policy."""
+
+    def __init__(self, config: SacConfig, model: Model, seed: int) -> None:
+        super().__init__(model, seed)
+        self.config = config
+        self.critic = self.build_critic(config.num_critics, seed + 1)
+        self.groups["critic"] = Group(self.critic, config.critic_learning_rate)
+        self.target = Target(self.critic, tau=config.target_tau)
+        self.targets["critic"] = self.target
+        self.warmth = FlatModule(Temperature(config.temperature), model.device)
+        if config.learn_temperature:
+            self.groups["temperature"] = Group(self.warmth, config.temperature_learning_rate)
+        self.discrete = isinstance(model.distribution, Categorical)
+        self.target_entropy = self._target_entropy()
+
+    def _target_entropy(self) -> float:
+        if self.config.target_entropy is not None:
+            return self.config.target_entropy
+        num_params = self.model.distribution.num_params
+        return 0.98 * math.log(num_params) if self.discrete else -num_params / 2.0
+
+    @property
+    def log_temperature(self) -> Tensor:
+        return self.warmth.network.log_value  # type: ignore[return-value]
+
+    def losses(self, batch: TransitionBatch) -> Iterator[Loss]:
+        yield self._critic_loss(batch)
+        policy_loss, log_prob_B = self._policy_loss(batch)
+        yield policy_loss
+        if self.config.learn_temperature:
+            loss = temperature_loss(self.log_temperature, log_prob_B, self.target_entropy)
+            yield Loss(loss, {"temperature": self.log_temperature.exp()}, "temperature")
+        self.target.follow()
+
+    def _critic_loss(self, batch: TransitionBatch) -> Loss:
+        with self.model.autocast():
+            with torch.no_grad():
+                target_B = self._targets(batch)
+            q_NB = self.critic.network(batch.observation, None if self.discrete else batch.action)
+            if self.discrete:
+                action = batch.action.expand(len(q_NB), -1).unsqueeze(-1)
+                q_NB = q_NB.gather(-1, action).squeeze(-1)
+        self.errors = target_B - q_NB
+        loss = huber_loss(self.errors, batch.weight, 0.0)
+        return Loss(loss, {"q_mean": q_NB.mean(), "td_error": self.errors.abs().mean()}, "critic")
+
+    def _targets(self, batch: TransitionBatch) -> Tensor:
+        observation, temperature = batch.next_observation, self.log_temperature.exp()
+        if self.discrete:
+            soft_value_B = expected_soft_value(self.target.network(observation), self._log_p(observation), temperature)
+            return torch.addcmul(batch.reward, batch.discount, soft_value_B)
+        sample = self.model.distribution.sample(self.model.params(observation), self.generator)
+        next_q_NB = self.target.network(observation, sample.action)
+        return soft_targets(batch.reward, batch.discount, next_q_NB, sample.log_prob, temperature)
+
+    def _log_p(self, observation: Tree) -> Tensor:
+        """The log-probability of every discrete action (B, A)."""
+        distribution = self.model.distribution
+        assert isinstance(distribution, Categorical)
+        return distribution.log_probabilities(self.model.params(observation), action_mask(observation))
+
+    def _policy_loss(self, batch: TransitionBatch) -> tuple[Loss, Tensor]:
+        """The loss, and the log-probability of what the policy now does (its mean over discrete actions)."""
+        temperature = self.log_temperature.detach().exp()
+        with self.model.autocast():
+            if self.discrete:
+                log_p_BA = self._log_p(batch.observation)
+                q_NBA = self.critic.network(batch.observation).detach()
+                value_B = expected_soft_value(q_NBA, log_p_BA, temperature)
+                log_prob_B = (log_p_BA.exp() * log_p_BA).sum(-1)
+            else:
+                sample = self.model.distribution.sample(self.model.params(batch.observation), self.generator)
+                q_NB = self.critic.network(batch.observation, sample.action)
+                value_B, log_prob_B = q_NB.amin(0) - temperature * sample.log_prob, sample.log_prob
+        loss = -value_B.mean()
+        return Loss(loss, {"policy_loss": loss, "entropy": -log_prob_B.mean()}), log_prob_B

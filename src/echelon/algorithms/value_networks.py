@@ -1,0 +1,165 @@
+"""The networks of rules that learn action values: what acts, and the critics that stay with the learner.
+
+Shapes: N critics, B rows, F features, A actions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import gymnasium as gym
+import torch
+from torch import Tensor, nn
+
+from echelon.config import AlgorithmConfig, DdpgConfig, DqnConfig, NetworkConfig, SacConfig
+from echelon.errors import ConfigError
+from echelon.layers import ACTIVATIONS, Mlp, State, initialize
+from echelon.networks import ActOutput, Encoders, PolicyNetwork, build_network
+from echelon.objectives.distributions import Distribution, Kind, make_distribution
+from echelon.schema import Spaces, Tree, action_leaf
+
+
+class HeadNetwork(PolicyNetwork):
+    """Encoders, an MLP and one linear head: the values of actions, or the parameters of their distribution.
+
+    An image seen alone goes from its encoder straight to the head, as it does in every network of ours.
+    """
+
+    def __init__(self, config: NetworkConfig, spaces: Spaces, num_params: int) -> None:
+        super().__init__()
+        self.encoders = Encoders(config, spaces.observation)
+        hidden = () if self.encoders.only_image else config.hidden
+        self.torso = Mlp(self.encoders.out_size, hidden, config.activation)
+        self.head = initialize(nn.Linear(self.torso.out_size, num_params), 0.01)
+
+    def act(self, observation: Tree, state: State, first: Tensor, *, with_value: bool = False) -> ActOutput:
+        return ActOutput(self.head(self.torso(self.encoders(observation))).float(), None, state)
+
+    def update_normalizer(self, observation: Tree, valid: Tensor) -> None:
+        self.encoders.update_normalizer(observation, valid)
+
+
+class DuelingNetwork(PolicyNetwork):
+    """Action values as a state's value and the actions' advantages (Wang et al., 2016, eq. 9).
+
+    The last hidden layer is twice as wide: one half is the value's stream, the other that of the advantages.
+    """
+
+    def __init__(self, config: NetworkConfig, spaces: Spaces, num_params: int) -> None:
+        super().__init__()
+        self.encoders = Encoders(config, spaces.observation)
+        before = () if self.encoders.only_image else config.hidden[:-1]
+        last = config.hidden[-1] if config.hidden else 0
+        self.torso = Mlp(self.encoders.out_size, before, config.activation)
+        self.streams = Mlp(self.torso.out_size, (2 * last,) if last else (), config.activation)
+        self.size = last or self.torso.out_size  # of a stream
+        self.value_head = initialize(nn.Linear(self.size, 1), 0.01)
+        self.advantage_head = initialize(nn.Linear(self.size, num_params), 0.01)
+
+    def act(self, observation: Tree, state: State, first: Tensor, *, with_value: bool = False) -> ActOutput:
+        streams = self.streams(self.torso(self.encoders(observation)))
+        advantage: Tensor = self.advantage_head(streams[:, -self.size :])
+        value: Tensor = self.value_head(streams[:, : self.size])
+        return ActOutput((value + advantage - advantage.mean(-1, keepdim=True)).float(), None, state)
+
+    def update_normalizer(self, observation: Tree, valid: Tensor) -> None:
+        self.encoders.update_normalizer(observation, valid)
+
+
+class StackedLinear(nn.Module):
+    """N linear layers side by side, (N, B, in) to (N, B, out), in one operation."""
+
+    def __init__(self, num: int, in_size: int, out_size: int, gain: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num, in_size, out_size))
+        self.bias = nn.Parameter(torch.zeros(num, 1, out_size))
+        for weight in self.weight:
+            nn.init.orthogonal_(weight, gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.baddbmm(self.bias, x, self.weight)
+
+
+class Critic(nn.Module):
+    """N critics evaluated as one: the value of a continuous action (N, B), or of every discrete one (N, B, A).
+
+    They share the encoders, which learn nothing unless they see images, and nothing else.
+    """
+
+    def __init__(self, config: NetworkConfig, spaces: Spaces, num: int) -> None:
+        super().__init__()
+        self.encoders = Encoders(config, spaces.observation)
+        self.num, self.num_values = num, 0
+        action_size = math.prod(action_leaf(spaces.action).shape)
+        if isinstance(spaces.action, gym.spaces.Discrete):
+            action_size, self.num_values = 0, int(spaces.action.n)
+        self.activation = ACTIVATIONS[config.activation]
+        sizes = (self.encoders.out_size + action_size, *config.hidden)
+        self.layers = nn.ModuleList(StackedLinear(num, a, b, math.sqrt(2.0)) for a, b in pairwise(sizes))
+        self.head = StackedLinear(num, sizes[-1], self.num_values or 1, 0.01)
+
+    def forward(self, observation: Tree, action: Tensor | None = None) -> Tensor:
+        return self.judge(self.encoders(observation), action)
+
+    def judge(self, features: Tensor, action: Tensor | None = None) -> Tensor:
+        """The values of actions, from what the encoders made of an observation."""
+        x = features if action is None else torch.cat((features, action), -1)
+        x = x.expand(self.num, *x.shape)
+        for layer in self.layers:
+            x = self.activation(layer(x))
+        values: Tensor = self.head(x).float()
+        return values if self.num_values else values.squeeze(-1)
+
+    def update_normalizer(self, observation: Tree, valid: Tensor) -> None:
+        self.encoders.update_normalizer(observation, valid)
+
+
+@dataclass(frozen=True, slots=True)
+class Acting:
+    """What acts: a network and how its parameters become actions; with a critic where actors need one."""
+
+    network: PolicyNetwork
+    distribution: Distribution
+    critic: Critic | None = None
+
+
+def acting_distribution(algorithm: AlgorithmConfig, action_space: gym.Space[Any]) -> Distribution:
+    """How the actions of `algorithm` come from what its network says."""
+    kinds: dict[str, Kind] = {"dqn": "greedy", "ddpg": "deterministic", "sac": "squashed"}
+    return make_distribution(action_space, kinds.get(algorithm.name, "stochastic"))
+
+
+def build_acting(config: NetworkConfig, spaces: Spaces, algorithm: AlgorithmConfig) -> Acting:
+    """What `algorithm` acts with; weights are drawn from torch's global generator, so seed it first."""
+    match algorithm:
+        case DqnConfig():
+            return _build(config, spaces, DuelingNetwork if algorithm.dueling else HeadNetwork, algorithm)
+        case DdpgConfig():
+            acting = _build(config, spaces, HeadNetwork, algorithm)
+            critic = Critic(config, spaces, algorithm.num_critics) if algorithm.publish_critic else None
+            return Acting(acting.network, acting.distribution, critic)
+        case SacConfig():
+            return _build(config, spaces, HeadNetwork, algorithm)
+        case _:
+            distribution = acting_distribution(algorithm, spaces.action)
+            return Acting(build_network(config, spaces, distribution.num_params), distribution)
+
+
+def _build(
+    config: NetworkConfig,
+    spaces: Spaces,
+    auto: type[HeadNetwork] | type[DuelingNetwork],
+    algorithm: AlgorithmConfig,
+) -> Acting:
+    distribution = acting_distribution(algorithm, spaces.action)
+    network = build_network(config, spaces, distribution.num_params, auto)
+    if config.core != "none" or network.state_shapes:
+        what = f'network.core="{config.core}"' if config.core != "none" else f'network.name="{config.name}"'
+        raise ConfigError(
+            f"{what} remembers, but {algorithm.name} learns from single transitions, which hold no state. Use a "
+            "network without memory (stack frames in the environment instead), or impala or ppo."
+        )
+    return Acting(network, distribution)

@@ -1,0 +1,102 @@
+"""A buffer of whole episodes, whose fields are those of the first one appended.
+
+An episode is one item: where it starts and how long it is; its steps lie in a side ring. So episodes of any length
+share one room of `num_steps` steps, and the oldest make way together with their steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from echelon.replay.layout import ItemField, ReplayError, ShardLayout, SideRing, row_type
+from echelon.replay.reader import ShardReader
+from echelon.replay.sampled import Keys
+from echelon.replay.shard import Shard, ShardWriter
+from echelon.replay.sharded import Replay
+from echelon.replay.sum_tree import check_priorities
+
+Array = np.ndarray[Any, Any]
+STEPS = "steps"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledEpisodes:
+    """Drawn episodes, end to end: episode i is the steps from `offsets[i]` to before `offsets[i + 1]`."""
+
+    keys: Keys
+    weights: Array  # (n,)
+    offsets: Array  # (n + 1,)
+    fields: dict[str, Array]  # (steps of all, ...)
+
+    def __getitem__(self, index: int) -> dict[str, Array]:
+        where = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return {name: value[where] for name, value in self.fields.items()}
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+
+class EpisodeBuffer:
+    """Room for `num_steps` steps in at most `num_episodes` episodes, in private memory; one process uses it."""
+
+    def __init__(self, num_steps: int, num_episodes: int, alpha: float = 0.0) -> None:
+        self.num_steps, self.num_episodes, self.alpha = num_steps, num_episodes, alpha
+        self._replay: Replay | None = None
+
+    def _open(self, episode: Mapping[str, Array]) -> None:
+        """Lays the memory out for episodes like this one."""
+        fields = {name: (value.shape[1:], value.dtype) for name, value in episode.items()}
+        number = np.dtype(np.int64)
+        items = (ItemField("first", (), number, STEPS), ItemField("length", (), number))
+        for name, (shape, dtype) in fields.items():
+            ItemField(name, shape, dtype)  # refuses what replay cannot hold
+        layout = ShardLayout(items, self.num_episodes, (SideRing(STEPS, row_type(fields), self.num_steps),))
+        shard = Shard(layout, name="episode buffer")
+        self._fields, self._writer, self._reader = fields, ShardWriter(shard), ShardReader(shard)
+        self._replay = Replay([self._reader], self.alpha)
+
+    def append(self, episode: Mapping[str, Array], priority: float = 1.0) -> int:
+        """Appends the steps (T, ...) of an episode; returns its number."""
+        lengths = {len(value) for value in episode.values()}
+        length = max(lengths, default=0)
+        if len(lengths) != 1 or not 0 < length <= self.num_steps:
+            raise ReplayError(
+                f"episode buffer: the fields of an episode have {sorted(lengths)} steps; they must have one length, "
+                f"from 1 to the {self.num_steps} that the buffer holds."
+            )
+        priorities = np.array([priority], np.float64)
+        check_priorities(priorities, "episode buffer")
+        if self._replay is None:
+            self._open(episode)
+        given = {name: (value.shape[1:], value.dtype) for name, value in episode.items()}
+        if given != self._fields:
+            raise ReplayError(f"episode buffer: an episode has {given}, where the first one had {self._fields}.")
+        first = np.array([self._writer.store(STEPS, episode, length)])
+        number = self._writer.append({"first": first, "length": np.array([length])}, priorities)
+        assert self._replay is not None
+        self._replay.advance()
+        return number
+
+    @property
+    def size(self) -> int:
+        """The episodes that can be drawn."""
+        return self._replay.size if self._replay is not None else 0
+
+    def sample(self, batch: int, beta: float, rng: np.random.Generator) -> SampledEpisodes:
+        if self._replay is None:
+            raise ReplayError(
+                f"episode buffer: a batch of {batch} cannot be drawn before the first episode is appended."
+            )
+        drawn = self._replay.sample(batch, beta, rng)
+        first, length = drawn.fields["first"], drawn.fields["length"]
+        offsets = np.concatenate([[0], np.cumsum(length)])
+        steps = np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], length)
+        return SampledEpisodes(drawn.keys, drawn.weights, offsets, self._reader.read_side(STEPS, steps))
+
+    def update(self, keys: Keys, priorities: Array) -> int:
+        """Gives drawn episodes new priorities; those that are gone are passed over. Returns how many were there."""
+        return self._replay.update(keys, priorities) if self._replay is not None else 0

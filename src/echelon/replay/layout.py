@@ -1,0 +1,201 @@
+"""How replay items lie in memory: rows of named fields, and rings of rows.
+
+An item is one *row* (a numpy record): its fields side by side, so that drawing it touches one or two cache lines and
+one call gathers a whole batch. A field that is a stack of frames is kept as the numbers of its frames in a *side ring*,
+where every frame lies once; so a row of a side ring may be shared by many items. Needs only numpy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echelon.errors import ConfigError, EchelonError
+from echelon.layout import aligned
+
+Array = np.ndarray[Any, Any]
+FRAME_SLACK = 1.05  # frames per item that a side ring has room for: one, and some for the first of every episode
+
+
+class ReplayError(EchelonError, ValueError):
+    """A replay buffer was given or asked for what cannot be; nothing in it was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemField:
+    """One named value of an item.
+
+    With `ring`, the row holds numbers of rows in that side ring. With `stack` too, the field is that many frames: given
+    as their numbers (stack,), read back as an array of `shape`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    ring: str = ""
+    stack: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype.kind not in "biufc":
+            raise ReplayError(f"field {self.name} has dtype {self.dtype}; replay holds numbers and booleans only.")
+        if self.stack and (not self.ring or self.shape[:1] != (self.stack,)):
+            raise ReplayError(
+                f"field {self.name} of shape {self.shape} is no stack of {self.stack} over its first axis."
+            )
+
+    @property
+    def in_row(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Shape and dtype of what lies in the row."""
+        return ((self.stack,), np.dtype(np.int64)) if self.stack else (self.shape, self.dtype)
+
+    def to_json(self) -> list[Any]:
+        return [self.name, list(self.shape), self.dtype.str, self.ring, self.stack]
+
+
+def row_type(fields: Mapping[str, tuple[tuple[int, ...], Any]]) -> np.dtype[Any]:
+    """The record of fields (name: shape and dtype), each aligned to what its dtype needs."""
+    return np.dtype([(name, dtype, tuple(shape)) for name, (shape, dtype) in fields.items()], align=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SideRing:
+    """Rows that items refer to by number."""
+
+    name: str
+    row: np.dtype[Any]
+    capacity: int
+
+    def to_json(self) -> list[Any]:
+        types = [self.row[name] for name in self.row.names or ()]
+        fields = [[name, list(t.shape), t.base.str] for name, t in zip(self.row.names or (), types, strict=True)]
+        return [self.name, fields, self.capacity]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """The layout of one shard: `capacity` items, the actor's words and priorities, the side rings."""
+
+    fields: tuple[ItemField, ...]
+    capacity: int
+    rings: tuple[SideRing, ...] = ()
+    row: np.dtype[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = [f.name for f in self.fields]
+        if self.capacity < 1 or not names or len(set(names)) < len(names):
+            raise ReplayError(
+                f"a shard of {self.capacity} items with fields {names} cannot be: give it room and names."
+            )
+        unknown = {f.ring for f in self.fields if f.ring} - {ring.name for ring in self.rings}
+        if unknown:
+            raise ReplayError(f"fields refer to side rings {sorted(unknown)}, which the layout does not have.")
+        object.__setattr__(self, "row", row_type({f.name: f.in_row for f in self.fields}))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of every part of the segment, in order."""
+        num_words = 3 + len(self.rings)  # head, reserve, tail, and the rows reserved in each side ring
+        sizes = {"words": 8 * num_words, "rows": self.capacity * self.row.itemsize, "initial": 8 * self.capacity}
+        sizes |= {f"oldest.{ring.name}": 8 * self.capacity for ring in self.rings}
+        return sizes | {f"ring.{ring.name}": ring.capacity * ring.row.itemsize for ring in self.rings}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(aligned(size) for size in self.sizes.values())
+
+    def parts(self, memory: Array) -> dict[str, Array]:
+        """The bytes of every part."""
+        parts, offset = {}, 0
+        for name, size in self.sizes.items():
+            parts[name] = memory[offset : offset + size]
+            offset += aligned(size)
+        return parts
+
+    def block(self, size: int) -> Block:
+        """Room for `size` items."""
+        stacks = {f.name: np.empty((size, *f.shape), f.dtype) for f in self.fields if f.stack}
+        return Block(np.empty(size, self.row), stacks)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "capacity": self.capacity,
+            "fields": [f.to_json() for f in self.fields],
+            "rings": [ring.to_json() for ring in self.rings],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A batch of items in memory of our own: rows, and stacks of frames as arrays."""
+
+    rows: Array  # (n,) records
+    stacks: dict[str, Array]  # (n, *shape)
+
+    def part(self, where: slice) -> Block:
+        return Block(self.rows[where], {name: stack[where] for name, stack in self.stacks.items()})
+
+    @property
+    def fields(self) -> dict[str, Array]:
+        """Every field (n, ...); those of the row are strided views."""
+        return {name: self.rows[name] for name in self.rows.dtype.names or ()} | self.stacks
+
+
+def item_layout(
+    fields: Mapping[str, tuple[tuple[int, ...], Any]],
+    capacity: int,
+    stacks: Mapping[str, str] | None = None,
+    num_frames: int = 0,
+) -> ShardLayout:
+    """A shard of items with `fields` (name: shape and dtype).
+
+    `stacks` says which of them are stacks of frames over their first axis, and in which side ring their frames lie;
+    `num_frames` is the room there (0: by `FRAME_SLACK`).
+    """
+    rings: dict[str, SideRing] = {}
+    items = []
+    for name, (shape, dtype) in fields.items():
+        ring = (stacks or {}).get(name, "")
+        items.append(ItemField(name, tuple(shape), np.dtype(dtype), ring, shape[0] if ring else 0))
+        if not ring:
+            continue
+        room = num_frames or math.ceil(capacity * FRAME_SLACK) + 4 * shape[0]
+        row = row_type({"frame": (tuple(shape[1:]), dtype)})
+        if rings.setdefault(ring, SideRing(ring, row, room)).row != row:
+            raise ReplayError(
+                f"field {name} of shape {shape} shares ring {ring} with frames of another shape or dtype."
+            )
+    return ShardLayout(tuple(items), capacity, tuple(rings.values()))
+
+
+def spans(start: int, stop: int, capacity: int) -> Iterator[tuple[slice, slice]]:
+    """Where the rows numbered from `start` to before `stop` lie in a ring, and which of them those are.
+
+    That is one piece, or two at the seam.
+    """
+    done = start
+    while done < stop:
+        slot = done % capacity
+        count = min(stop - done, capacity - slot)
+        yield slice(slot, slot + count), slice(done - start, done - start + count)
+        done += count
+
+
+def check_room(nbytes: int, what: str, folder: Path | None = None) -> None:
+    """Refuses what does not fit into memory, and into the shared memory of `folder`, before anything is allocated."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    if folder is not None:
+        found = os.statvfs(folder)
+        free = min(free, found.f_bavail * found.f_frsize)
+    if nbytes > free:
+        where = f"in {folder}" if folder is not None else "of memory"
+        raise ConfigError(
+            f"{what} needs {nbytes / 1e9:.2f} GB {where}, where {free / 1e9:.2f} GB are free. Lower replay.capacity, "
+            "or give the machine (or the container's /dev/shm) more memory."
+        )

@@ -1,0 +1,179 @@
+"""The limiter: keeps the samples drawn per item inserted within a band, on both sides, in shared memory.
+
+Counted from `min_size` items on, the *balance* is samples_per_insert * items inserted - items drawn. An actor may
+append while the balance stays at or below +tolerance, a learner may draw while it stays at or above -tolerance; below
+`min_size` everybody appends and nobody draws. Words, one cache line each: `inserted` of a shard is its head, written by
+its actor; `sampled` of a learner counts the items that it drew, written by that learner.
+
+Who waits: an actor on the `insert` bell, which `note_sampled` rings; a learner on the `sample` bell, which
+`note_inserted` rings. Both waits end with their time, so that a role keeps its heartbeat. If an actor dies, its count
+stays and the others append in its place; if a learner dies, the actors run on to the end of the band and wait for its
+successor. Those who look at the same moment may pass together: the band is overrun by at most one append of each actor,
+or one batch of each learner. Needs only numpy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echelon.errors import ConfigError
+from echelon.layout import ALIGNMENT
+from echelon.replay.layout import ReplayError
+from echelon.replay.shard import join
+from echelon.transport.futex import Word
+
+Array = np.ndarray[Any, Any]
+ROUNDING = 1e-3  # samples: the balance is a float, and a band just wide enough must not close by it
+
+
+@dataclass(frozen=True, slots=True)
+class LimiterRule:
+    """The band, and what moves within it."""
+
+    samples_per_insert: float  # 0: no band, only min_size
+    min_size: int  # items inserted before the first is drawn
+    capacity: int  # items, over all shards
+    batch: int  # the most items that a learner draws at once
+    chunk: int  # the most items that an actor appends at once
+    num_shards: int = 1
+    num_learners: int = 1
+    tolerance: float = 0.0  # samples; 0: so that every actor and every learner has room for one step
+
+    def __post_init__(self) -> None:
+        ratio, least = self.samples_per_insert, self.batch + self.chunk * self.samples_per_insert
+        if not (ratio >= 0.0 and np.isfinite(ratio)) or min(self.batch, self.chunk) < 1:
+            raise ConfigError(
+                f"replay.samples_per_insert={ratio} with batches of {self.batch} and appends of {self.chunk}: the "
+                "ratio must be 0 (no limit) or more, and the others 1 or more."
+            )
+        if max(self.min_size, self.batch, self.chunk) > self.capacity:
+            raise ConfigError(
+                f"replay.min_size={self.min_size}, replay.batch={self.batch} and appends of {self.chunk} must each fit "
+                f"into replay.capacity={self.capacity}: otherwise the learner would wait forever. Raise the capacity."
+            )
+        if self.tolerance and ratio and 2.0 * self.tolerance < least:
+            raise ConfigError(
+                f"replay: a tolerance of {self.tolerance:g} samples must deadlock: the band is {2 * self.tolerance:g} "
+                f"wide, a batch takes {self.batch} from the balance and an append of {self.chunk} items gives it "
+                f"{self.chunk * ratio:g}, so there are balances from which neither fits. Set it to {least / 2:g} or "
+                "more, or lower replay.batch or replay.samples_per_insert."
+            )
+
+    @property
+    def room(self) -> float:
+        """How far the balance may go to either side."""
+        every_step = self.batch * self.num_learners + self.chunk * self.samples_per_insert * self.num_shards
+        return (self.tolerance or every_step) + ROUNDING
+
+
+class Limiter:
+    """The counts of one run, as every actor and every learner sees them."""
+
+    def __init__(self, rule: LimiterRule, memory: Array | None = None) -> None:
+        self.rule = rule
+        memory = np.zeros(self.size(rule), np.uint8) if memory is None else memory
+        lines = memory.reshape(-1, ALIGNMENT)
+        counts = lines[2:].view(np.int64)[:, 0]
+        self._inserted, self._sampled = counts[: rule.num_shards], counts[rule.num_shards :]
+        self._insert_bell, self._sample_bell = (Word(lines[i, :4].view(np.int32)) for i in range(2))
+
+    @staticmethod
+    def size(rule: LimiterRule) -> int:
+        return (2 + rule.num_shards + rule.num_learners) * ALIGNMENT
+
+    @classmethod
+    def at(cls, folder: Path, rule: LimiterRule) -> Limiter:
+        """The limiter of a run; whoever comes first makes it."""
+        return cls(rule, join(folder / "limiter", cls.size(rule)))
+
+    @property
+    def inserted(self) -> int:
+        return int(self._inserted.sum())
+
+    @property
+    def sampled(self) -> int:
+        return int(self._sampled.sum())
+
+    @property
+    def balance(self) -> float:
+        """The samples that are due, by the items inserted; negative: that were drawn too early."""
+        return self.rule.samples_per_insert * (self.inserted - self.rule.min_size) - self.sampled
+
+    # The actor's side.
+
+    def may_insert(self, count: int) -> bool:
+        rule = self.rule
+        if rule.samples_per_insert == 0.0 or self.inserted < rule.min_size:
+            return True
+        return self.balance + rule.samples_per_insert * count <= rule.room
+
+    def wait_to_insert(self, count: int, timeout_s: float) -> bool:
+        """Sleeps until `count` items may be appended, at most `timeout_s`; whether they may."""
+        if count > self.rule.chunk:
+            raise ReplayError(
+                f"replay limiter: an append of {count} items, where at most {self.rule.chunk} were declared, could "
+                "wait forever. Append fewer at once."
+            )
+        return self._wait(self._insert_bell, lambda: self.may_insert(count), timeout_s)
+
+    def note_inserted(self, shard: int, head: int) -> None:
+        """The shard's actor appended: its head is now `head`."""
+        self._inserted[shard] = head
+        self._sample_bell.value = (head * len(self._inserted) + shard) & 0x7FFFFFFF  # another value at every ring
+        self._sample_bell.wake()
+
+    # The learner's side.
+
+    def may_sample(self, count: int) -> bool:
+        rule = self.rule
+        if self.inserted < rule.min_size:
+            return False
+        return rule.samples_per_insert == 0.0 or self.balance - count >= -rule.room
+
+    def wait_to_sample(self, count: int, timeout_s: float) -> bool:
+        """Sleeps until `count` items may be drawn, at most `timeout_s`; whether they may."""
+        if count > self.rule.batch:
+            raise ReplayError(
+                f"replay limiter: a batch of {count} items, where at most {self.rule.batch} were declared, could wait "
+                "forever. Draw fewer at once."
+            )
+        return self._wait(self._sample_bell, lambda: self.may_sample(count), timeout_s)
+
+    def note_sampled(self, learner: int, count: int) -> None:
+        """The learner drew `count` items."""
+        self._sampled[learner] += count
+        total = int(self._sampled[learner])
+        self._insert_bell.value = (total * len(self._sampled) + learner) & 0x7FFFFFFF
+        self._insert_bell.wake()
+
+    @staticmethod
+    def _wait(bell: Word, may: Callable[[], bool], timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            seen = bell.value
+            if may():
+                return True
+            left_s = deadline - time.monotonic()
+            if left_s <= 0.0:
+                return False
+            bell.wait(seen, left_s)
+
+    # Checkpoints.
+
+    def state(self) -> dict[str, list[int]]:
+        return {"inserted": self._inserted.tolist(), "sampled": self._sampled.tolist()}
+
+    def load(self, state: dict[str, list[int]]) -> None:
+        """Before anybody counts on: the numbers of shards and learners must be the same."""
+        if len(state["inserted"]) != len(self._inserted) or len(state["sampled"]) != len(self._sampled):
+            raise ConfigError(
+                f"replay limiter: the checkpoint counts {len(state['inserted'])} shards and {len(state['sampled'])} "
+                f"learners; this run has {len(self._inserted)} and {len(self._sampled)}."
+            )
+        self._inserted[:], self._sampled[:] = state["inserted"], state["sampled"]

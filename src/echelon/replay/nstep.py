@@ -1,0 +1,82 @@
+"""n-step transitions from the steps of K environments.
+
+A transition starts at a step and spans m steps of one episode: n of them, or fewer where the episode ends. Its reward
+is the discounted sum of the m, and its discount gamma**m, or 0 where the episode terminated; a truncated one keeps its
+discount and bootstraps from its true last observation. The step that only resets (`valid` is 0) is part of none. Where
+an environment begins anew without an end, as one that is replaced after an error, its open transitions are dropped.
+
+Shapes: K environments, n steps of the window, M transitions that are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from echelon.replay.layout import ReplayError
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Transitions:
+    """Complete transitions, the older of an environment before the younger."""
+
+    start: dict[str, Array]  # (M, ...) what was given with the step that each starts at
+    reward: Array  # (M,) float32
+    discount: Array  # (M,) float32
+    envs: Array  # (M,) whose each is: what was observed last is row `envs` of the newest observation
+
+
+class NStep:
+    """The window of the last n steps. Call `push` once per step, for all K environments."""
+
+    def __init__(self, num_envs: int, num_steps: int, discount: float) -> None:
+        if num_steps < 1 or not 0.0 <= discount <= 1.0:
+            raise ReplayError(
+                f"n-step returns of {num_steps} steps with discount {discount}: use 1 or more, and 0 to 1."
+            )
+        self._n = num_steps
+        self._powers = discount ** np.arange(num_steps + 1)
+        self._start: dict[str, Array] = {}
+        self._is_open = np.zeros((num_steps, num_envs), np.bool_)
+        self._length = np.zeros((num_steps, num_envs), np.int64)
+        self._reward = np.zeros((num_steps, num_envs))
+        self._t = 0
+
+    def push(self, start: Mapping[str, Array], reward: Array, ends: tuple[Array, Array], valid: Array) -> Transitions:
+        """Takes in one step and returns the transitions that it completes.
+
+        `start` (K, ...) is what a transition keeps of its first step: observation, action, values; `ends` are
+        `terminated` and `truncated`, and all are of that step, as the rows of a trajectory hold them.
+        """
+        terminated, truncated = ends
+        is_open, length, row = self._is_open, self._length, self._t % self._n
+        if not self._start:
+            self._start = {name: np.empty((self._n, *value.shape), value.dtype) for name, value in start.items()}
+        for name, window in self._start.items():
+            window[row] = start[name]
+        is_open[:, ~valid] = False
+        is_open[row], length[row], self._reward[row] = valid, 0, 0.0
+        self._reward += np.where(is_open, self._powers[length] * reward, 0.0)
+        length += is_open
+        complete = is_open & ((length == self._n) | terminated | truncated)
+        is_open &= ~complete
+        self._t += 1
+        oldest_first = np.arange(self._t, self._t + self._n) % self._n
+        places, envs = np.nonzero(complete[oldest_first])
+        rows = oldest_first[places]
+        goes_on = np.where(terminated[envs], 0.0, self._powers[length[rows, envs]])
+        return Transitions(
+            start={name: window[rows, envs] for name, window in self._start.items()},
+            reward=self._reward[rows, envs].astype(np.float32),
+            discount=goes_on.astype(np.float32),
+            envs=envs,
+        )
+
+    def clear(self) -> None:
+        """Forgets the open transitions."""
+        self._is_open[:] = False

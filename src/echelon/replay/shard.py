@@ -1,0 +1,203 @@
+"""A replay shard: one actor's ring of items in shared memory, which learners read in place.
+
+Items are numbered from 0 in the order of their appending; number n lies in slot n % capacity. So (shard, number) names
+an item for ever, and a priority that comes late, for a slot that holds another item by now, is known by its number.
+
+Words, all written by the actor: `head` counts the items that readers may see; `reserve` moves before rows are
+overwritten: an item below reserve - capacity is gone or going. `tail` is the first item whose rows in the side rings
+are all there still (it moves before they are overwritten); every side ring has a `reserve` of its own. A reader copies,
+then looks at the reserves again and says which rows tore.
+
+Nobody waits for anybody: the actor overwrites its oldest items whether they were read or not. If it dies, its items
+stay; its successor, once it is reaped, goes on at `head`. Needs only numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echelon.errors import TransportError
+from echelon.replay.layout import ReplayError, ShardLayout, check_room, spans
+from echelon.replay.sum_tree import check_priorities
+from echelon.transport.segments import create_segment, open_segment
+
+Array = np.ndarray[Any, Any]
+HEAD, RESERVE, TAIL, RINGS = 0, 1, 2, 3
+LOOK_AHEAD = 1024  # items that one step of `_evict` looks at
+
+
+class Rows:
+    """A ring of rows, seen as records and by field."""
+
+    def __init__(self, memory: Array, row: np.dtype[Any], capacity: int) -> None:
+        self.capacity = capacity
+        self.records = memory.view(row)
+        self.columns = {name: self.records[name] for name in row.names or ()}
+
+    def write(self, number: int, fields: Mapping[str, Array], count: int) -> None:
+        slot = number % self.capacity
+        if slot + count <= self.capacity:
+            for name, column in self.columns.items():
+                column[slot : slot + count] = fields[name]
+            return
+        for slots, rows in spans(number, number + count, self.capacity):
+            for name, column in self.columns.items():
+                column[slots] = fields[name][rows]
+
+    def gather(self, numbers: Array, out: Array) -> None:
+        """Copies the rows of `numbers`, whatever lies there by now, into `out` (n,)."""
+        self.records.take(numbers % self.capacity, out=out, mode="clip")
+
+
+class Shard:
+    """The memory of a shard, as the actor and every reader see it."""
+
+    def __init__(self, layout: ShardLayout, memory: Array | None = None, name: str = "replay shard 0") -> None:
+        """Over `memory` of a segment; without it, over private memory, for a buffer inside one process."""
+        self.layout, self.name = layout, name
+        if memory is None:
+            check_room(layout.nbytes, f"{name} of {layout.capacity} items")
+        parts = layout.parts(np.zeros(layout.nbytes, np.uint8) if memory is None else memory)
+        self.words = parts["words"].view(np.int64).data  # plain integers are faster than numpy's
+        self.items = Rows(parts["rows"], layout.row, layout.capacity)
+        self.initial = parts["initial"].view(np.float64)
+        self.oldest = [parts[f"oldest.{ring.name}"].view(np.int64) for ring in layout.rings]
+        self.sides = [Rows(parts[f"ring.{ring.name}"], ring.row, ring.capacity) for ring in layout.rings]
+
+    @classmethod
+    def at(cls, folder: Path, index: int, layout: ShardLayout) -> Shard:
+        """The shard number `index` of a run; whoever comes first makes it, before others look for it."""
+        path = folder / f"replay-{index}"
+        if not path.exists():
+            check_room(layout.nbytes, f"replay shard {index} of {layout.capacity} items", folder)
+        return cls(layout, join(path, layout.nbytes), f"replay shard {index}")
+
+    @property
+    def head(self) -> int:
+        return self.words[HEAD]
+
+    def window(self) -> tuple[int, int]:
+        """The numbers of the items that are there: from the first to before the last."""
+        words = self.words
+        head = words[HEAD]
+        return min(head, max(words[TAIL], words[RESERVE] - self.layout.capacity)), head
+
+
+def join(path: Path, nbytes: int) -> Array:
+    """The segment at `path`, made if it is not there."""
+    memory = open_segment(path) if path.exists() else create_segment(path, nbytes)
+    if memory.nbytes != nbytes:
+        raise TransportError(
+            f"segment {path} has {memory.nbytes} bytes where {nbytes} are expected: it was made for other spaces or "
+            "another replay.capacity."
+        )
+    return memory
+
+
+class ShardWriter:
+    """The actor's side: appends items without asking anyone. One process at a time."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard, self.layout = shard, shard.layout
+        self._capacity = shard.layout.capacity
+        self._checks = [(f.name, *f.in_row) for f in shard.layout.fields]
+        self._rings = {ring.name: index for index, ring in enumerate(shard.layout.rings)}
+        self._references = [(f, self._rings[f.ring]) for f in shard.layout.fields if f.ring]
+
+    @property
+    def head(self) -> int:
+        return self.shard.head
+
+    def append(self, fields: Mapping[str, Array], priorities: Array) -> int:
+        """Appends items of `fields` (n, ...) with their first priorities (n,); returns the number of the first.
+
+        A stack of frames is given as the numbers of its frames (n, stack), which `FrameWriter.store` returned.
+        """
+        shard, words, count = self.shard, self.shard.words, len(priorities)
+        self._check(fields, count)
+        check_priorities(priorities, shard.name)
+        head = words[HEAD]
+        words[RESERVE] = max(words[RESERVE], head + count)  # a predecessor may have died after reserving more
+        shard.items.write(head, fields, count)
+        slot = head % self._capacity
+        if slot + count <= self._capacity:
+            shard.initial[slot : slot + count] = priorities
+        else:
+            for slots, rows in spans(head, head + count, self._capacity):
+                shard.initial[slots] = priorities[rows]
+        if self._references:
+            self._refer(fields, head, count)
+        words[HEAD] = head + count
+        return head
+
+    def _check(self, fields: Mapping[str, Array], count: int) -> None:
+        """Refuses items that do not fit, before anything is touched."""
+        where = self.shard.name
+        if count > self._capacity:
+            raise ReplayError(f"{where}: {count} items at once exceed its capacity of {self._capacity}. Append fewer.")
+        for name, shape, dtype in self._checks:
+            value = fields.get(name)
+            if value is None:
+                raise ReplayError(f"{where}: field {name} is missing; given are {sorted(fields)}.")
+            if value.shape != (count, *shape) or (
+                value.dtype != dtype and not np.can_cast(value.dtype, dtype, "same_kind")
+            ):
+                raise ReplayError(
+                    f"{where}: field {name} is {value.shape} of {value.dtype} where {(count, *shape)} of {dtype} is "
+                    "expected. Are the spaces those that the run started with?"
+                )
+        if len(fields) > len(self._checks):
+            known = {name for name, *_ in self._checks}
+            raise ReplayError(
+                f"{where}: it has no field {sorted(set(fields) - known)}; its fields are {sorted(known)}."
+            )
+
+    def _refer(self, fields: Mapping[str, Array], head: int, count: int) -> None:
+        """Notes the oldest row in every side ring that each new item needs."""
+        for column in self.shard.oldest:
+            for slots, _ in spans(head, head + count, self._capacity):
+                column[slots] = np.iinfo(np.int64).max
+        for f, index in self._references:
+            oldest = fields[f.name].reshape(count, -1).min(1)
+            column = self.shard.oldest[index]
+            for slots, rows in spans(head, head + count, self._capacity):
+                np.minimum(column[slots], oldest[rows], out=column[slots])
+
+    def store(self, ring: str, fields: Mapping[str, Array], count: int) -> int:
+        """Appends `count` rows to a side ring; returns the number of the first. Items may refer to it from now on."""
+        index = self._rings[ring]
+        side, words = self.shard.sides[index], self.shard.words
+        if count > side.capacity:
+            raise ReplayError(
+                f"{self.shard.name}: {count} rows at once exceed the {side.capacity} of ring {ring}. Make it larger."
+            )
+        number = words[RINGS + index]
+        self._evict(index, number + count - side.capacity)
+        words[RINGS + index] = number + count
+        side.write(number, fields, count)
+        return number
+
+    def is_kept(self, ring: str, number: int, count: int) -> bool:
+        """Whether the row of that number will still be there when `count` more are stored."""
+        index = self._rings[ring]
+        return number >= self.shard.words[RINGS + index] + count - self.shard.sides[index].capacity
+
+    def _evict(self, index: int, limit: int) -> None:
+        """Moves `tail` past the items that need a row below `limit`."""
+        words, oldest = self.shard.words, self.shard.oldest[index]
+        if limit <= 0:
+            return
+        head = words[HEAD]
+        tail = start = max(words[TAIL], head - self._capacity)
+        while start < head:
+            # Numbers rise with the items, but not strictly: environments take turns.
+            ahead = np.arange(start, min(head, start + LOOK_AHEAD))
+            gone = np.flatnonzero(oldest[ahead % self._capacity] < limit)
+            if len(gone) == 0:
+                break
+            tail = start = start + int(gone[-1]) + 1
+        words[TAIL] = tail

@@ -1,0 +1,286 @@
+"""Replay over shards: the learner's side, which draws from all its shards at once.
+
+One tree, in the learner's own memory, spans the shards that the learner owns: shard s has the leaves from `base[s]`,
+one per slot. `advance` takes in what the actors appended since, with the priorities that they gave it; `sample` draws
+in proportion to priority**alpha over all shards; `update` gives drawn items new priorities.
+
+Draws are stratified (Schaul et al., 2016): the sum of priorities is cut into as many equal pieces as the batch has
+items, and one is drawn from each. Importance weights are (N * P)**-beta over the largest of the batch, where N counts
+the items and P is an item's share of the sum. Other learners may own other shards: with their `Mass` passed in, N and P
+are those of all shards together; `max_weight` lets the batches of all learners agree on the largest.
+
+With alpha=0 draws are uniform, the priorities are not looked at, and there is no tree.
+
+Nobody is waited for. An item that its actor overwrites while it is read is drawn again. If a shard is lost with its
+host, its items are dropped and `lost` says so. If the learner dies, its successor makes the tree anew from the
+priorities in each reader's column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from echelon.errors import PeerLost
+from echelon.replay.layout import Block, ReplayError, ShardLayout, spans
+from echelon.replay.reader import PriorityColumn, Reader
+from echelon.replay.sampled import Keys, Mass, Sampled
+from echelon.replay.sum_tree import SumTree, check_priorities
+
+Array = np.ndarray[Any, Any]
+MAX_REDRAWS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Items as they are drawn, before they are read."""
+
+    shard: Array
+    number: Array
+    priority: Array  # to the power of alpha
+
+
+class Replay:
+    """The shards that one learner owns."""
+
+    def __init__(self, readers: Sequence[Reader], alpha: float = 0.6) -> None:
+        if not readers:
+            raise ReplayError("a replay needs at least one shard.")
+        if not 0.0 <= alpha <= 1.0:
+            raise ReplayError(f"replay: alpha={alpha} must lie between 0 (uniform) and 1 (in proportion to priority).")
+        if any(reader.layout != readers[0].layout for reader in readers):
+            raise ReplayError("replay: the shards have different layouts; all actors must have the same spaces.")
+        self.readers, self.alpha = list(readers), alpha
+        self.layout = readers[0].layout
+        self.lost: list[str] = []  # messages of shards that were dropped; the caller shows and clears them
+        self._capacity = self.layout.capacity
+        self._is_lost = [False] * len(readers)
+        # The items of shard s that can be drawn are those from `start` to before `fed`.
+        self._start = np.zeros(len(readers), np.int64)
+        self._fed = np.zeros(len(readers), np.int64)
+        self._tree = SumTree(self._capacity * len(readers)) if alpha > 0.0 else None
+        for shard, reader in enumerate(self.readers):
+            self._recall(shard, reader)
+        self.advance()
+
+    # What is there.
+
+    @property
+    def sizes(self) -> list[int]:
+        """The items of every shard."""
+        return [int(size) for size in self._fed - self._start]
+
+    @property
+    def size(self) -> int:
+        return int((self._fed - self._start).sum())
+
+    @staticmethod
+    def size_of(layout: ShardLayout, num_shards: int) -> int:
+        """The bytes that a replay takes: its segments, and the tree of its learner."""
+        segments = layout.nbytes + PriorityColumn.size(layout.capacity)
+        return num_shards * segments + SumTree.size(num_shards * layout.capacity)
+
+    @property
+    def mass(self) -> Mass:
+        """What this learner's shards weigh, for the others."""
+        size = self.size
+        return Mass(self._tree.total if self._tree is not None else float(size), size)
+
+    def window(self, shard: int) -> tuple[int, int]:
+        """The numbers of the items of `shard` that can be drawn: from the first to before the last."""
+        return int(self._start[shard]), int(self._fed[shard])
+
+    # Taking in.
+
+    def _recall(self, shard: int, reader: Reader) -> None:
+        """Takes over the items that the learner before this one had seen."""
+        try:
+            tail, _ = reader.window()
+        except PeerLost as error:
+            self._drop(shard, error)
+            return
+        fed = reader.column.fed
+        start = min(fed, tail)
+        self._start[shard], self._fed[shard] = start, fed
+        if self._tree is not None:
+            for slots, _ in spans(start, fed, self._capacity):
+                self._plant(shard, slots.start, reader.column.priorities[slots])
+
+    def advance(self) -> int:
+        """Takes in what was appended since; returns how many items."""
+        count = 0
+        for shard, reader in enumerate(self.readers):
+            if self._is_lost[shard]:
+                continue
+            try:
+                tail, head = reader.window()
+                if head != self._fed[shard] or tail != self._start[shard]:
+                    count += self._feed(shard, reader, tail, head)
+            except PeerLost as error:
+                self._drop(shard, error)
+        return count
+
+    def _feed(self, shard: int, reader: Reader, tail: int, head: int) -> int:
+        fed, before = int(self._fed[shard]), int(self._start[shard])
+        first = max(fed, tail)
+        if self._tree is not None:
+            if first < head:
+                priorities = reader.initial(first, head)
+                tail = max(tail, reader.window()[0])
+                if tail > first:  # overwritten while it was copied: what is left is whole
+                    priorities, first = priorities[min(tail, head) - first :], min(tail, head)
+                self._take_in(shard, reader, first, priorities)
+            gone = max(before, head - self._capacity)  # what left before it was overwritten, as frames ran out first
+            if gone < tail:
+                for slots, _ in spans(gone, min(tail, first), self._capacity):
+                    self._plant(shard, slots.start, np.zeros(slots.stop - slots.start))
+        self._start[shard], self._fed[shard] = min(tail, head), head
+        reader.column.fed = head
+        return head - first
+
+    def _take_in(self, shard: int, reader: Reader, first: int, priorities: Array) -> None:
+        slot, count, column = first % self._capacity, len(priorities), reader.column.priorities
+        if slot + count <= self._capacity:
+            column[slot : slot + count] = priorities
+            self._plant(shard, slot, priorities)
+            return
+        for slots, rows in spans(first, first + count, self._capacity):
+            column[slots] = priorities[rows]
+            self._plant(shard, slots.start, priorities[rows])
+
+    def _plant(self, shard: int, slot: int, priorities: Array) -> None:
+        assert self._tree is not None
+        self._tree.set_range(shard * self._capacity + slot, priorities**self.alpha)
+
+    def _drop(self, shard: int, error: PeerLost) -> None:
+        """Forgets a shard that is lost; what is drawn from here on comes from the others."""
+        self._is_lost[shard] = True
+        size = int(self._fed[shard] - self._start[shard])
+        self._start[shard] = self._fed[shard]
+        if self._tree is not None:
+            self._plant(shard, 0, np.zeros(self._capacity))
+        left = self._is_lost.count(False)
+        self.lost.append(
+            f"{self.readers[shard].name} is lost with {size} items ({error}). Training goes on with {left} shards."
+        )
+
+    # Drawing.
+
+    def sample(
+        self, batch: int, beta: float, rng: np.random.Generator, others: Mass | None = None, block: Block | None = None
+    ) -> Sampled:
+        """Draws `batch` items; `others` is the mass of the shards of other learners, `block` memory to use again."""
+        size = self.size
+        if not 0 < batch <= size:
+            raise ReplayError(
+                f"replay: a batch of {batch} cannot be drawn from {size} items. Wait until the limiter admits it, or "
+                "lower the batch size."
+            )
+        mass = self.mass + (others or Mass())
+        block = self.layout.block(batch) if block is None else block
+        drawn = self._draw((np.arange(batch) + rng.random(batch)) / batch)
+        whole = self._read(drawn, block)
+        for _ in range(MAX_REDRAWS):
+            torn = np.flatnonzero(~whole)
+            if len(torn) == 0:
+                break
+            self.advance()
+            whole[torn] = self._redraw(drawn, torn, block, rng)
+        else:
+            raise ReplayError(
+                f"replay: {len(torn)} of {batch} items were overwritten while they were read, {MAX_REDRAWS} times in a "
+                f"row; a shard of {self._capacity} items is too small for its actor. Raise replay.capacity."
+            )
+        weights, max_weight = self._weigh(drawn.priority, mass, beta)
+        return Sampled(Keys(drawn.shard, drawn.number), weights, max_weight, block.fields)
+
+    def _draw(self, shares: Array) -> _Drawn:
+        """The items at `shares` (0 to 1, ascending) of the mass."""
+        sizes = self._fed - self._start
+        if not sizes.any():
+            raise ReplayError(
+                f"replay: none of the {len(sizes)} shards holds an item any longer; nothing can be drawn."
+            )
+        if self._tree is None:
+            ends = np.cumsum(sizes)
+            place = np.minimum((shares * ends[-1]).astype(np.int64), ends[-1] - 1)
+            shard = ends.searchsorted(place, "right")
+            return _Drawn(shard, self._start[shard] + place - (ends - sizes)[shard], np.ones(len(shares)))
+        leaf = self._tree.find(shares * self._tree.total)
+        shard, slot = np.divmod(leaf, self._capacity)
+        last = self._fed[shard] - 1
+        return _Drawn(shard, last - (last - slot) % self._capacity, self._tree.get(leaf))
+
+    def _redraw(self, drawn: _Drawn, torn: Array, block: Block, rng: np.random.Generator) -> Array:
+        """Draws others in the place of the torn ones; True for those that are whole."""
+        others, room = self._draw(np.sort(rng.random(len(torn)))), self.layout.block(len(torn))
+        whole = self._read(others, room)
+        drawn.shard[torn], drawn.number[torn], drawn.priority[torn] = others.shard, others.number, others.priority
+        block.rows[torn] = room.rows
+        for name, stack in block.stacks.items():
+            stack[torn] = room.stacks[name]
+        return whole
+
+    def _read(self, drawn: _Drawn, block: Block) -> Array:
+        """Copies the items into `block`; True for those that are whole."""
+        whole = np.empty(len(drawn.number), np.bool_)
+        for index, where in self._by_shard(drawn.shard):
+            try:
+                whole[where] = self.readers[index].read(drawn.number[where], block.part(where))
+            except PeerLost as error:
+                self._drop(index, error)
+                whole[where] = False
+        return whole
+
+    def _by_shard(self, shard: Array) -> list[tuple[int, slice]]:
+        """Which part of an ascending `shard` is whose."""
+        ends = shard.searchsorted(np.arange(len(self.readers)), "right").tolist()
+        starts = [0, *ends[:-1]]
+        return [(s, slice(a, b)) for s, (a, b) in enumerate(zip(starts, ends, strict=True)) if a < b]
+
+    def _weigh(self, priority: Array, mass: Mass, beta: float) -> tuple[Array, float]:
+        if self._tree is None or beta == 0.0:
+            return np.ones(len(priority)), 1.0
+        weights = (priority * (mass.size / mass.total)) ** -beta
+        largest = float(weights.max())
+        weights /= largest
+        return weights, largest
+
+    # New priorities.
+
+    def update(self, keys: Keys, priorities: Array) -> int:
+        """Gives items new priorities; those that were overwritten meanwhile are passed over. Returns how many were
+        there. Where an item is there twice, the last priority counts."""
+        shard, number = keys.shard, keys.number
+        if not len(shard) == len(number) == len(priorities):
+            raise ReplayError(f"replay: {len(priorities)} priorities for {len(number)} keys; there must be one each.")
+        if len(number) == 0:
+            return 0
+        check_priorities(priorities, "replay")
+        priorities = priorities.astype(np.float64, copy=False)  # as the column keeps them: a rebuilt tree is the same
+        if (
+            shard.min() < 0
+            or shard.max() >= len(self.readers)
+            or number.min() < 0
+            or (number >= self._fed[shard]).any()
+        ):
+            raise ReplayError(
+                f"replay: a key is outside the {len(self.readers)} shards with {self._fed.tolist()} items appended. "
+                "Pass the keys that `sample` gave; nothing was changed."
+            )
+        if self._tree is None:
+            return int(np.count_nonzero(number >= self._start[shard]))
+        there = number >= self._start[shard]
+        if not there.all():
+            shard, number, priorities = shard[there], number[there], priorities[there]
+        slot = number % self._capacity
+        self._tree.set(shard * self._capacity + slot, priorities**self.alpha)
+        if (shard[1:] < shard[:-1]).any():
+            order = np.argsort(shard, kind="stable")
+            shard, slot, priorities = shard[order], slot[order], priorities[order]
+        for index, where in self._by_shard(shard):
+            self.readers[index].column.priorities[slot[where]] = priorities[where]
+        return len(number)

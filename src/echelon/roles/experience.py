@@ -1,0 +1,118 @@
+"""Experience as an actor sees it: where the steps of its teams go, and when they may go on.
+
+`SlotExperience` writes trajectories straight into the slots of the ring, which the learner takes in order. The other
+kind is `ReplayExperience`: transitions into the actor's replay shard.
+
+Shapes: T steps of a trajectory, K environments of an actor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from echelon.roles.acting import Answer
+from echelon.roles.context import Station
+from echelon.roles.team import UNSTAMPED, Page, Row, Team
+from echelon.schema import TrajectorySchema
+from echelon.transport.shared_memory import SlotRing
+
+Array = np.ndarray[Any, Any]
+
+
+class EpisodeLedger:
+    """Return and length of the episode under way in every environment, written down where one ends."""
+
+    def __init__(self, num_envs: int) -> None:
+        self.returns = np.zeros(num_envs)
+        self.lengths = np.zeros(num_envs, np.int64)
+
+    def record(self, views: dict[str, Array]) -> None:
+        """Fills `episode_return` and `episode_length` of a finished trajectory."""
+        views["episode_return"].fill(0.0)
+        views["episode_length"].fill(0)
+        with np.errstate(over="ignore", invalid="ignore"):  # infinite rewards: the learner will tell whose they are
+            self._record(views)
+
+    def _record(self, views: dict[str, Array]) -> None:
+        episode_return, episode_length = views["episode_return"], views["episode_length"]
+        returns = self.returns + np.cumsum(views["reward"], 0, dtype=np.float64)
+        lengths = self.lengths + np.cumsum(views["valid"], 0)
+        past_return, past_length = np.zeros_like(self.returns), np.zeros_like(self.lengths)
+        ended = views["terminated"] | views["truncated"]
+        for t, k in np.argwhere(ended | ~views["valid"]).tolist():  # a restarted environment begins anew without an end
+            if ended[t, k]:
+                episode_return[t, k] = returns[t, k] - past_return[k]
+                episode_length[t, k] = lengths[t, k] - past_length[k]
+            past_return[k], past_length[k] = returns[t, k], lengths[t, k]
+        self.returns, self.lengths = returns[-1] - past_return, lengths[-1] - past_length
+
+
+class Experience(Protocol):
+    """What becomes of an actor's steps."""
+
+    @property
+    def head(self) -> int:
+        """The number of the trajectory that comes next."""
+
+    def pages(self, index: int, columns: slice) -> list[Page]:
+        """Where the team of that index, of these columns, writes its trajectories, one page after the other."""
+
+    def admits(self, trajectory: int) -> bool:
+        """Whether a team may enter the trajectory of that number."""
+
+    def open(self, trajectory: int) -> None:
+        """The first team enters a trajectory."""
+
+    def stepped(self, team: Team, row: Row, answer: Answer) -> None:
+        """A team made the step of `row`, chosen by `answer`, whose action and log-probability lie in the row by now."""
+
+    def left(self, team: Team, teams: Sequence[Team]) -> None:
+        """`team`, one of `teams`, has gone through its trajectory."""
+
+    def wait(self, teams: Sequence[Team], timeout_s: float) -> None:
+        """Sleeps until one of `teams` may go on, at most `timeout_s`."""
+
+    def close(self) -> None: ...
+
+
+class SlotExperience:
+    """Trajectories in the actor's slots; the learner admits each, and rings `free` when it does."""
+
+    def __init__(self, ring: SlotRing, schema: TrajectorySchema, actor: int, station: Station) -> None:
+        self.ring, self.schema, self.actor, self.station = ring, schema, actor, station
+        self.ledger = EpisodeLedger(schema.num_envs)
+
+    @property
+    def head(self) -> int:
+        return int(self.ring.head[self.actor])
+
+    def pages(self, index: int, columns: slice) -> list[Page]:
+        del index
+        return [Page(self.schema, views, columns) for views in self.ring.slots[self.actor]]
+
+    def admits(self, trajectory: int) -> bool:
+        return bool(trajectory < self.ring.granted[self.actor])
+
+    def open(self, trajectory: int) -> None:
+        self.ring.slots[self.actor][trajectory % self.ring.num_slots]["version"].fill(UNSTAMPED)
+
+    def stepped(self, team: Team, row: Row, answer: Answer) -> None:
+        """The page is the slot: everything lies where the learner reads it."""
+
+    def left(self, team: Team, teams: Sequence[Team]) -> None:
+        """The last team to leave a trajectory hands it over."""
+        if min(other.trajectory for other in teams) > self.head:
+            self.ledger.record(self.ring.writable(self.actor))
+            self.ring.commit(self.actor)
+
+    def wait(self, teams: Sequence[Team], timeout_s: float) -> None:
+        doorbell = self.ring.free[self.actor]
+        doorbell.clear()
+        if not any(self.admits(team.trajectory) for team in teams):
+            self.station.wait(timeout_s, [doorbell.descriptor])
+
+    def close(self) -> None:
+        self.ring.close()

@@ -1,0 +1,98 @@
+"""The tally: what the actors of a run with replay have done, in shared memory: their steps, and how episodes ended.
+
+Trajectories carry such news themselves; transitions are drawn in any order and often, so it travels beside them. Every
+actor writes its own words and its own ring of the newest episodes; the learner writes where the run stands that it goes
+on with, which opens the run to the actors, and the largest priority. Nobody waits. An actor that dies leaves its counts
+to its successor; episodes that the learner has not looked at before the ring came round are counted all the same, only
+their returns are not known. Needs only numpy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echelon.layout import ALIGNMENT
+from echelon.replay.shard import join
+
+Array = np.ndarray[Any, Any]
+NUM_KEPT = 256  # episodes of each actor
+ENV_STEPS, EPISODES = 0, 1
+OPENED = 2  # beside the steps and episodes that the run goes on from
+
+
+class Tally:
+    """The counts of one run, as every actor and the learner see them."""
+
+    def __init__(self, num_actors: int, memory: Array | None = None) -> None:
+        memory = np.zeros(self.size(num_actors), np.uint8) if memory is None else memory
+        lines = memory[: (num_actors + 2) * ALIGNMENT].reshape(-1, ALIGNMENT)
+        self._past, self._counts = lines[0].view(np.int64), lines[2:].view(np.int64)
+        self._top_priority = lines[1].view(np.float64)
+        kept = memory[(num_actors + 2) * ALIGNMENT :].view(np.float64)
+        self._kept = kept.reshape(num_actors, NUM_KEPT, 2)  # return and length
+
+    @staticmethod
+    def size(num_actors: int) -> int:
+        return (num_actors + 2) * ALIGNMENT + num_actors * NUM_KEPT * 16
+
+    @classmethod
+    def at(cls, folder: Path, num_actors: int) -> Tally:
+        """The tally of a run; whoever comes first makes it."""
+        return cls(num_actors, join(folder / "tally", cls.size(num_actors)))
+
+    @property
+    def env_steps(self) -> int:
+        """Steps of the whole run, earlier parts of it included."""
+        return int(self._past[ENV_STEPS] + self._counts[:, ENV_STEPS].sum())
+
+    @property
+    def episodes(self) -> int:
+        return int(self._past[EPISODES] + self._counts[:, EPISODES].sum())
+
+    # The learner's side.
+
+    def open(self, env_steps: int, episodes: int) -> None:
+        """Says what the run goes on from, once; a learner that is started again finds the run open."""
+        if not self._past[OPENED]:
+            self._past[ENV_STEPS], self._past[EPISODES] = env_steps, episodes
+            self._past[OPENED] = 1
+
+    def episodes_of(self, actor: int) -> int:
+        """How many of this actor's episodes have ended."""
+        return int(self._counts[actor, EPISODES])
+
+    def ended(self, actor: int, seen: int) -> Array:
+        """Return and length (n, 2) of the actor's episodes from number `seen` on, as far as they are kept."""
+        head = self.episodes_of(actor)
+        numbers = np.arange(max(seen, head - NUM_KEPT), head)
+        rows = self._kept[actor, numbers % NUM_KEPT]
+        # A row is written before the count moves, so one more than counted may be overwritten by now.
+        whole: Array = rows[numbers > self.episodes_of(actor) - NUM_KEPT]
+        return whole
+
+    def raise_top(self, priority: float) -> None:
+        """Notes that a transition had this priority."""
+        self._top_priority[0] = max(float(self._top_priority[0]), priority)
+
+    # The actor's side.
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._past[OPENED])
+
+    @property
+    def top_priority(self) -> float:
+        """What a transition starts with whose priority nobody knows yet: the largest so far."""
+        return float(self._top_priority[0]) or 1.0
+
+    def note(self, actor: int, env_steps: int, returns: Array, lengths: Array) -> None:
+        """The actor made so many steps, in which episodes with these returns and lengths ended."""
+        count = int(self._counts[actor, EPISODES])
+        for value, length in zip(returns.tolist(), lengths.tolist(), strict=True):
+            self._kept[actor, count % NUM_KEPT] = value, length
+            count += 1
+            self._counts[actor, EPISODES] = count
+        self._counts[actor, ENV_STEPS] += env_steps

@@ -1,0 +1,88 @@
+"""Runs that learn from replayed transitions, whole: exact repeats, the sampling ratio, and going on from a snapshot."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import echelon
+from echelon.config import TrainConfig, replace
+from echelon.errors import ConfigError
+from echelon.presets import REPLAY_PRESETS, preset
+from echelon.runs.metrics import read_metrics
+
+SMALL = {"network.hidden": (16,), "replay.min_size": 100, "replay.batch": 32, "replay.capacity": 2_000}
+SMALL |= {"evaluation.interval_s": 0.0, "stop.steps": 600, "replay.samples_per_insert": 8.0}
+
+
+def config_of(name: str, folder: Path, shm_dir: Path, engine: str, **changes: Any) -> TrainConfig:
+    env = "CartPole-v1" if "dqn" in name else "Pendulum-v1"
+    places = {"run.dir": str(folder / f"{name}-{len(list(folder.iterdir()))}"), "shm_dir": str(shm_dir)}
+    return replace(preset(name, env), **{"engine": engine, **SMALL, **places, **changes})
+
+
+def train(name: str, folder: Path, shm_dir: Path, engine: str, **changes: Any) -> dict[str, Any]:
+    """The summary of a short training."""
+    return echelon.train(config_of(name, folder, shm_dir, engine, **changes), output=io.StringIO()).summary
+
+
+@pytest.mark.parametrize("name", REPLAY_PRESETS)
+def test_inline_repeats_exactly(tmp_path: Path, shm_dir: Path, name: str) -> None:
+    first, second, other = (train(name, tmp_path, shm_dir, "inline", seed=seed) for seed in (0, 0, 1))
+    assert first["weights_sha256"] == second["weights_sha256"] != other["weights_sha256"]
+    same = ("env_steps", "episodes", "updates", "return_mean", "lag_mean", "lag_max", "replay")
+    assert [first[key] for key in same] == [second[key] for key in same]
+    assert first["updates"] > 50 and first["env_steps"] >= 600 and not list(shm_dir.iterdir())
+
+
+@pytest.mark.parametrize("ratio", [0.5, 8.0])
+@pytest.mark.parametrize("name", ["dqn", "apex-dqn"])
+def test_samples_per_insert_is_kept_within_a_hundredth(tmp_path: Path, shm_dir: Path, name: str, ratio: float) -> None:
+    changes = {"replay.samples_per_insert": ratio, "stop.steps": 20_000 if ratio < 1 else 12_000}
+    replay = train(name, tmp_path, shm_dir, "local", **changes)["replay"]
+    assert replay["samples_per_insert"] == pytest.approx(ratio, rel=0.01)
+    assert replay["size"] == 2_000 < replay["inserted"] and replay["sampled"] % 32 == 0
+
+
+def test_the_record_tells_of_the_replay(tmp_path: Path, shm_dir: Path) -> None:
+    changes = {"replay.publish_every": 4, "replay.beta_end": 1.0}
+    summary = train("apex-dqn", tmp_path, shm_dir, "local", **changes, **{"stop.steps": 4_000})
+    rows = [row for row in read_metrics(Path(summary["run_dir"])) if row["kind"] == "train"]
+    last = rows[-1]
+    assert last["replay"]["inserted"] <= last["env_steps"] and last["loss"]["td_error"] >= 0
+    assert last["version"] == 1 + summary["updates"] // 4, "weights are published with every fourth update"
+    betas = [row["replay"]["beta"] for row in rows]
+    assert betas == sorted(betas) and betas[-1] > 0.9
+    assert summary["lag_max"] <= last["version"] and summary["dropped"] == 0 and summary["restarts"] == 0
+
+
+def test_a_run_goes_on_with_its_replay(tmp_path: Path, shm_dir: Path) -> None:
+    before = train("apex-dqn", tmp_path, shm_dir, "inline", **{"replay.checkpoint": True})
+    run = Path(before["run_dir"])
+    assert [path.name for path in (run / "replay").iterdir()] == [Path(before["checkpoint"]).name]
+    after = echelon.resume(run, steps=before["env_steps"] + 200, output=io.StringIO()).summary
+    gained = after["replay"]["inserted"] - before["replay"]["inserted"]
+    assert 150 <= gained <= 250, "what was there counts on, and nothing waits for min_size again"
+    assert after["replay"]["size"] == before["replay"]["size"] + gained
+    assert after["env_steps"] - before["env_steps"] <= 250 and after["episodes"] >= before["episodes"]
+    assert after["replay"]["samples_per_insert"] == pytest.approx(8.0, rel=0.1)
+
+
+def test_a_run_goes_on_without_its_replay(tmp_path: Path, shm_dir: Path) -> None:
+    before = train("dqn", tmp_path, shm_dir, "inline")
+    run = Path(before["run_dir"])
+    assert not (run / "replay").exists()
+    after = echelon.resume(run, steps=before["env_steps"] + 300, output=io.StringIO()).summary
+    assert after["replay"]["inserted"] <= 400 and after["updates"] > before["updates"]
+    assert after["env_steps"] >= before["env_steps"] + 300
+
+
+def test_what_cannot_be_is_refused_before_anything_is_made(tmp_path: Path, shm_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"replay\.capacity=1000000000000 needs .* GB .*Lower replay\.capacity"):
+        train("dqn", tmp_path, shm_dir, "inline", **{"replay.capacity": 10**12})
+    with pytest.raises(ConfigError, match=r"learner\.max_lag=1 is for trajectories, but dqn replays"):
+        train("dqn", tmp_path, shm_dir, "inline", **{"learner.max_lag": 1})
+    assert not list(tmp_path.glob("dqn*")) and not list(shm_dir.iterdir())

@@ -1,0 +1,176 @@
+"""Snapshots: taken back exactly, written while actors go on, refused where they do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from echelon.errors import ConfigError
+from echelon.replay import snapshot
+from echelon.replay.frames import FrameWriter
+from echelon.replay.layout import ShardLayout, item_layout
+from echelon.replay.limiter import Limiter, LimiterRule
+from echelon.replay.reader import ShardReader
+from echelon.replay.shard import Shard, ShardWriter
+from echelon.replay.sharded import Replay
+from echelon.replay.snapshot import Snapshot, restore
+
+Array = np.ndarray[Any, Any]
+RULE = LimiterRule(samples_per_insert=2.0, min_size=4, capacity=1000, batch=8, chunk=30, num_shards=2)
+
+
+def layout(capacity: int = 50, num_frames: int = 0) -> ShardLayout:
+    fields: dict[str, Any] = {"observation": ((3, 4), np.uint8), "number": ((), np.int64), "sum": ((), np.float32)}
+    return item_layout(fields, capacity, {"observation": "frames"}, num_frames)
+
+
+class Actors:
+    """Two shards whose items say what they must be; `play` appends to both."""
+
+    def __init__(self, shape: ShardLayout) -> None:
+        self.shards = [Shard(shape) for _ in range(2)]
+        self.writers = [ShardWriter(shard) for shard in self.shards]
+        self.frames = [FrameWriter(writer, "frames", 1) for writer in self.writers]
+        self.stacks = np.zeros((2, 1, 3, 4), np.uint8)
+        self.rng = np.random.default_rng(0)
+
+    def play(self, count: int, limiter: Limiter | None = None) -> None:
+        for shard, writer in enumerate(self.writers):
+            for _ in range(count):
+                self.stacks[shard] = np.roll(self.stacks[shard], -1, 1)
+                self.stacks[shard][:, -1] = self.rng.integers(0, 256, 4)
+                fields = {
+                    "observation": self.frames[shard].store(self.stacks[shard]),
+                    "number": np.array([writer.head]),
+                    "sum": self.stacks[shard].sum((1, 2), dtype=np.float32),
+                }
+                writer.append(fields, self.rng.random(1) + 0.01)
+            if limiter is not None:
+                limiter.note_inserted(shard, writer.head)
+
+
+def check(drawn: Any) -> None:
+    np.testing.assert_array_equal(drawn.fields["number"], drawn.keys.number)
+    np.testing.assert_array_equal(drawn.fields["observation"].sum((1, 2), dtype=np.float32), drawn.fields["sum"])
+
+
+def fresh(shape: ShardLayout) -> list[ShardReader]:
+    return [ShardReader(Shard(shape)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6])
+@pytest.mark.parametrize("length", [30, 130])  # before and after the rings wrap
+def test_it_is_taken_back_exactly(tmp_path: Path, alpha: float, length: int) -> None:
+    actors, limiter = Actors(layout()), Limiter(RULE)
+    replay = Replay([ShardReader(shard) for shard in actors.shards], alpha)
+    rng = np.random.default_rng(1)
+    for _ in range(length // 10):
+        actors.play(10, limiter)
+        replay.advance()
+        drawn = replay.sample(8, 0.4, rng)
+        replay.update(drawn.keys, rng.random(8).astype(np.float32))
+        limiter.note_sampled(0, 8)
+    Snapshot(tmp_path / "one", replay, limiter, {"updates": 7}).finish()
+    readers, other = fresh(layout()), Limiter(RULE)
+    assert restore(tmp_path / "one", readers, other) == {"updates": 7}
+    again = Replay(readers, alpha)
+    assert again.sizes == replay.sizes and again.mass == replay.mass and other.state() == limiter.state()
+    ours, theirs = np.random.default_rng(2), np.random.default_rng(2)
+    for _ in range(5):
+        a, b = again.sample(16, 0.4, ours), replay.sample(16, 0.4, theirs)
+        check(a)
+        for left, right in ((a.keys.shard, b.keys.shard), (a.keys.number, b.keys.number), (a.weights, b.weights)):
+            np.testing.assert_array_equal(left, right)
+        for name, value in a.fields.items():
+            if name != "observation":
+                np.testing.assert_array_equal(value, b.fields[name])
+        new = ours.random(16)
+        assert again.update(a.keys, new) == replay.update(b.keys, theirs.random(16)) == 16
+    # And it goes on: writers continue where the old ones were, and as frames run out the same items go.
+    for writer in (actors.writers[0], ShardWriter(readers[0].shard)):
+        numbers = FrameWriter(writer, "frames", 1).store(np.ones((1, 3, 4), np.uint8))
+        fields = {"observation": numbers, "number": np.array([writer.head]), "sum": np.array([12.0], np.float32)}
+        writer.append(fields, np.ones(1))
+        writer.store("frames", {"frame": np.ones((60, 4), np.uint8)}, 60)
+    assert again.advance() == replay.advance() == 1
+    assert 0 < again.sizes[0] < 10 and again.sizes == replay.sizes and again.mass == replay.mass
+    check(again.sample(again.size, 0.4, ours))
+
+
+@pytest.mark.parametrize("num_frames", [0, 35])  # rows run out first, or frames
+def test_actors_go_on_while_it_is_written_and_what_they_overwrite_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_frames: int
+) -> None:
+    monkeypatch.setattr(snapshot, "PIECE", 128)  # so that it takes many steps
+    actors = Actors(layout(num_frames=num_frames))
+    replay = Replay([ShardReader(shard) for shard in actors.shards], 0.6)
+    actors.play(70)
+    replay.advance()
+    cut = [replay.window(shard) for shard in range(2)]
+    under_way = Snapshot(tmp_path / "one", replay)
+    num_steps = 0
+    while not under_way.step():
+        if under_way._sealed is None:
+            actors.play(1 if num_steps % 2 else 0)
+            replay.advance()
+            num_steps += 1
+    assert num_steps > 20
+    readers = fresh(layout(num_frames=num_frames))
+    restore(tmp_path / "one", readers)
+    again = Replay(readers, 0.6)
+    for shard, (start, head) in enumerate(cut):
+        kept = again.window(shard)
+        assert start < kept[0] < kept[1] == head, "some were overwritten, the others are there"
+    drawn = again.sample(again.size, 0.4, np.random.default_rng(0))
+    check(drawn)
+
+
+def test_an_empty_replay_is_a_snapshot_too(tmp_path: Path) -> None:
+    readers = fresh(layout())
+    Snapshot(tmp_path / "one", Replay(readers, 0.6)).finish()
+    others = fresh(layout())
+    assert restore(tmp_path / "one", others) == {}
+    assert Replay(others, 0.6).size == 0
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    actors = Actors(layout())
+    actors.play(5)
+    replay = Replay([ShardReader(shard) for shard in actors.shards], 0.6)
+    path = tmp_path / "one"
+    Snapshot(path, replay).finish()
+    with pytest.raises(ConfigError, match="is there already"):
+        Snapshot(path, replay)
+    with pytest.raises(ConfigError, match=r"cannot be read.*finished snapshot"):
+        restore(tmp_path / "none", fresh(layout()))
+    with pytest.raises(ConfigError, match="2 shards; expected are 1 and 1"):
+        restore(path, fresh(layout())[:1])
+    with pytest.raises(ConfigError, match="was made for"):
+        restore(path, fresh(layout(51)))
+    with pytest.raises(ConfigError, match="holds items already"):
+        restore(path, [ShardReader(shard) for shard in actors.shards])
+    header = json.loads((path / "replay.json").read_text())
+    (path / "replay.json").write_text(json.dumps(header | {"format": 2}))
+    with pytest.raises(ConfigError, match="has format 2"):
+        restore(path, fresh(layout()))
+    (path / "replay.json").write_text(json.dumps(header))
+    file = path / "shard-1.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    readers = fresh(layout())
+    with pytest.raises(ConfigError, match=r"damaged: shard-1\.bin"):
+        restore(path, readers)
+    assert Replay(readers, 0.6).size == 0
+
+
+def test_a_crash_leaves_only_what_the_next_one_removes(tmp_path: Path) -> None:
+    actors = Actors(layout())
+    actors.play(5)
+    replay = Replay([ShardReader(shard) for shard in actors.shards], 0.6)
+    Snapshot(tmp_path / "one", replay).step()
+    assert [path.name for path in tmp_path.iterdir()] == ["one.part"]
+    Snapshot(tmp_path / "one", replay).finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]

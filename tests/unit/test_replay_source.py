@@ -1,0 +1,232 @@
+"""The replay source: what a learner draws, what it gives back, what it counts, and what outlives it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from echelon.config import TrainConfig, replace
+from echelon.presets import preset
+from echelon.replay.shard import ShardWriter
+from echelon.roles.context import Context
+from echelon.roles.replay_plan import ReplayPlan
+from echelon.roles.replay_source import ReplaySource
+from echelon.schema import Spaces, TransitionBatch
+
+BATCH, MIN_SIZE, CAPACITY = 8, 20, 400
+SPACES = Spaces(
+    gym.spaces.Dict({"eye": gym.spaces.Box(-9.0, 9.0, (2,)), "count": gym.spaces.Discrete(9)}), gym.spaces.Discrete(5)
+)
+FIELDS = {"actor.num_actors": 2, "actor.envs": 1, "actor.trajectory": 4, "replay.n_step": 1, "replay.batch": BATCH}
+FIELDS |= {"replay.min_size": MIN_SIZE, "replay.capacity": 2 * CAPACITY, "replay.samples_per_insert": 4.0}
+
+
+class Scene:
+    """A source over shards that a hand writes; item n of a shard has n in every field, the second shard's from 1000."""
+
+    def __init__(self, folder: Path, **fields: Any) -> None:
+        session = folder / "session"
+        session.mkdir(exist_ok=True)
+        config: TrainConfig = replace(preset("apex-dqn", "CartPole-v1"), **{**FIELDS, **fields})
+        context = Context(
+            name="learner", index=0, incarnation=0, epoch=0, train=config, spaces=SPACES, state_shapes=(),
+            session=session, address="", run_dir=folder / "run", started_at=time.time(),
+        )  # fmt: skip
+        self.plan = ReplayPlan(context)
+        self.plan.make()
+        self.writers = [ShardWriter(self.plan.shard(index)) for index in range(2)]
+        self.limiter, self.tally = self.plan.limiter(), self.plan.tally()
+        self.source = self.make()
+
+    def make(self, device: str = "cpu") -> ReplaySource:
+        source = ReplaySource(self.plan, torch.device(device))
+        source.admit()
+        return source
+
+    def write(self, shard: int, count: int, priority: float = 1.0, version: int = 1) -> None:
+        writer = self.writers[shard]
+        numbers = np.arange(writer.head, writer.head + count) + 1000 * shard
+        small = numbers.astype(np.float32)
+        eye = np.stack([small, -small], 1)
+        writer.append(
+            {
+                **{"observation.eye": eye, "next_observation.eye": eye + 0.5, "reward": small, "discount": small},
+                **{"observation.count": numbers, "next_observation.count": numbers + 1},
+                **{"action": numbers % 5, "version": np.full(count, version)},
+            },
+            np.full(count, priority),
+        )
+        self.limiter.note_inserted(shard, writer.head)
+
+    def take(self, version: int = 1) -> TransitionBatch:
+        batch = self.source.take(version)
+        assert batch is not None
+        return batch
+
+
+def test_a_batch_is_whole_rows_of_both_shards(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.write(0, 100)
+    scene.write(1, 100)
+    batch = scene.take()
+    numbers = batch.reward.to(torch.int64)
+    assert (numbers < 1000).any() and (numbers >= 1000).any()
+    assert torch.equal(batch.observation["eye"], torch.stack([batch.reward, -batch.reward], 1))
+    assert torch.equal(batch.next_observation["eye"], batch.observation["eye"] + 0.5)
+    assert torch.equal(batch.observation["count"], numbers) and torch.equal(
+        batch.next_observation["count"], numbers + 1
+    )
+    assert torch.equal(batch.action, numbers % 5) and torch.equal(batch.discount, batch.reward)
+    assert batch.action.dtype == torch.int64 and batch.weight.dtype == torch.float32
+    assert torch.equal(batch.weight, torch.ones(BATCH)), "equal priorities, equal weights"
+    assert (batch.keys.number + 1000 * batch.keys.shard).tolist() == numbers.tolist()
+
+
+def test_drawing_waits_for_min_size_and_then_keeps_to_the_ratio(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.write(0, MIN_SIZE - 1)
+    assert scene.source.take(1) is None
+    scene.write(0, 1)
+    drawn = 0
+    for _ in range(100):
+        scene.write(1, 4)
+        while scene.source.take(1) is not None:
+            drawn += BATCH
+    inserted = scene.limiter.inserted - MIN_SIZE
+    assert inserted == 400 and abs(drawn - 4.0 * inserted) <= scene.limiter.rule.room
+    figures = scene.source.figures()
+    assert figures["sampled"] == drawn and figures["inserted"] == 420 and figures["size"] == 420
+    assert figures["samples_per_insert"] == drawn / inserted == pytest.approx(4.0, rel=0.05)
+
+
+def test_priorities_that_are_given_back_decide_what_is_drawn_next(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, **{"replay.samples_per_insert": 0.0, "replay.alpha": 1.0})
+    scene.write(0, 50, priority=1e-9)
+    scene.write(1, 50, priority=1e-9)
+    batch = scene.take()
+    chosen = int(batch.reward[3])
+    scene.source.acknowledge(batch.keys, torch.where(torch.arange(BATCH) == 3, 5.0, 1e-9))
+    assert scene.take().reward.tolist() == [chosen] * BATCH
+    assert scene.tally.top_priority == 5.0
+    scene.source = scene.make()  # the learner was started again: priorities come from the column
+    assert scene.take().reward.tolist() == [chosen] * BATCH
+
+
+def test_uniform_replay_looks_at_no_priority(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, **{"replay.samples_per_insert": 0.0, "replay.prioritized": False})
+    scene.write(0, 50, priority=1e-9)
+    scene.write(1, 50, priority=1e9)
+    batch = scene.take()
+    scene.source.acknowledge(batch.keys, torch.full((BATCH,), torch.nan))
+    again = scene.take()
+    assert (again.reward < 1000).sum() == BATCH / 2 and torch.equal(again.weight, torch.ones(BATCH))
+
+
+def test_weights_follow_beta_and_beta_the_run(tmp_path: Path) -> None:
+    fields = {"replay.samples_per_insert": 0.0, "replay.beta_start": 0.4, "replay.beta_end": 0.8, "replay.alpha": 1.0}
+    scene = Scene(tmp_path, **fields)
+    scene.write(0, 50, priority=1.0)
+    scene.write(1, 50, priority=4.0)
+    for progress, beta in ((0.0, 0.4), (0.5, 0.6), (1.0, 0.8)):
+        scene.source.schedule(progress)
+        batch = scene.take()
+        rare = batch.reward < 1000
+        assert rare.any() and not rare.all()
+        expected = torch.where(rare, 1.0, 4.0**-beta).to(torch.float32)
+        torch.testing.assert_close(batch.weight, expected)
+
+
+def test_lag_is_that_of_what_is_drawn(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.write(0, 50, version=3)
+    scene.take(version=10)
+    counters = scene.source.counters
+    assert (counters.lag_mean, counters.lag_max) == (7.0, 7) and scene.source.fresh_lag == [(7.0, 7)]
+
+
+def test_steps_and_episodes_come_from_the_tally_and_outlive_the_learner(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.tally.note(0, 30, np.array([5.0, 9.0]), np.array([10, 20]))
+    scene.tally.note(1, 12, np.array([7.0]), np.array([12]))
+    assert scene.source.take(1) is None, "it counts all the same"
+    counters = scene.source.counters
+    assert (counters.env_steps, counters.episodes, list(counters.returns)) == (42, 3, [5.0, 9.0, 7.0])
+    assert list(counters.lengths) == [10, 20, 12] and counters.return_max == 9.0
+    past = counters.state_dict()
+    scene.tally.note(0, 8, np.array([1.0]), np.array([8]))
+    successor = ReplaySource(scene.plan, torch.device("cpu"))
+    successor.counters.load_state_dict(past)
+    successor.admit()
+    scene.tally.note(1, 5, np.array([2.0]), np.array([5]))
+    successor.take(1)
+    assert (successor.counters.env_steps, successor.counters.episodes) == (55, 5), "nothing is counted twice"
+    assert list(successor.counters.returns) == [5.0, 9.0, 7.0, 2.0]
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_a_snapshot_gives_the_same_next_batches(tmp_path: Path, prioritized: bool) -> None:
+    fields = {"replay.checkpoint": True, "replay.prioritized": prioritized}
+    scene = Scene(tmp_path, **fields)
+    scene.write(0, 300)
+    scene.write(1, 90)
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        batch = scene.take()
+        scene.source.acknowledge(batch.keys, torch.from_numpy(rng.random(BATCH) * 9.0))
+    (tmp_path / "run" / "checkpoints" / "step_000000000390").mkdir(parents=True)
+    scene.source.save("step_000000000390")
+    state = scene.source.state_dict()
+    scene.source.finish()
+    (tmp_path / "again").mkdir()
+    other = Scene(tmp_path / "again", **fields)
+    context = dataclasses.replace(other.plan.context, session=tmp_path / "new", run_dir=tmp_path / "run", epoch=1)
+    context.session.mkdir()
+    other.plan = ReplayPlan(context)
+    other.plan.make()
+    assert other.plan.limiter().state() == scene.limiter.state()
+    other.source = other.make()
+    other.source.load_state_dict(state)
+    for _ in range(10):
+        one, same = scene.take(), other.take()
+        assert torch.equal(one.reward, same.reward) and torch.equal(one.weight, same.weight)
+        priorities = torch.from_numpy(rng.random(BATCH))
+        scene.source.acknowledge(one.keys, priorities)
+        other.source.acknowledge(same.keys, priorities)
+
+
+def test_a_snapshot_is_written_while_batches_are_drawn_and_only_the_newest_is_kept(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, **{"replay.checkpoint": True, "replay.samples_per_insert": 0.0})
+    scene.write(0, 100)
+    for name in ("step_000000000001", "step_000000000002"):
+        scene.source.save(name)
+        deadline = time.monotonic() + 30.0
+        while scene.source.snapshot is not None:
+            scene.take()
+            assert time.monotonic() < deadline
+    assert [path.name for path in (tmp_path / "run" / "replay").iterdir()] == ["step_000000000002"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="stages batches for a GPU, and torch sees none here")
+def test_a_gpu_gets_the_same_batches_ahead_of_time(tmp_path: Path) -> None:
+    """What is fetched ahead is what would have been drawn then, and priorities follow one batch later."""
+    scene = Scene(tmp_path, **{"replay.samples_per_insert": 0.0, "replay.alpha": 1.0})
+    scene.write(0, 50, priority=1e-9)
+    scene.source = scene.make("cuda")
+    batch = scene.take()
+    assert batch.reward.is_cuda and batch.observation["eye"].is_cuda
+    assert torch.equal(batch.observation["eye"][:, 0], batch.reward)
+    assert batch.reward.tolist() == [float(number) for number in batch.keys.number]
+    chosen = float(batch.reward[3])
+    where = torch.arange(BATCH, device="cuda") == 3
+    scene.source.acknowledge(batch.keys, torch.where(where, 5.0, 1e-9))
+    scene.source.prefetch(2)
+    ahead = scene.take()
+    assert torch.equal(ahead.observation["eye"][:, 0], ahead.reward)
+    assert scene.take().reward.tolist() == [chosen] * BATCH
