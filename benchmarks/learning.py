@@ -1,11 +1,19 @@
 """Does it learn? Every preset on every task over several seeds, in one command:
 
-    python benchmarks/learning.py [--presets ppo,impala] [--tasks cartpole,...] [--seeds 5] [--jobs 2] [--out FILE]
+    python benchmarks/learning.py [--presets dqn,sac] [--tasks cartpole,...] [--seeds 5] [--jobs 2] [--out FILE]
 
-A run solves its task when the mean return of its last 100 training episodes (stochastic policy) reaches the threshold
-within the step budget. Thresholds: CartPole-v1 475 and Acrobot-v1 -100 are gymnasium's own (reward_threshold);
-LunarLander's is gymnasium's 200; Pendulum-v1 has none, -200 is what the field counts as solved; Recall's best is 1 and
-chance is 0. `recall-feedforward` is the control: without memory nothing beats chance.
+Presets that learn from a queue (ppo, impala) solve a task when the mean return of their last 100 training episodes
+(stochastic policy) reaches the threshold within the step budget; there they stop. Presets with replay explore beside
+their policy, on a ladder some actors hardly follow it, so training returns say little: they train for the whole budget,
+and have solved the task if 100 greedy episodes with the last weights, on seeds that nobody saw before, reach the
+threshold on average. Their steps and seconds are those of the first evaluation (20 greedy episodes, begun every second
+beside training) that reached it; when evaluations fall depends on the clock, what is learned does not. Seconds count
+from the run's start, with that evaluation.
+
+Thresholds: CartPole-v1 475 and Acrobot-v1 -100 are gymnasium's own (reward_threshold); LunarLander's is its 200,
+discrete for dqn, else continuous; Pendulum-v1 has none: -200 is what the field counts as solved, and off-policy rules
+are held to -180; HalfCheetah-v5 3,000; Recall's best is 1 and chance is 0. `recall-feedforward` is the control: without
+memory nothing beats chance. A preset without a budget for a task is passed over.
 """
 
 from __future__ import annotations
@@ -17,11 +25,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from echelon.presets import REPLAY_PRESETS
+
+EVALUATION_S, EVALUATION_EPISODES = 1.0, 20  # beside training, of presets with replay
+FINAL_EPISODES = 100
 
 
 @dataclass(frozen=True)
@@ -32,9 +44,17 @@ class Task:
     threshold: float
     steps: dict[str, int]  # budget by preset
     options: dict[str, list[str]]  # by preset
+    replay_threshold: float | None = None  # where presets with replay are held to another
     solvable: bool = True
 
+    def wanted(self, preset: str) -> float:
+        """The return that counts as solved."""
+        if preset in REPLAY_PRESETS and self.replay_threshold is not None:
+            return self.replay_threshold
+        return self.threshold
 
+
+LONG = "halfcheetah"  # a quarter of an hour and more for every seed: only if named
 CONTINUOUS = ["--env-kwargs", '{"continuous": true}']
 SMALL = ["--actors", "1", "--envs-per-actor", "16"]
 NORMALIZED = ["--algorithm.normalize-reward", "true", "--algorithm.normalize-advantage", "true"]
@@ -42,17 +62,23 @@ FAR_SIGHTED = [
     *["--algorithm.discount", "0.999", "--algorithm.normalize-reward", "true", "--network.initial-log-std", "-1"],
 ]
 MEMORY = ["--network.core", "gru", "--network.core-size", "32", *SMALL, "--actor.trajectory", "64"]
+DISCRETE_SAC = ["--network.normalize-observation", "true"]
 RECALL = {
     "impala": ["--optimizer.learning-rate", "4e-3"],
     "ppo": ["--optimizer.learning-rate", "1e-3", "--algorithm.minibatches", "4"],
 }
 TASKS = {
-    "cartpole": Task("CartPole-v1", 475, {"impala": 2_000_000, "ppo": 500_000}, {}),
-    "acrobot": Task("Acrobot-v1", -100, {"impala": 1_000_000, "ppo": 300_000}, {}),
+    "cartpole": Task(
+        "CartPole-v1",
+        475,
+        {"impala": 2_000_000, "ppo": 500_000, "dqn": 50_000, "apex-dqn": 50_000, "sac": 20_000},
+        {"sac": DISCRETE_SAC},
+    ),
+    "acrobot": Task("Acrobot-v1", -100, {"impala": 1_000_000, "ppo": 300_000, "dqn": 50_000, "apex-dqn": 50_000}, {}),
     "pendulum": Task(
         "Pendulum-v1",
         -200,
-        {"impala": 1_500_000, "ppo": 300_000},
+        {"impala": 1_500_000, "ppo": 300_000, "ddpg": 20_000, "apex-ddpg": 60_000, "sac": 20_000},
         {
             "impala": [
                 *SMALL,
@@ -62,11 +88,12 @@ TASKS = {
             ],
             "ppo": [*NORMALIZED, "--algorithm.discount", "0.95", "--optimizer.learning-rate", "1e-3"],
         },
+        replay_threshold=-180,
     ),
     "lunarlander": Task(
         "LunarLander-v3",
         200,
-        {"impala": 2_000_000, "ppo": 1_500_000},
+        {"impala": 2_000_000, "ppo": 1_500_000, "dqn": 150_000},
         {
             "impala": [
                 *[*CONTINUOUS, *FAR_SIGHTED, "--algorithm.trace-lambda", "0.98", "--actor.trajectory", "128"],
@@ -76,6 +103,7 @@ TASKS = {
             "ppo": [*CONTINUOUS, *FAR_SIGHTED, "--algorithm.gae-lambda", "0.98"],
         },
     ),
+    LONG: Task("HalfCheetah-v5", 3_000, {"sac": 150_000}, {}),
     "recall": Task(
         "echelon.envs.recall:Recall",
         0.95,
@@ -94,35 +122,54 @@ TASKS = {
 
 def run(preset: str, name: str, seed: int, engine: str) -> dict[str, Any]:
     """One training; what it came to."""
-    task = TASKS[name]
+    task, replayed = TASKS[name], preset in REPLAY_PRESETS
+    criterion = ["--until-return", str(task.wanted(preset)), "--evaluation.interval-s", "0"]
+    if replayed:
+        criterion = ["--evaluation.interval-s", str(EVALUATION_S), "--evaluation.episodes", str(EVALUATION_EPISODES)]
     with tempfile.TemporaryDirectory(prefix="echelon-learning-") as folder:
-        command = [
-            *[sys.executable, "-m", "echelon.cli.main", "train", preset, task.env, *task.options.get(preset, [])],
-            *["--engine", engine, "--seed", str(seed), "--until-return", str(task.threshold)],
-            *["--steps", str(task.steps[preset]), "--run-dir", f"{folder}/run", "--evaluation.interval-s", "0"],
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        started = time.monotonic()
-        process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        seconds = time.monotonic() - started
-        if process.returncode:
-            raise SystemExit(f"{' '.join(command)}\nended with code {process.returncode}:\n{process.stderr}")
-        summary = json.loads(Path(folder, "run", "summary.json").read_text())
-    keys = ("status", "env_steps", "return_mean", "env_steps_per_s")
-    return {"preset": preset, "task": name, "seed": seed, "seconds": seconds, **{key: summary[key] for key in keys}}
+        run_dir = Path(folder, "run")
+        options = [*task.options.get(preset, []), "--engine", engine, "--seed", str(seed), *criterion]
+        echelon("train", preset, task.env, *options, "--steps", str(task.steps[preset]), "--run-dir", str(run_dir))
+        summary = json.loads((run_dir / "summary.json").read_text())
+        found = {"status": summary["status"], "env_steps": summary["env_steps"], "seconds": summary["wall_s"]}
+        found |= {"return": summary["return_mean"], "env_steps_per_s": summary["env_steps_per_s"]}
+        if replayed:
+            found |= judge(run_dir, task.wanted(preset))
+    return {"preset": preset, "task": name, "seed": seed, "engine": engine, **found}
+
+
+def judge(run_dir: Path, threshold: float) -> dict[str, Any]:
+    """How the last weights of a run play, and where it first reached the threshold."""
+    score = json.loads(echelon("eval", str(run_dir), "--episodes", str(FINAL_EPISODES), "--json"))
+    found = {"return": score["return_mean"], "status": "solved" if score["return_mean"] >= threshold else "missed"}
+    for text in (run_dir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(text)
+        if row["kind"] == "evaluation" and row["return_mean"] >= threshold:
+            return {**found, "env_steps": row["env_steps"], "seconds": row["wall_s"]}
+    return found
+
+
+def echelon(*arguments: str) -> str:
+    """What a command of ours prints."""
+    command = [sys.executable, "-m", "echelon.cli.main", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)}\nended with code {process.returncode}:\n{process.stderr}")
+    return process.stdout
 
 
 def row(preset: str, name: str, results: list[dict[str, Any]]) -> str:
     """One line of the table: how many solved it, and the median and worst of their steps and seconds."""
     solved = [result for result in results if result["status"] == "solved"]
-    returns = ", ".join(f"{result['return_mean']:.4g}" for result in results)
+    returns = ", ".join(f"{result['return']:.4g}" for result in results)
     if not TASKS[name].solvable:
-        mean = statistics.mean(result["return_mean"] for result in results)
+        mean = statistics.mean(result["return"] for result in results)
         return f"| {preset} | {name} | stays at chance | {mean:.3g} mean return | | {returns} |"
     steps = [result["env_steps"] for result in solved] or [0]
     seconds = [result["seconds"] for result in solved] or [0.0]
     return (
-        f"| {preset} | {name} ≥ {TASKS[name].threshold:g} | {len(solved)} of {len(results)} | "
+        f"| {preset} | {name} ≥ {TASKS[name].wanted(preset):g} | {len(solved)} of {len(results)} | "
         f"{statistics.median(steps):,.0f} ({max(steps):,}) | {statistics.median(seconds):.0f} ({max(seconds):.0f}) | "
         f"{returns} |"
     )
@@ -130,14 +177,19 @@ def row(preset: str, name: str, results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--presets", default="ppo,impala")
-    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--presets", default=",".join(["ppo", "impala", *REPLAY_PRESETS]))
+    parser.add_argument("--tasks", default=",".join(name for name in TASKS if name != LONG), help=f"all but {LONG}")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="runs side by side")
     parser.add_argument("--engine", default="inline", help="inline repeats exactly; local uses processes")
     parser.add_argument("--out", default="", help="JSON lines with every run")
     known = parser.parse_args()
-    pairs = [(preset, task) for task in known.tasks.split(",") for preset in known.presets.split(",")]
+    pairs = [
+        (preset, task)
+        for task in known.tasks.split(",")
+        for preset in known.presets.split(",")
+        if preset in TASKS[task].steps
+    ]
     jobs = [(preset, task, seed) for preset, task in pairs for seed in range(known.seeds)]
     results: list[dict[str, Any]] = []
 

@@ -11,20 +11,19 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-LENGTH = 100  # steps of an episode
-
 
 class Sleepy(gym.Env[Any, Any]):
     """Rewards the action that names the sign of the first number it shows; every step sleeps `sleep_s`."""
 
-    def __init__(self, sleep_s: float = 0.005) -> None:
-        self.observation_space = gym.spaces.Box(-1.0, 1.0, (4,), np.float32)
+    def __init__(self, sleep_s: float = 0.005, length: int = 100, size: int = 4) -> None:
+        """An episode has `length` steps, an observation `size` numbers."""
+        self.observation_space = gym.spaces.Box(-1.0, 1.0, (size,), np.float32)
         self.action_space = gym.spaces.Discrete(2)
-        self.sleep_s, self._t = sleep_s, 0
-        self._shown = np.zeros(4, np.float32)
+        self.sleep_s, self.length, self._t = sleep_s, length, 0
+        self._shown = np.zeros(size, np.float32)
 
     def _show(self) -> Any:
-        self._shown = self.np_random.uniform(-1.0, 1.0, 4).astype(np.float32)
+        self._shown = self.np_random.uniform(-1.0, 1.0, len(self._shown)).astype(np.float32)
         return self._shown
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -36,4 +35,4 @@ class Sleepy(gym.Env[Any, Any]):
         time.sleep(self.sleep_s)
         self._t += 1
         reward = float(int(action) == int(self._shown[0] > 0.0))
-        return self._show(), reward, False, self._t == LENGTH, {}
+        return self._show(), reward, False, self._t == self.length, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,10 +12,13 @@ from typing import Any
 import pytest
 
 import toy_envs as toy
+from echelon.cli.main import main
 from echelon.config import replace
 from echelon.presets import preset
+from hosts import two_hosts as two_hosts
 from running import Runs
 from stage import Stage
+from telling import Command, Told, children
 
 
 @pytest.fixture
@@ -45,3 +49,23 @@ def make_stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
     yield make
     for stage in stages:
         stage.close()
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Command]:
+    """Runs a command in an empty folder; afterwards no process and no shared memory may be left."""
+    monkeypatch.chdir(tmp_path)
+    before = children(), {path for path in Path("/dev/shm").glob(f"echelon-{os.getpid()}-*")}
+
+    def run(*arguments: str) -> Told:
+        capfd.readouterr()
+        where = ["--shm-dir", str(shm_dir)] if arguments[:1] == ("train",) and "--shm-dir" not in arguments else []
+        code = main([*arguments, *where])
+        out, err = capfd.readouterr()
+        assert list(shm_dir.iterdir()) == []
+        assert (children(), set(Path("/dev/shm").glob(f"echelon-{os.getpid()}-*"))) == before
+        return Told(code, out, err)
+
+    yield run

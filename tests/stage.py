@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from echelon.config import TrainConfig
 from echelon.envs.make import probe_spaces
+from echelon.roles.account import LossAccount
 from echelon.roles.actor import Actor
 from echelon.roles.context import Context
 from echelon.roles.inference import Inference
@@ -82,6 +84,18 @@ class Stage:
             role.close()
         self.ring.close()
         self.world.close()
+
+
+class Noted(LossAccount):
+    """An account that keeps what every minibatch said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[dict[str, float]] = []
+
+    def note(self, names: tuple[str, ...], values: torch.Tensor) -> None:
+        super().note(names, values)
+        self.noted.append(dict(zip(names, values.tolist(), strict=True)))
 
 
 def joined(trajectories: list[Trajectory]) -> Trajectory:

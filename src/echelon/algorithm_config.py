@@ -133,4 +133,17 @@ class SacConfig:
         above_zero(self, "algorithm", "target_tau", "temperature", "critic_learning_rate", "temperature_learning_rate")
 
 
-AlgorithmConfig = ImpalaConfig | PpoConfig | DqnConfig | DdpgConfig | SacConfig
+@dataclass(frozen=True, slots=True)
+class OwnConfig:
+    """A rule that the user brings, as an object that acts and learns by itself (`AsyncLearningNode`)."""
+
+    name: Literal["own"] = "own"
+    discount: float = 0.99
+    reward_clip: float = 0.0  # of single rewards, before they are summed over n steps
+
+    def __post_init__(self) -> None:
+        fractions(self, "algorithm", "discount")
+        at_least(self, "algorithm", reward_clip=0)
+
+
+AlgorithmConfig = ImpalaConfig | PpoConfig | DqnConfig | DdpgConfig | SacConfig | OwnConfig

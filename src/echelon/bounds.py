@@ -29,3 +29,12 @@ def above_zero(config: Any, section: str, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(value > 0, f"{section}.{name}={value} must be above 0.")
+
+
+def tcp_address(address: str, name: str) -> None:
+    """`address`, the value of `name`, must be tcp://HOST:PORT."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    require(
+        address.startswith("tcp://") and bool(host) and port.isdecimal() and int(port) < 65_536,
+        f"{name}={address} is no address. Write tcp://HOST:PORT; port 0 takes a free one.",
+    )

@@ -11,9 +11,10 @@ from echelon.algorithm_config import AlgorithmConfig as AlgorithmConfig
 from echelon.algorithm_config import DdpgConfig as DdpgConfig
 from echelon.algorithm_config import DqnConfig as DqnConfig
 from echelon.algorithm_config import ImpalaConfig as ImpalaConfig
+from echelon.algorithm_config import OwnConfig as OwnConfig
 from echelon.algorithm_config import PpoConfig as PpoConfig
 from echelon.algorithm_config import SacConfig as SacConfig
-from echelon.bounds import at_least, fractions, require
+from echelon.bounds import at_least, fractions, require, tcp_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,7 @@ class ActingConfig:
 
     def __post_init__(self) -> None:
         at_least(self, "acting", servers=1, groups=0, max_batch=0, max_wait_us=0, spin_us=0)
-        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
-        require(
-            self.address.startswith("tcp://") and bool(host) and port.isdecimal() and int(port) < 65_536,
-            f"acting.address={self.address} is no address. Write tcp://HOST:PORT; port 0 takes a free one.",
-        )
+        tcp_address(self.address, "acting.address")
         require(
             self.servers == 1 or self.address.endswith(":0"),
             f"acting.address={self.address} names one port for {self.servers} servers. Use port 0: any free ones.",
@@ -136,9 +133,19 @@ class ReplayConfig:
     frames: Literal["auto", "stacked", "whole"] = "auto"  # stacked: frames of stacked images lie once; auto: for ALE/
     publish_every: int = 1  # updates from one version of the weights to the next
     checkpoint: bool = False  # its content is part of the checkpoints
+    transport: Literal["shm", "tcp"] = "shm"  # how the learner reads shards: in place, or through a shard server
+    address: str = "tcp://127.0.0.1:0"  # where that listens with tcp; off the loopback only with ECHELON_SECRET
+    prefetch: int = 2  # batches that are under way with tcp while the learner learns
+    lost_after_s: float = 10.0  # a shard server that is silent for so long is lost, with its shards
 
     def __post_init__(self) -> None:
-        at_least(self, "replay", batch=1, n_step=1, samples_per_insert=0, publish_every=1)
+        at_least(self, "replay", batch=1, n_step=1, samples_per_insert=0, publish_every=1, prefetch=0, lost_after_s=1)
+        tcp_address(self.address, "replay.address")
+        require(
+            self.transport == "shm" or not self.checkpoint,
+            "replay.checkpoint=true needs the shards on the learner's host, but replay.transport=tcp reads them from "
+            "others. Use --replay.transport shm, or --replay.checkpoint false.",
+        )
         fractions(self, "replay", "alpha", "beta_start", "beta_end")
         require(
             self.min_size >= self.batch,
@@ -148,6 +155,26 @@ class ReplayConfig:
             self.min_size <= self.capacity,
             f"replay.min_size={self.min_size} exceeds replay.capacity={self.capacity}: the learner would wait forever. "
             "Lower min_size or raise capacity.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersConfig:
+    """Workers in place of actors: they come from anywhere, with whole episodes, and leave with the newest weights."""
+
+    address: str = ""  # where they come to, tcp://HOST:PORT; off the loopback only with ECHELON_SECRET; "": no workers
+    updates: int = 64  # per episode that is learned from; such an episode with its updates is an epoch
+    evaluation: float = 0.08  # the part of all episodes that is played greedily, logged and not learned from
+    max_steps: int = 5_000  # of one message; longer episodes come in pieces
+    spaces: Literal["learner", "worker"] = "learner"  # whose environment has them: one made here, or the first worker's
+
+    def __post_init__(self) -> None:
+        if self.address:
+            tcp_address(self.address, "workers.address")
+        at_least(self, "workers", updates=1, max_steps=1)
+        require(
+            0.0 <= self.evaluation < 1.0,
+            f"workers.evaluation={self.evaluation} must be at least 0 and below 1: some episodes must be learned from.",
         )
 
 
@@ -182,9 +209,10 @@ class StopConfig:
     steps: int = 0
     minutes: float = 0.0
     until_return: float | None = None  # mean return of the last 100 episodes
+    epochs: int = 0  # of a run with workers
 
     def __post_init__(self) -> None:
-        at_least(self, "stop", steps=0, minutes=0)
+        at_least(self, "stop", steps=0, minutes=0, epochs=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +244,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     algorithm: AlgorithmConfig = field(default_factory=ImpalaConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
     stop: StopConfig = field(default_factory=StopConfig)
@@ -227,11 +256,49 @@ class TrainConfig:
             "acting.transport=tcp needs processes: sockets of one process keep no fixed order. Use --engine local, or "
             "--acting.transport shm.",
         )
+        require(
+            self.replay.transport == "shm" or (self.engine == "local" and not self.has_workers),
+            "replay.transport=tcp needs actors in processes of their own: use --engine local without workers, or "
+            "--replay.transport shm.",
+        )
         require(0 <= self.seed < 1 << 63, f"seed={self.seed} must be a number from 0 to 2**63 - 1.")
         require(
             self.experience == "queue" or self.learner.max_lag is None,
             f"learner.max_lag={self.learner.max_lag} is for trajectories, but {self.algorithm.name} replays. Use none.",
         )
+        require(
+            self.has_workers or not self.stop.epochs,
+            f"stop.epochs={self.stop.epochs} counts what workers bring, and there are none. Use --workers.address, or "
+            "--steps.",
+        )
+        if self.has_workers:
+            self._check_workers()
+
+    def _check_workers(self) -> None:
+        address = f"workers.address={self.workers.address}"
+        require(
+            self.experience == "replay",
+            f"{address}, but {self.algorithm.name} learns from what its newest weights did: workers' episodes come "
+            "late. Use dqn, apex-dqn, ddpg, apex-ddpg or sac.",
+        )
+        require(
+            self.workers.max_steps >= self.replay.n_step,
+            f"workers.max_steps={self.workers.max_steps} is below replay.n_step={self.replay.n_step}, so no transition "
+            "would fit into a message. Raise it.",
+        )
+        require(self.engine == "local", f"{address} needs processes of its own. Use --engine local.")
+        require(
+            self.acting.mode != "central", f"{address}, where every worker chooses its own actions. Use --acting local."
+        )
+
+    @property
+    def has_workers(self) -> bool:
+        return bool(self.workers.address)
+
+    @property
+    def num_shards(self) -> int:
+        """Of the replay: one for each actor, or for the door through which all workers' episodes come."""
+        return 1 if self.has_workers else self.actor.num_actors
 
     @property
     def experience(self) -> Literal["queue", "replay"]:

@@ -62,6 +62,16 @@ def describe_callable(function: Callable[..., Any]) -> str:
     return f"{place}:{qualname}"
 
 
+def text_of(target: str | Callable[..., Any]) -> str:
+    """The name of `target` for the record; what cannot be imported has no name to be found by."""
+    if isinstance(target, str):
+        return target
+    try:
+        return describe_callable(target)
+    except ConfigError:
+        return str(getattr(target, "__qualname__", type(target).__qualname__))
+
+
 def _main_place(main: ModuleType | None, qualname: str) -> str:
     if main is not None and getattr(main, "__spec__", None) is not None:  # python -m package.module
         return str(main.__spec__.name)  # type: ignore[union-attr]

@@ -10,24 +10,25 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from echelon.config import StopConfig, TrainConfig
+from echelon.engines.hosted import HostedEngine
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.errors import ConfigError, EchelonError
-from echelon.transport.session import check_room, create_session
+from echelon.names import text_of
+from echelon.transport.session import create_session
 
 if TYPE_CHECKING:
-    from echelon.roles.choice import Choice
+    from echelon.roles.brought import Brought
     from echelon.roles.context import Context
     from echelon.runs.folder import RunFolder
-    from echelon.schema import Spaces
 
 PRELOAD = ("echelon.roles.learner", "echelon.roles.inference", "echelon.roles.actor", "echelon.roles.evaluator")
+PRELOAD_WITH_WORKERS = ("echelon.roles.learner", "echelon.roles.door")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,12 @@ class Past:
     row: dict[str, Any] = field(default_factory=dict)  # where it stood
 
 
+NO_PAST = Past()
+
+
 def train(config: TrainConfig, *, output: TextIO | None = None) -> RunResult:
     """Trains as `config` says and returns when a stop condition holds or the user interrupts."""
-    return _run(config, Past(), output)
+    return run(config, output=output)
 
 
 def resume(
@@ -64,7 +68,9 @@ def resume(
     steps: int = 0,
     minutes: float = 0.0,
     until_return: float | None = None,
+    epochs: int = 0,
     output: TextIO | None = None,
+    brought: Brought | None = None,
 ) -> RunResult:
     """Goes on with the run in `run_dir` from its newest checkpoint; what is given replaces the old stop condition."""
     from echelon.roles.learner import stop_reason
@@ -78,22 +84,27 @@ def resume(
         raise ConfigError(f"{run_dir} has no checkpoint to go on from. Train anew with another --run-dir.")
     tree = load_checkpoint(found[0])
     counters, wall_s = tree["counters"], tree["wall_s"]
-    if steps or minutes or until_return is not None:
-        config = replace(config, stop=StopConfig(steps, minutes, until_return))
-    reason = stop_reason(config.stop, counters["env_steps"], counters["returns"], time.time() - wall_s)
+    if steps or minutes or epochs or until_return is not None:
+        config = replace(config, stop=StopConfig(steps, minutes, until_return, epochs))
+    past_epochs = counters["updates"] // config.workers.updates
+    reason = stop_reason(config.stop, counters["env_steps"], counters["returns"], time.time() - wall_s, past_epochs)
     if reason:
         raise ConfigError(
             f"{run_dir} has reached its end ({_told(config.stop)}; it has {counters['env_steps']:,} steps and "
-            f"{wall_s / 60:.1f} minutes behind it). Give a larger total with --steps, --minutes or --until-return."
+            f"{wall_s / 60:.1f} minutes behind it). Give a larger total with "
+            f"{'--epochs, ' if config.has_workers else ''}--steps, --minutes or --until-return."
         )
     config = replace(config, run=replace(config.run, dir=str(run_dir)))
+    if brought is not None and brought.address:
+        config = replace(config, workers=replace(config.workers, address=brought.address))
     row = {name: counters[name] for name in ("env_steps", "episodes", "updates", "dropped", "return_max")}
-    return _run(config, Past(int(tree["epoch"]) + 1, wall_s, row), output)
+    return run(config, Past(int(tree["epoch"]) + 1, wall_s, row), output, brought)
 
 
 def _told(stop: StopConfig) -> str:
-    texts = (("steps", stop.steps or None), ("minutes", stop.minutes or None), ("until-return", stop.until_return))
-    return ", ".join(f"--{name} {value:g}" for name, value in texts if value is not None)
+    texts = {"steps": stop.steps or None, "minutes": stop.minutes or None, "epochs": stop.epochs or None}
+    texts["until-return"] = stop.until_return
+    return ", ".join(f"--{name} {value:g}" for name, value in texts.items() if value is not None)
 
 
 def _read_config(folder: RunFolder) -> TrainConfig:
@@ -106,16 +117,23 @@ def _read_config(folder: RunFolder) -> TrainConfig:
         raise ConfigError(f"{folder.path / 'config.json'} cannot be used: {error}") from error
 
 
-def _run(config: TrainConfig, past: Past, output: TextIO | None) -> RunResult:
-    """The whole life of a run: session, engine, validation, folder, coordinator, summary."""
+def run(
+    config: TrainConfig, past: Past = NO_PAST, output: TextIO | None = None, brought: Brought | None = None
+) -> RunResult:
+    """The whole life of a run: session, engine, validation, folder, coordinator, summary.
+
+    With what a program has `brought`, the learner runs in that program's process.
+    """
     began, output = time.time(), output or sys.stdout
     _check_stop(config)
     tell = functools.partial(print, file=output, flush=True)
-    tell(f"preparing {config.preset} on {_env_text(config)}")
+    tell(f"preparing {config.preset} on {_place(config)}")
     session = create_session(config.shm_dir)
-    engine = InlineEngine() if config.engine == "inline" else LocalEngine(str(session), PRELOAD)
+    engine = _make_engine(config, session, brought)
     try:
-        context, choice = _prepare(config, session, engine, past, began, tell)
+        from echelon.preparation import prepare
+
+        context, choice = prepare(config, session, engine, past.epoch, began - past.wall_s, tell, brought)
         acting = {"asked": config.acting.mode, "mode": choice.mode, "why": choice.reason}
         return _train_in(context, engine, past, acting, output)
     finally:
@@ -123,96 +141,22 @@ def _run(config: TrainConfig, past: Past, output: TextIO | None) -> RunResult:
         shutil.rmtree(session, ignore_errors=True)
 
 
+def _make_engine(config: TrainConfig, session: Path, brought: Brought | None) -> InlineEngine | LocalEngine:
+    if config.engine == "inline":
+        return InlineEngine()
+    preload = PRELOAD_WITH_WORKERS if config.has_workers else PRELOAD
+    return HostedEngine(str(session), preload, ["learner"]) if brought else LocalEngine(str(session), preload)
+
+
+def _place(config: TrainConfig) -> str:
+    return text_of(config.env.id) or "workers"
+
+
 def _check_stop(config: TrainConfig) -> None:
     stop = config.stop
-    if not (stop.steps or stop.minutes or stop.until_return is not None):
-        raise ConfigError("the run would never end: give --steps N, --minutes M or --until-return R.")
-
-
-def _prepare(
-    config: TrainConfig,
-    session: Path,
-    engine: InlineEngine | LocalEngine,
-    past: Past,
-    began: float,
-    tell: Callable[[str], None],
-) -> tuple[Context, Choice]:
-    """Checks everything that can be checked before a folder or a role exists, and chooses who acts."""
-    from echelon.envs.make import probe_spaces
-    from echelon.names import describe_callable
-    from echelon.roles.choice import choose_acting
-    from echelon.roles.context import Context
-    from echelon.roles.placement import pick_device
-    from echelon.roles.plan import Plan
-    from echelon.runs.checkpoint import find_weights
-    from echelon.runs.folder import default_run_dir
-    from echelon.transport.curve import check_secret, secret_from_environment
-    from echelon.transport.segments import check_platform
-
-    config = _with_whole_paths(config)
-    env_text = _env_text(config)
-    if config.engine != "inline":
-        check_platform()
-        if not isinstance(config.env.id, str):
-            config = replace(config, env=replace(config.env, id=describe_callable(config.env.id)))
-    spaces: Spaces = probe_spaces(config.env)
-    short = env_text if ".py:" not in env_text else Path(env_text).name.replace(".py:", "-")
-    run_dir = Path(config.run.dir) if config.run.dir else default_run_dir(config.preset, short)
-    context = Context(
-        name="coordinator",
-        index=0,
-        incarnation=0,
-        epoch=past.epoch,
-        train=config,
-        spaces=spaces,
-        state_shapes=(),
-        session=session,
-        address=f"ipc://{session}/world" if config.engine != "inline" else f"inproc://{session.name}",
-        run_dir=run_dir.absolute(),
-        started_at=began - past.wall_s,
-    )
-    model = Plan(context).model
-    pick_device(config.learner.device, model.parameters.numel())
-    if config.run.init_from and past.epoch == 0:
-        model.load_weights(find_weights(config.run.init_from), config.run.init_from)
-    choice = choose_acting(context, engine, model)
-    if choice.mode != config.acting.mode:
-        tell(f"acting: {choice.mode} ({choice.reason})")
-    if choice.mode == "central":
-        pick_device(config.acting.device, model.parameters.numel(), "--acting.device")
-        if config.acting.transport == "tcp":
-            check_secret(config.acting.address, secret_from_environment())
-    config = replace(config, acting=replace(config.acting, mode=choice.mode))
-    context = replace(context, train=config, state_shapes=model.network.state_shapes)
-    plan = Plan(context)
-    if config.experience == "replay":
-        plan.replay.check()
-    check_room(session, plan.shared_bytes())
-    plan.make()
-    return context, choice
-
-
-def _with_whole_paths(config: TrainConfig) -> TrainConfig:
-    """`config` with files named by their whole path, so that the run can be gone on with from any folder."""
-    from echelon.names import absolute
-
-    env = replace(config.env, wrappers=tuple(absolute(name) for name in config.env.wrappers))
-    if isinstance(env.id, str):
-        env = replace(env, id=absolute(env.id))
-    return replace(config, env=env, network=replace(config.network, name=absolute(config.network.name)))
-
-
-def _env_text(config: TrainConfig) -> str:
-    """The environment as the record names it; what cannot be imported (inline only) has no name to be found by."""
-    from echelon.names import describe_callable
-
-    id = config.env.id
-    if isinstance(id, str):
-        return id
-    try:
-        return describe_callable(id)
-    except ConfigError:
-        return str(getattr(id, "__qualname__", type(id).__qualname__))
+    if not (stop.steps or stop.minutes or stop.epochs or stop.until_return is not None):
+        epochs = "--epochs E, " if config.has_workers else ""
+        raise ConfigError(f"the run would never end: give {epochs}--steps N, --minutes M or --until-return R.")
 
 
 def _train_in(
@@ -223,8 +167,7 @@ def _train_in(
     from echelon.runs.folder import SUMMARY, RunFolder
 
     config = context.train
-    env_text = _env_text(config)
-    config_json = config_io.to_json(config, env_text)
+    config_json = config_io.to_json(config, text_of(config.env.id))
     folder = RunFolder.open(context.run_dir) if past.epoch else RunFolder.create(context.run_dir)
     with folder.held():
         folder.write_config(config_json)
@@ -244,7 +187,7 @@ def _coordinate(
     from echelon.runs.metrics import MetricsWriter
     from echelon.world.world import World
 
-    console = Console(f"{context.train.preset} on {_env_text(context.train)}", context.run_dir, output)
+    console = Console(f"{context.train.preset} on {_place(context.train)}", context.run_dir, output)
     world = World.host(context.address)
     metrics = MetricsWriter(folder.path, append=past.epoch > 0)
     coordinator = Coordinator(context, engine, world, console, metrics)
@@ -273,7 +216,8 @@ def _base(context: Context) -> dict[str, Any]:
 def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dict[str, Any]:
     from echelon.runs.bottleneck import bottleneck
 
-    status = {"steps": "finished", "minutes": "finished", "return": "solved"}.get(figures["reason"], "stopped")
+    reached = {"steps": "finished", "minutes": "finished", "epochs": "finished", "return": "solved"}
+    status = reached.get(figures["reason"], "stopped")
     shares = coordinator.shares()
     evaluation = coordinator.evaluation
     inline = context.train.engine == "inline"
@@ -281,7 +225,7 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
     bounded = context.train.learner.max_lag is not None
     replayed = context.train.experience == "replay"
     limit = ""
-    if shares:
+    if shares and not context.train.has_workers:
         limit = bottleneck(shares, num_cores=cores, num_processes=processes, lag_bounded=bounded, replayed=replayed)
     return {
         "status": status,
@@ -292,6 +236,8 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
         "env_restarts": coordinator.env_restarts,
         "time": shares,
         "inference": coordinator.serving,
+        "shards": coordinator.shards,
+        "workers": coordinator.workers,
         "bottleneck": limit,
         "curve": _curve(context.run_dir),
         **_base(context),

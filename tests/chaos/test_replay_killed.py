@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-import json
+import os
 import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import pytest
+
+from echelon.replay.archive import Archive
+from echelon.replay.restore import read_header
 from running import Running, Runs
 
-FIELDS = {"actor.num_actors": 2, "actor.envs": 4, "replay.min_size": 200, "replay.batch": 32, "network.hidden": 16}
-FIELDS |= {"replay.samples_per_insert": 4, "replay.capacity": 20_000, "run.checkpoint_interval_s": 0.2}
+FIELDS: dict[str, Any] = {
+    "acting": "local",
+    "actor.num_actors": 2,
+    "actor.envs": 4,
+    "network.hidden": 16,
+    "replay.min_size": 200,
+    "replay.batch": 32,
+    "replay.samples_per_insert": 4,
+    "replay.capacity": 20_000,
+    "run.checkpoint_interval_s": 0.2,
+}
 # Twice a batch and what both actors store at once (4 environments, 3 steps): those who look together pass together.
 BAND = 2 * (32 + 4 * 2 * 12)
 
@@ -22,7 +40,8 @@ def until_learning(run: Running) -> int:
 
 
 def checked(run: Running, restarts: int) -> None:
-    """Ends the run as a user does, and looks at its record."""
+    """Ends the run as a user does, once it is long enough for its ratio, and looks at its record."""
+    run.until(lambda: run.rows()[-1]["replay"]["inserted"] > 200 + BAND * 100 / 4, "there is enough to count")
     run.process.send_signal(signal.SIGINT)
     assert run.code() == 0, run.text()
     run.assert_nothing_left()
@@ -34,6 +53,7 @@ def checked(run: Running, restarts: int) -> None:
     assert drawn == sorted(drawn)
     replay = summary["replay"]
     assert summary["restarts"] == restarts
+    assert replay["samples_per_insert"] == pytest.approx(4.0, rel=0.01)
     balance = 4 * (replay["inserted"] - 200) - replay["sampled"]
     assert abs(balance) <= BAND, "the ratio is kept, whoever died"
     assert replay["inserted"] > 200 and summary["env_steps"] > 200
@@ -75,8 +95,107 @@ def test_killed_coordinator_leaves_a_run_that_goes_on_with_its_replay(runs: Runs
     run.assert_nothing_left()
     done = run.rows()[-1]["env_steps"]
     newest = max(run.run_dir.glob("replay/step_????????????"))
-    kept = sum(json.loads((newest / "replay.json").read_text())["limiter"]["inserted"])
+    kept = sum(read_header(newest)["limiter"]["inserted"])
     again = runs.resume(done + 2_000)
     assert again.code() == 0, again.text()
     assert kept > 0 and again.summary()["replay"]["inserted"] >= kept + 1_900, "they count on from what was kept"
     again.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("name", "env"), [("dqn", "CartPole-v1"), pytest.param("sac", "Pendulum-v1", marks=pytest.mark.full)]
+)
+def test_killed_by_turns_while_snapshots_are_written(runs: Runs, name: str, env: str) -> None:
+    """Whenever the learner dies, a whole snapshot is there; and the ratio is kept."""
+    often = {"replay.checkpoint": "true", "run.checkpoint_interval_s": 0.1, "replay.n_step": 3}
+    run = runs.train(name, env=env, **{**FIELDS, **often})
+    archive = Archive(run.run_dir / "replay")
+    run.until(archive.newest_first, "there is a snapshot")
+    for victim in ("learner", "actor-0", "learner"):
+        until_learning(run)
+        pid = run.kill(victim)
+        if victim == "learner":
+            assert read_header(archive.newest_first()[0])["shards"]
+        assert run.pid(victim, besides=pid)
+    until_learning(run)
+    checked(run, restarts=3)
+    (newest,) = (run.run_dir / "replay").iterdir()
+    assert newest.name == Path(run.summary()["checkpoint"]).name, "nothing half-written is left"
+    size, steps = run.summary()["replay"]["size"], run.summary()["env_steps"]
+    again = runs.resume(steps + 500)
+    assert again.code() == 0, again.text()
+    assert f"replay: goes on with the {size:,} transitions of {newest.name}" in again.text()
+
+
+def processor_s(pid: int) -> float:
+    """Processor seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def until_asleep(run: Running, name: str) -> None:
+    """Waits until a process uses less than a fifth of a processor for half a second: who spins never does."""
+
+    def sleeps() -> bool:
+        pid = run.pid(name)
+        before_s, start = processor_s(pid), time.monotonic()
+        while time.monotonic() - start < 0.5:
+            time.sleep(0.05)
+        return processor_s(pid) - before_s < 0.1
+
+    run.until(sleeps, f"{name} sleeps")
+
+
+def test_who_is_ahead_sleeps_and_whoever_dies_meanwhile_nobody_hangs(runs: Runs) -> None:
+    run = runs.train("apex-dqn", **FIELDS)
+    until_learning(run)
+    learner = run.kill("learner", signal.SIGSTOP)
+    for name in ("actor-0", "actor-1"):
+        until_asleep(run, name)  # at the end of the band
+    actor = run.kill("actor-0")  # while it waits for room
+    assert run.pid("actor-0", besides=actor)
+    until_asleep(run, "actor-0")
+    os.kill(learner, signal.SIGCONT)
+    until_learning(run)
+    stopped = [run.kill(name, signal.SIGSTOP) for name in ("actor-0", "actor-1")]
+    until_asleep(run, "learner")
+    assert run.kill("learner") == learner
+    assert run.pid("learner", besides=learner)
+    until_asleep(run, "learner")
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    until_learning(run)
+    checked(run, restarts=2)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 8 MB; where mounting is not permitted, the test cannot be."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a small disk")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_full_disk_is_told_and_training_goes_on(small_disk: Path, shm_dir: Path) -> None:
+    runs = Runs(small_disk, shm_dir)
+    run = runs.train("apex-dqn", **{**FIELDS, "replay.checkpoint": "true"})
+    try:
+        run.until(lambda: run.rows() and run.rows()[-1]["replay"]["size"] > 10_000, "there is something to write")
+        ballast = small_disk / "ballast"
+        free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+        ballast.write_bytes(bytes(free - 300_000))
+        run.until(lambda: "the replay needs" in run.text() or "could not be written" in run.text(), "it is told")
+        assert "Training goes on" in run.text()
+        for _ in range(2):
+            until_learning(run)
+        ballast.unlink()
+        before = max(path.name for path in run.run_dir.glob("replay/step_????????????"))
+        run.until(lambda: max(p.name for p in run.run_dir.glob("replay/step_*")) > before, "the next one finds room")
+        checked(run, restarts=0)
+        assert os.listdir(run.run_dir / "replay") == [Path(run.summary()["checkpoint"]).name]
+    finally:
+        run.close()

@@ -20,9 +20,10 @@ from echelon.layout import Leaf
 from echelon.roles.acting import Question, RemoteActing
 from echelon.transport.act_board import ActBoard, ActLayout, Seat
 from echelon.transport.act_door import ActDoor, Bounds
-from echelon.transport.act_wire import HANDSHAKE_BYTES, HEADER, LIFE_BITS, MAGIC, Kind, Wire, Word
+from echelon.transport.act_wire import HEADER, LIFE_BITS, MAGIC, Kind, Wire, Word
 from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.remote_seat import RemoteSeat, wait_any
+from echelon.transport.sockets import HANDSHAKE_BYTES
 from running import wait_until
 
 PATIENCE_S = 60.0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +19,7 @@ from echelon.errors import ConfigError, TransportTimeout
 from echelon.transport.act_board import ActBoard
 from echelon.transport.act_door import ActDoor
 from echelon.transport.remote_seat import RemoteSeat
-from running import wait_until
+from hosts import NEAR
 
 SECRET = "a secret of the tests"
 PATIENCE_S = 60.0
@@ -167,59 +165,12 @@ class TestProcesses:
                 pass
 
 
-def network_of(process: subprocess.Popen[Any]) -> str:
-    try:
-        return os.readlink(f"/proc/{process.pid}/ns/net")
-    except OSError:  # it ended meanwhile
-        return ""
-
-
-def as_another_host(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
-
-
-@pytest.fixture
-def two_hosts() -> Iterator[list[tuple[str, ...]]]:
-    """Two network namespaces with a cable between them: what to put before a command to run it in either."""
-    if missing := [tool for tool in ("unshare", "nsenter", "ip") if shutil.which(tool) is None]:
-        pytest.skip(f"network namespaces need {', '.join(missing)}")
-    holders = []
-    try:
-        outer = subprocess.Popen(["unshare", "-rn", "sleep", "300"], stderr=subprocess.PIPE)
-        holders.append(outer)
-        own = os.readlink("/proc/self/ns/net")
-        wait_until(lambda: outer.poll() is not None or network_of(outer) not in ("", own), "it left ours")
-        into = ("nsenter", "-t", str(outer.pid), "-U", "--preserve-credentials", "-n")
-        made = as_another_host(*into, "ip", "link", "add", "cable0", "type", "veth", "peer", "name", "cable1")
-        if made.returncode != 0:
-            pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")
-        inner = subprocess.Popen([*into, "unshare", "-n", "sleep", "300"])
-        holders.append(inner)
-        taken = ("", own, network_of(outer))
-        wait_until(lambda: network_of(inner) not in taken, "there was a second one")
-        far = ("nsenter", "-t", str(inner.pid), "-U", "--preserve-credentials", "-n")
-        for command in (
-            (*into, "ip", "link", "set", "cable1", "netns", str(inner.pid)),
-            (*into, "ip", "addr", "add", "10.9.8.1/24", "dev", "cable0"),
-            (*into, "ip", "link", "set", "cable0", "up"),
-            (*far, "ip", "addr", "add", "10.9.8.2/24", "dev", "cable1"),
-            (*far, "ip", "link", "set", "cable1", "up"),
-        ):
-            done = as_another_host(*command)
-            assert done.returncode == 0, (command, done.stderr)
-        yield [into, far]
-    finally:
-        for holder in holders:
-            holder.kill()
-            holder.communicate()
-
-
 class TestTwoHosts:
     def test_with_a_secret_they_talk_and_without_they_refuse(
         self, two_hosts: list[tuple[str, ...]], start: Start, shm_dir: Path
     ) -> None:
         near, far = two_hosts
-        server = start("server", near, folder=str(shm_dir), address="tcp://10.9.8.1:0", secret=SECRET, max_wait_us=1e3)
+        server = start("server", near, folder=str(shm_dir), address=f"tcp://{NEAR}:0", secret=SECRET, max_wait_us=1e3)
         address = server.hear()["address"]
         assert start("client", far, address=address, client=0, num_questions=100, secret=SECRET).hear()["num_answers"]
         told = start("client", far, address=address, client=1, num_questions=1).hear()

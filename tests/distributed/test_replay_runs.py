@@ -38,10 +38,10 @@ def test_inline_repeats_exactly(tmp_path: Path, shm_dir: Path, name: str) -> Non
     assert first["updates"] > 50 and first["env_steps"] >= 600 and not list(shm_dir.iterdir())
 
 
-@pytest.mark.parametrize("ratio", [0.5, 8.0])
-@pytest.mark.parametrize("name", ["dqn", "apex-dqn"])
+@pytest.mark.parametrize(("name", "ratio"), [("dqn", 0.5), ("dqn", 8.0), ("apex-dqn", 8.0), ("sac", 0.5), ("sac", 8.0)])
 def test_samples_per_insert_is_kept_within_a_hundredth(tmp_path: Path, shm_dir: Path, name: str, ratio: float) -> None:
-    changes = {"replay.samples_per_insert": ratio, "stop.steps": 20_000 if ratio < 1 else 12_000}
+    changes = {"replay.samples_per_insert": ratio, "actor.num_actors": 2, "acting.mode": "local"}
+    changes |= {"stop.steps": 20_000 if ratio < 1 else 8_000}
     replay = train(name, tmp_path, shm_dir, "local", **changes)["replay"]
     assert replay["samples_per_insert"] == pytest.approx(ratio, rel=0.01)
     assert replay["size"] == 2_000 < replay["inserted"] and replay["sampled"] % 32 == 0
@@ -55,7 +55,7 @@ def test_the_record_tells_of_the_replay(tmp_path: Path, shm_dir: Path) -> None:
     assert last["replay"]["inserted"] <= last["env_steps"] and last["loss"]["td_error"] >= 0
     assert last["version"] == 1 + summary["updates"] // 4, "weights are published with every fourth update"
     betas = [row["replay"]["beta"] for row in rows]
-    assert betas == sorted(betas) and betas[-1] > 0.9
+    assert betas == sorted(betas) and betas[0] < 0.6 and betas[-1] > 0.98, "it reaches its end with the run"
     assert summary["lag_max"] <= last["version"] and summary["dropped"] == 0 and summary["restarts"] == 0
 
 

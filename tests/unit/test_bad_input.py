@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch import nn
 
 from echelon.cli.main import main
 from echelon.runs.checkpoint import save_weights
+from telling import Command, assert_told
 from toy_envs import CounterEnv, Step
 
 HERE = str(Path(__file__).resolve())
@@ -90,63 +89,6 @@ def misfit_network(spaces: Any, num_params: int) -> nn.Module:
 
 def not_a_network(spaces: Any, num_params: int) -> str:
     return "a network"
-
-
-def processes() -> set[int]:
-    """The living children of this process."""
-    found = set()
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:  # it ended meanwhile
-                continue
-            if int(parent) == os.getpid() and state != "Z":
-                found.add(int(folder.name))
-    return found
-
-
-@dataclass
-class Told:
-    """What a command said."""
-
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Told]
-
-
-@pytest.fixture
-def command(
-    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Iterator[Command]:
-    """Runs a command in an empty folder; afterwards no process and no shared memory may be left."""
-    monkeypatch.chdir(tmp_path)
-    before = processes(), {path for path in Path("/dev/shm").glob(f"echelon-{os.getpid()}-*")}
-
-    def run(*arguments: str) -> Told:
-        capfd.readouterr()
-        where = ["--shm-dir", str(shm_dir)] if arguments[:1] == ("train",) and "--shm-dir" not in arguments else []
-        code = main([*arguments, *where])
-        out, err = capfd.readouterr()
-        assert list(shm_dir.iterdir()) == []
-        assert (processes(), set(Path("/dev/shm").glob(f"echelon-{os.getpid()}-*"))) == before
-        return Told(code, out, err)
-
-    yield run
-
-
-def assert_told(told: Told, code: int, *fragments: str) -> None:
-    """One message on stderr, in one piece, that holds every fragment."""
-    assert told.code == code, told.err or told.out
-    assert told.err.startswith("echelon: ") and told.err.count("echelon: ") == 1, told.err
-    assert "Warning" not in told.err, told.err
-    if code == 2:
-        assert "Traceback" not in told.err, told.err
-    for fragment in fragments:
-        assert fragment in told.err, told.err
 
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pytest
 
 from echelon.bench import load, stages
+from echelon.bench.replayed import ReplayLearning
 from echelon.bench.stages import Cost
 from echelon.bench.train import bench_train, limit, table
 from echelon.bench.watch import Sample, busy_seconds, cpu_seconds, usage
@@ -54,6 +55,29 @@ def test_inline_reports_everything(name: str) -> None:
     assert "training" in output.getvalue() and "measuring" in output.getvalue()
     assert "efficiency" in table(report) and report["rest"] in table(report)
     assert json.dumps(report)
+
+
+@pytest.mark.parametrize("name", ["apex-dqn", "sac"])
+def test_replay_is_measured_by_the_samples_of_a_step(name: str) -> None:
+    config = tiny("inline", name, 700)
+    sizes = replace(config.replay, batch=16, min_size=200, capacity=4_000, samples_per_insert=8.0)
+    config = replace(config, actor=replace(config.actor, trajectory=1), replay=sizes)
+    report = bench_train(config, seconds=60.0, num_chunks=1, chunk_s=0.02, output=io.StringIO())
+    check(report)
+    assert report["samples_per_s"] / report["env_steps_per_s"] == pytest.approx(8.0, rel=0.2)
+    assert "samples/s" in table(report) and json.dumps(report)
+
+
+def test_a_batch_of_replay_stands_for_the_steps_that_it_is_drawn_for(tmp_path: Path) -> None:
+    config = preset("apex-dqn", "ALE/Pong-v5")
+    actor = replace(config.actor, num_actors=2, envs=2)
+    config = replace(config, actor=actor, replay=replace(config.replay, batch=4, min_size=30, capacity=400))
+    found = stages.Stages(config, tmp_path, "cpu", samples_per_step=8.0)
+    assert isinstance(found.learning, ReplayLearning)
+    assert found.learning.learn() == found.learning.learn() == 0.5
+    figures = found.learning.source.figures()
+    assert figures["sampled"] == 8 and 30 <= figures["size"] <= 60, "frames lie in both shards"
+    found.close()
 
 
 def test_local_counts_the_time_of_every_role(tmp_path: Path) -> None:

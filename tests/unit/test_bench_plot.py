@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from echelon.bench import plot
+from echelon.bench.rpc import plot as rpc_plot
 from echelon.bench.rpc.report import Report
 from echelon.bench.rpc.setting import Raw, Setting
 from echelon.bench.sweep import METRICS, Sweep, read_sweep
@@ -140,7 +141,7 @@ class Drawn:
         monkeypatch.setattr(
             Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw))
         )
-        plot.draw(sweep, metric)
+        rpc_plot.draw(sweep, metric)
         self.figure = figures[0]
         self.axes = self.figure.axes[0]
         self.texts = [text.get_text() for text in self.axes.texts]
@@ -181,7 +182,7 @@ def test_throughput_has_thousands_separators_and_a_linear_axis_begins_at_zero(
     ("largest_s", "unit", "text"), [(12.0, "s", "12"), (0.0153, "ms", "15.3"), (0.000254, "µs", "254")]
 )
 def test_latency_is_told_in_a_readable_unit(largest_s: float, unit: str, text: str) -> None:
-    found = plot.unit_of("agent latency", [1e-9, largest_s])
+    found = rpc_plot.unit_of("agent latency", [1e-9, largest_s])
     assert found.name == unit and found.text(largest_s) == text
 
 

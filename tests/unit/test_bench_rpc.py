@@ -20,8 +20,9 @@ from echelon.bench.rpc.policy import AgentPolicy
 from echelon.bench.rpc.report import METRICS, Report, metrics_of
 from echelon.bench.rpc.setting import TRANSPORTS, Raw, Setting, backend_of
 from echelon.cli.bench import BENCHES
-from echelon.cli.bench_rpc import make_parser, parse_settings, progress_bar
+from echelon.cli.bench_rpc import make_parser, parse_settings
 from echelon.cli.main import main
+from echelon.cli.output import progress_bar
 from echelon.errors import ConfigError
 
 SEED_ARGUMENTS = {
@@ -266,7 +267,7 @@ class TestReport:
 
 
 def test_the_progress_bar_stays_off_the_output(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_bar("world_size 10 (1/2)") as progress:
+    with progress_bar("world_size 10 (1/2)", "requests") as progress:
         progress(1, 2)
         progress(2, 2)
     assert capsys.readouterr() == ("", "")

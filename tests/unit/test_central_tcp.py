@@ -14,6 +14,7 @@ from echelon.roles import inference as inference_role
 from echelon.roles.inference import Inference
 from echelon.roles.plan import Plan, act_layout
 from echelon.transport.act_tcp import RemoteSeat
+from echelon.transport.session import secret_of
 from running import wait_until
 from stage import Stage
 
@@ -59,30 +60,30 @@ class TestSecret:
     def test_a_run_without_one_makes_its_own_that_only_its_user_reads(
         self, make_tcp_stage: Callable[..., Stage]
     ) -> None:
-        plan = make_tcp_stage().plan
-        assert stat.S_IMODE(plan.secret_file.stat().st_mode) == 0o600
-        assert len(set(plan.act_secret())) > 4 and len(plan.act_secret()) == 64
+        session = make_tcp_stage().context.session
+        assert stat.S_IMODE((session / "secret").stat().st_mode) == 0o600
+        assert len(set(secret_of(session))) > 4 and len(secret_of(session)) == 64
 
     def test_every_run_has_another(self, make_tcp_stage: Callable[..., Stage]) -> None:
         stage = make_tcp_stage()
         (session := stage.context.session / "another").mkdir()
         other = Plan(dataclasses.replace(stage.context, session=session))
         other.make()
-        assert other.act_secret() != stage.plan.act_secret()
+        assert secret_of(session) != secret_of(stage.context.session)
 
     def test_that_of_the_environment_wins(
         self, make_tcp_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         stage = make_tcp_stage()
         monkeypatch.setenv("ECHELON_SECRET", SECRET)
-        assert stage.plan.act_secret() == SECRET
+        assert secret_of(stage.context.session) == SECRET
         (session := stage.context.session / "another").mkdir()
         other = Plan(dataclasses.replace(stage.context, session=session))
         other.make()
-        assert not other.secret_file.exists()
+        assert not (session / "secret").exists()
 
     def test_shared_memory_needs_none(self, make_tcp_stage: Callable[..., Stage]) -> None:
-        assert not make_tcp_stage(**{"acting.transport": "shm"}).plan.secret_file.exists()
+        assert not (make_tcp_stage(**{"acting.transport": "shm"}).context.session / "secret").exists()
 
     @pytest.mark.parametrize("given", [None, SECRET])
     def test_actors_are_let_in_and_nobody_else(
@@ -125,7 +126,7 @@ class TestDoor:
         self, make_tcp_stage: Callable[..., Stage]
     ) -> None:
         stage = make_tcp_stage("FrozenLake-v1")
-        inference, secret = stage.inference(), stage.plan.act_secret()
+        inference, secret = stage.inference(), secret_of(stage.context.session)
         stray = take_seat(stage, secret)
         stray.observation[0][...] = 10**6
         stray.ask()

@@ -10,18 +10,8 @@ import pytest
 import zmq
 
 from echelon.errors import ConfigError
-from echelon.transport.curve import (
-    Gate,
-    Keypair,
-    Socket,
-    check_secret,
-    keypair,
-    needs_secret,
-    numeric,
-    secret_from_environment,
-    secure_client,
-    secure_server,
-)
+from echelon.transport.curve import Gate, Keypair, Socket, keypair, secure_client, secure_server
+from echelon.transport.secret import check_secret, needs_secret, numeric, secret_from_environment
 from running import wait_until
 
 SECRET = "a secret of the tests"

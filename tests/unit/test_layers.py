@@ -35,21 +35,23 @@ ALLOWED: dict[str, set[str]] = {
     "engines": {"errors", "schema", "transport"},
     "world": {"errors", "schema", "transport", "engines"},
     "replay": {"errors", "layout", "schema", "config", "transport"},
-    "servers": {"errors", "config", "layout", "schema", "transport", "engines", "world"} | LEARNING,
+    "servers": {"errors", "config", "layout", "schema", "transport", "engines", "world", "replay"} | LEARNING,
     "envs": {"errors", "names", "config", "schema"},
     "runs": {"errors", "config", "config_io", "schema"},
     "roles": GROUND | LEARNING | PLANES | {"replay", "servers", "envs", "runs"},
     "presets": {"errors", "config"},
-    "training": GROUND | LEARNING | PLANES | {"replay", "servers", "envs", "runs", "roles", "presets"},
-    "__init__": {"config", "training"},
+    "preparation": GROUND | PLANES | {"envs", "runs", "roles"},
+    "training": GROUND | LEARNING | PLANES | {"replay", "servers", "envs", "runs", "roles", "presets", "preparation"},
+    "asynchronous": GROUND | LEARNING | PLANES | {"replay", "envs", "roles", "presets", "training"},
+    "__init__": {"config", "training", "presets", "asynchronous"},
     "bench": GROUND
     | LEARNING
     | PLANES
-    | {"replay", "servers", "envs", "runs", "roles", "presets", "training", "__init__"},
+    | {"replay", "servers", "envs", "runs", "roles", "presets", "training", "asynchronous", "__init__"},
     "cli": GROUND
     | LEARNING
     | PLANES
-    | {"replay", "servers", "envs", "runs", "roles", "presets", "training", "bench", "__init__"},
+    | {"replay", "servers", "envs", "runs", "roles", "presets", "training", "asynchronous", "bench", "__init__"},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from echelon.errors import ConfigError
 from echelon.replay.episodes import EpisodeBuffer
-from echelon.replay.layout import ReplayError
+from echelon.replay.layout import ReplayError, item_layout
+from echelon.replay.reader import ShardReader
+from echelon.replay.shard import Shard
+from echelon.replay.sharded import Replay
+from echelon.replay.snapshot import Snapshot
 
 Array = np.ndarray[Any, Any]
 
@@ -83,3 +89,45 @@ def test_bad_input_is_refused_and_the_buffer_unharmed() -> None:
     assert buffer.size == 4 and len(buffer.sample(4, 0.4, rng)) == 4
     with pytest.raises(ReplayError, match="numbers and booleans only"):
         EpisodeBuffer(20, 10).append({"name": np.array(["a"])})
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_a_saved_buffer_draws_the_same_and_goes_on_the_same(tmp_path: Path, alpha: float) -> None:
+    buffer, again = EpisodeBuffer(40, 10, alpha), EpisodeBuffer(40, 10, alpha)
+    with pytest.raises(ReplayError, match="before the first episode"):
+        buffer.save(tmp_path / "one")
+    for number in range(12):
+        buffer.append(episode(number, 3 + number % 5), priority=0.5 + number)
+    buffer.save(tmp_path / "one")
+    again.load(tmp_path / "one")
+    with pytest.raises(ReplayError, match=r"cannot be loaded into one that holds \d episodes"):
+        again.load(tmp_path / "one")
+    ours, theirs = np.random.default_rng(1), np.random.default_rng(1)
+    for number in range(12, 20):
+        one, same = buffer.sample(5, 0.4, ours), again.sample(5, 0.4, theirs)
+        np.testing.assert_array_equal(one.keys.number, same.keys.number)
+        np.testing.assert_array_equal(one.weights, same.weights)
+        for name, value in one.fields.items():
+            np.testing.assert_array_equal(value, same.fields[name])
+        for either in (buffer, again):
+            either.append(episode(number, 4))
+        assert buffer.size == again.size
+
+
+def test_what_is_no_such_buffer_is_not_loaded(tmp_path: Path) -> None:
+    buffer = EpisodeBuffer(40, 10)
+    buffer.append(episode(0, 5))
+    buffer.save(tmp_path / "one")
+    smaller = EpisodeBuffer(30, 10)
+    with pytest.raises(ConfigError, match="of another replay"):
+        smaller.load(tmp_path / "one")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        smaller.load(tmp_path / "none")
+    (tmp_path / "one" / "shard-0.ring-0").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"damaged: shard-0\.ring-0 has 0 bytes"):
+        EpisodeBuffer(40, 10).load(tmp_path / "one")
+    shard = Shard(item_layout({"x": ((), np.float32)}, 4))
+    Snapshot(tmp_path / "other", Replay([ShardReader(shard)])).write()
+    with pytest.raises(ConfigError, match="not one of an episode buffer"):
+        smaller.load(tmp_path / "other")
+    assert smaller.size == 0 and smaller.append(episode(0, 5)) == 0, "it is as good as new"

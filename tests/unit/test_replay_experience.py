@@ -273,7 +273,7 @@ def test_a_layout_that_cannot_be_is_refused() -> None:
         shaped(**{"replay.frames": "stacked"})
     fields = {"replay.capacity": 100, "replay.min_size": 80, "replay.batch": 40, "actor.num_actors": 4}
     with pytest.raises(
-        ConfigError, match=r"replay\.capacity=100 gives each of 4 actors a shard of 25.*Raise it to 160"
+        ConfigError, match=r"replay\.capacity=100 gives each of 4 shards 25 transitions.*Raise it to 160"
     ):
         shaped(**fields)
 

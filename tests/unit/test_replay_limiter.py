@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,18 @@ def start_waiting(wait: Any) -> threading.Thread:
     return thread
 
 
+class TestLosses:
+    def test_what_is_due_for_items_that_are_gone_is_written_off_so_that_others_may_come(self) -> None:
+        limiter = Limiter(rule())
+        limiter.note_inserted(0, 26)
+        assert limiter.balance == 24.0 and not limiter.may_insert(2)
+        limiter.write_off(0)
+        assert limiter.balance == 0.0 and limiter.may_insert(2) and limiter.sampled == 24
+        limiter.note_sampled(0, 8)
+        limiter.write_off(0)
+        assert limiter.balance == -8.0, "nothing is due"
+
+
 class TestWaiting:
     def test_a_learner_wakes_when_enough_was_inserted(self, shm_dir: Path) -> None:
         limiter = Limiter.at(shm_dir, rule())
@@ -131,6 +144,15 @@ class TestWaiting:
         limiter.note_sampled(0, 1)
         actor.join(30.0)
         assert not actor.is_alive()
+
+    def test_waiting_costs_no_processor_time(self) -> None:
+        """Both sides, each for half a second: who looks again and again instead of sleeping uses all of it."""
+        limiter = Limiter(rule())
+        for wait, count in ((limiter.wait_to_sample, 16), (limiter.wait_to_insert, 2)):
+            start_s, spent_s = time.monotonic(), time.thread_time()
+            assert not wait(count, 0.5)
+            assert time.monotonic() - start_s >= 0.5 and time.thread_time() - spent_s < 0.1
+            limiter.note_inserted(0, 1000)
 
     def test_a_wait_ends_with_its_time(self) -> None:
         limiter = Limiter(rule())

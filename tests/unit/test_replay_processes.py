@@ -12,10 +12,14 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from echelon.replay.layout import item_layout
 from echelon.replay.limiter import Limiter
-from replay_roles import BATCH, CAPACITY, CHUNK, NUM_SHARDS, RULE, first_priority, learn_once, learned_priority
+from echelon.replay.reader import ShardReader
+from echelon.replay.shard import Shard, ShardWriter
+from echelon.replay.sharded import Replay
+from replay_roles import BATCH, CAPACITY, CHUNK, FIELDS, NUM_SHARDS, RULE, first_priority, learn_once, learned_priority
 from replay_roles import open_replay as open_here
-from running import TESTS, wait_until
+from running import DEADLINE_S, TESTS, wait_until
 
 
 class Roles:
@@ -83,14 +87,35 @@ def test_a_killed_writer_is_followed_by_another_and_its_items_stay(roles: Roles)
         np.testing.assert_array_equal(drawn.fields["number"], drawn.keys.number)
 
 
+def test_weights_over_shards_of_other_processes_are_those_of_one_buffer(roles: Roles) -> None:
+    writers = [roles.start("write", index, head=2 * CAPACITY) for index in range(NUM_SHARDS)]
+    rng = np.random.default_rng(0)
+    while any(process.poll() is None for process in writers):
+        learn_once(roles.limiter, roles.replay, rng)
+    assert [process.returncode for process in writers] == [0] * NUM_SHARDS
+    sharded = Replay(roles.replay.readers, alpha=0.6)
+    single = ShardWriter(Shard(item_layout(FIELDS, NUM_SHARDS * CAPACITY)))
+    for reader in roles.replay.readers:  # slot by slot, as the shards lie side by side in the tree
+        assert isinstance(reader, ShardReader)
+        single.append(reader.shard.items.columns, reader.column.priorities)
+    reference = Replay([ShardReader(single.shard)], alpha=0.6)
+    assert sharded.size == reference.size == NUM_SHARDS * CAPACITY
+    assert sharded.mass.total == pytest.approx(reference.mass.total, rel=1e-12)
+    for seed in range(50):
+        found, expected = (r.sample(BATCH, 0.4, np.random.default_rng(seed)) for r in (sharded, reference))
+        np.testing.assert_array_equal(found.fields["checksum"], expected.fields["checksum"])  # the same items
+        np.testing.assert_allclose(found.weights, expected.weights, rtol=1e-9)
+
+
 def test_a_killed_learner_is_followed_by_one_that_knows_its_priorities(roles: Roles) -> None:
-    writers = [roles.start("write", index) for index in range(NUM_SHARDS)]
-    for life in range(2):
-        learner = roles.start("learn", life)
-        goal = roles.limiter.sampled + 50 * BATCH
-        wait_until(lambda goal=goal: roles.limiter.sampled >= goal, "the learner learned")  # type: ignore[misc]
-        roles.kill(learner)
-    roles.kill(*writers)
+    writers = [roles.start("write", index, head=4 * CAPACITY) for index in range(NUM_SHARDS)]
+    first = roles.start("learn", 0)
+    wait_until(lambda: roles.limiter.sampled >= 50 * BATCH, "the first learner learned")
+    roles.kill(first)
+    second = roles.start("learn", 1)  # without it the writers would wait at the end of their band
+    assert [process.wait(DEADLINE_S) for process in writers] == [0] * NUM_SHARDS
+    wait_until(lambda: not roles.limiter.may_sample(BATCH), "the second learner came to the end of its band")
+    roles.kill(second)
     replay = open_here(roles.folder)
     total, num_learned = 0.0, 0
     for shard, reader in enumerate(replay.readers):
@@ -100,7 +125,7 @@ def test_a_killed_learner_is_followed_by_one_that_knows_its_priorities(roles: Ro
         np.testing.assert_array_equal(priorities[~is_learned], first_priority(numbers[~is_learned]))
         total += priorities.sum()
         num_learned += int(is_learned.sum())
-        assert len(numbers) >= CAPACITY - CHUNK
+        assert len(numbers) == CAPACITY
     assert replay.mass.total == pytest.approx(total, rel=1e-12) and num_learned > 100
     drawn = replay.sample(BATCH, 0.4, np.random.default_rng(0))
     np.testing.assert_array_equal(drawn.fields["number"], drawn.keys.number)
@@ -116,3 +141,16 @@ def test_a_writer_at_the_end_of_the_band_sleeps_until_something_is_drawn(roles: 
     for _ in range(20):
         roles.limiter.note_sampled(0, BATCH)
     wait_until(lambda: roles.limiter.inserted > before, "the writer woke")
+
+
+def test_replay_needs_nothing_but_numpy() -> None:
+    """Where torch is there too, nothing else need be: every other package is refused on import."""
+    ended = subprocess.run(
+        [sys.executable, str(TESTS / "replay_alone.py")],
+        env={**os.environ, "PYTHONPATH": str(TESTS.parent / "src")},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert ended.returncode == 0 and ended.stdout == "drawn 32\n", ended.stderr

@@ -239,6 +239,7 @@ class TestLosses:
             raise PeerLost("gone")
 
         monkeypatch.setattr(shards.readers[0], "read", lost)
+        monkeypatch.setattr(shards.readers[0], "window", lost)
         with pytest.raises(ReplayError, match="none of the 1 shards holds an item any longer"):
             replay.sample(5, 0.4, np.random.default_rng(0))
 

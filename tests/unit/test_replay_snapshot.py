@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,10 @@ from echelon.replay.frames import FrameWriter
 from echelon.replay.layout import ShardLayout, item_layout
 from echelon.replay.limiter import Limiter, LimiterRule
 from echelon.replay.reader import ShardReader
+from echelon.replay.restore import DamagedSnapshot, restore
 from echelon.replay.shard import Shard, ShardWriter
 from echelon.replay.sharded import Replay
-from echelon.replay.snapshot import Snapshot, restore
+from echelon.replay.snapshot import HEADER, Snapshot
 
 Array = np.ndarray[Any, Any]
 RULE = LimiterRule(samples_per_insert=2.0, min_size=4, capacity=1000, batch=8, chunk=30, num_shards=2)
@@ -74,7 +78,7 @@ def test_it_is_taken_back_exactly(tmp_path: Path, alpha: float, length: int) -> 
         drawn = replay.sample(8, 0.4, rng)
         replay.update(drawn.keys, rng.random(8).astype(np.float32))
         limiter.note_sampled(0, 8)
-    Snapshot(tmp_path / "one", replay, limiter, {"updates": 7}).finish()
+    Snapshot(tmp_path / "one", replay, limiter, {"updates": 7}).write()
     readers, other = fresh(layout()), Limiter(RULE)
     assert restore(tmp_path / "one", readers, other) == {"updates": 7}
     again = Replay(readers, alpha)
@@ -111,14 +115,10 @@ def test_actors_go_on_while_it_is_written_and_what_they_overwrite_is_left_out(
     actors.play(70)
     replay.advance()
     cut = [replay.window(shard) for shard in range(2)]
-    under_way = Snapshot(tmp_path / "one", replay)
-    num_steps = 0
-    while not under_way.step():
-        if under_way._sealed is None:
-            actors.play(1 if num_steps % 2 else 0)
-            replay.advance()
-            num_steps += 1
-    assert num_steps > 20
+    for num_pieces, _ in enumerate(Snapshot(tmp_path / "one", replay).pieces()):
+        actors.play(num_pieces % 2)
+        replay.advance()
+    assert num_pieces > 20
     readers = fresh(layout(num_frames=num_frames))
     restore(tmp_path / "one", readers)
     again = Replay(readers, 0.6)
@@ -131,46 +131,113 @@ def test_actors_go_on_while_it_is_written_and_what_they_overwrite_is_left_out(
 
 def test_an_empty_replay_is_a_snapshot_too(tmp_path: Path) -> None:
     readers = fresh(layout())
-    Snapshot(tmp_path / "one", Replay(readers, 0.6)).finish()
+    Snapshot(tmp_path / "one", Replay(readers, 0.6)).write()
     others = fresh(layout())
     assert restore(tmp_path / "one", others) == {}
     assert Replay(others, 0.6).size == 0
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A snapshot of a few items."""
     actors = Actors(layout())
     actors.play(5)
     replay = Replay([ShardReader(shard) for shard in actors.shards], 0.6)
-    path = tmp_path / "one"
-    Snapshot(path, replay).finish()
-    with pytest.raises(ConfigError, match="is there already"):
-        Snapshot(path, replay)
-    with pytest.raises(ConfigError, match=r"cannot be read.*finished snapshot"):
-        restore(tmp_path / "none", fresh(layout()))
-    with pytest.raises(ConfigError, match="2 shards; expected are 1 and 1"):
-        restore(path, fresh(layout())[:1])
-    with pytest.raises(ConfigError, match="was made for"):
-        restore(path, fresh(layout(51)))
+    Snapshot(tmp_path / "one", replay, Limiter(RULE)).write()
+    return tmp_path / "one"
+
+
+def assert_empty(readers: list[ShardReader], limiter: Limiter) -> None:
+    replay = Replay(readers, 0.6)
+    assert replay.size == 0 and replay.mass.total == 0.0 and limiter.inserted == limiter.sampled == 0
+
+
+def test_one_of_another_replay_is_refused_before_anything_is_touched(written: Path) -> None:
+    readers, limiter = fresh(layout()), Limiter(RULE)
+    with pytest.raises(ConfigError, match="has 2 shards, where this replay has 1"):
+        restore(written, readers[:1], limiter)
+    with pytest.raises(ConfigError, match=r"of another replay: its items are .*'capacity': 50.* are .*'capacity': 51"):
+        restore(written, fresh(layout(51)), limiter)
+    other = LimiterRule(samples_per_insert=2.0, min_size=4, capacity=1000, batch=8, chunk=30, num_shards=3)
+    with pytest.raises(ConfigError, match="counts 2 shards and 1 learners; this run has 3 and 1"):
+        restore(written, readers, Limiter(other))
+    assert_empty(readers, limiter)
+    restore(written, readers, limiter)
     with pytest.raises(ConfigError, match="holds items already"):
-        restore(path, [ShardReader(shard) for shard in actors.shards])
-    header = json.loads((path / "replay.json").read_text())
-    (path / "replay.json").write_text(json.dumps(header | {"format": 2}))
-    with pytest.raises(ConfigError, match="has format 2"):
-        restore(path, fresh(layout()))
-    (path / "replay.json").write_text(json.dumps(header))
-    file = path / "shard-1.bin"
-    file.write_bytes(file.read_bytes()[:-1])
-    readers = fresh(layout())
-    with pytest.raises(ConfigError, match=r"damaged: shard-1\.bin"):
-        restore(path, readers)
-    assert Replay(readers, 0.6).size == 0
+        restore(written, readers, limiter)
+    record = json.loads((written / HEADER).read_text())
+    text = json.dumps(record["snapshot"] | {"format": 1})
+    (written / HEADER).write_text(f'{{"crc32": {zlib.crc32(text.encode())}, "snapshot": {text}}}')
+    with pytest.raises(ConfigError, match="has format 1; this Echelon reads format 2"):
+        restore(written, fresh(layout()), limiter)
+
+
+FILES = ["replay.json", "shard-0.rows", "shard-1.rows", "shard-1.ring-0", "shard-1.priorities"]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("harm", ["flipped", "short", "long", "empty", "gone", "folder"])
+def test_a_damaged_one_is_refused_and_leaves_the_replay_empty(written: Path, file: str, harm: str) -> None:
+    path = written / file
+    content = path.read_bytes()
+    path.unlink()
+    if harm == "folder":
+        path.mkdir()
+    elif harm != "gone":
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 4
+        path.write_bytes({"flipped": flipped, "short": content[:-1], "long": content + b"x", "empty": b""}[harm])
+    readers, limiter = fresh(layout()), Limiter(RULE)
+    if (file, harm) == ("replay.json", "short"):  # only the newline at its end
+        path.write_bytes(content[:-2])
+    with pytest.raises(DamagedSnapshot, match=rf"{re.escape(str(written))}.*{re.escape(file)}"):
+        restore(written, readers, limiter)
+    assert_empty(readers, limiter)
+
+
+def test_every_single_flipped_bit_of_the_header_is_found(written: Path) -> None:
+    content = (written / HEADER).read_bytes()
+    rng = np.random.default_rng(0)
+    for place, bit in zip(rng.integers(0, len(content) - 1, 200), rng.integers(0, 8, 200), strict=True):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << int(bit)
+        (written / HEADER).write_bytes(flipped)
+        with pytest.raises(DamagedSnapshot):
+            restore(written, fresh(layout()), Limiter(RULE))
 
 
 def test_a_crash_leaves_only_what_the_next_one_removes(tmp_path: Path) -> None:
     actors = Actors(layout())
     actors.play(5)
     replay = Replay([ShardReader(shard) for shard in actors.shards], 0.6)
-    Snapshot(tmp_path / "one", replay).step()
-    assert [path.name for path in tmp_path.iterdir()] == ["one.part"]
-    Snapshot(tmp_path / "one", replay).finish()
+    crashed = Snapshot(tmp_path / "one", replay).pieces()
+    next(crashed)
+    left = tmp_path / "left"
+    shutil.copytree(tmp_path / "one.part", left)
+    crashed.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["left"], "one that is given up cleans up by itself"
+    left.rename(tmp_path / "one.part")
+    Snapshot(tmp_path / "one", replay).write()
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+def test_one_of_the_same_name_is_replaced_at_the_end_and_nothing_else_ever_is(tmp_path: Path) -> None:
+    actors = Actors(layout())
+    actors.play(5)
+    replay = Replay([ShardReader(shard) for shard in actors.shards], 0.6)
+    Snapshot(tmp_path / "one", replay, counters={"n": 1}).write()
+    for _ in Snapshot(tmp_path / "one", replay, counters={"n": 2}).pieces():
+        assert restore(tmp_path / "one", fresh(layout())) == {"n": 1}
+    assert restore(tmp_path / "one", fresh(layout())) == {"n": 2}
+    (tmp_path / "thesis").mkdir()
+    with pytest.raises(ConfigError, match="would replace what is no snapshot"):
+        Snapshot(tmp_path / "thesis", replay)
+
+
+def test_what_it_takes_is_known_before_it_is_written(tmp_path: Path) -> None:
+    actors = Actors(layout())
+    actors.play(130)
+    snapshot = Snapshot(tmp_path / "one", Replay([ShardReader(shard) for shard in actors.shards], 0.6))
+    snapshot.write()
+    found = sum(path.stat().st_size for path in (tmp_path / "one").iterdir() if path.name != HEADER)
+    assert snapshot.nbytes == found > 0

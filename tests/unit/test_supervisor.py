@@ -46,6 +46,9 @@ class Engine:
     def start(self, spec: ProcessSpec) -> None:
         self.started.append(spec)
 
+    def is_here(self, name: str) -> bool:
+        return False
+
     def pid(self, name: str) -> int | None:
         return self.process
 

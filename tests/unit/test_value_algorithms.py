@@ -267,17 +267,31 @@ def test_pixels_and_any_depth(config: AlgorithmConfig, hidden: tuple[int, ...]) 
 
 def test_targets_follow_softly_or_are_copied() -> None:
     source = FlatModule(nn.Linear(3, 2), "cpu")
-    soft, hard = Target(source, tau=0.25), Target(source, period=3)
+    soft, hard = Target(source, tau=0.25), Target(source)
     start = source.parameters.clone()
     source.parameters += 1.0
     soft.follow()
     torch.testing.assert_close(soft.flat.parameters[:6], (start + 0.25)[:6])
-    for _ in range(2):
-        hard.follow()
-        assert torch.equal(hard.flat.parameters, start)
+    assert torch.equal(hard.flat.parameters, start)
     hard.follow()
     assert torch.equal(hard.flat.parameters, source.parameters)
     assert not any(parameter.requires_grad for parameter in soft.network.parameters())
+
+
+def test_a_hard_target_is_copied_after_every_period_and_a_soft_one_follows_every_batch() -> None:
+    hard, soft = make(DqnConfig(target_period=3), DISCRETE), make(DqnConfig(target_period=0, target_tau=0.5), DISCRETE)
+    for algorithm in (hard, soft):
+        start, update, copied = algorithm.model.parameters.clone(), updater(algorithm), []
+        for number in range(1, 8):
+            before = algorithm.target.flat.parameters.clone()
+            learn(algorithm, update, batch_of(DISCRETE))
+            now = algorithm.target.flat.parameters
+            if algorithm is hard and torch.equal(now, algorithm.model.parameters):
+                copied.append(number)
+            elif algorithm is soft:
+                torch.testing.assert_close(now, torch.lerp(before, algorithm.model.parameters, 0.5))
+        assert not torch.equal(start, algorithm.model.parameters)
+        assert copied == ([3, 6] if algorithm is hard else [])
 
 
 @pytest.mark.parametrize("name", ["dqn", "td3", "sac"])

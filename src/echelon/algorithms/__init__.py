@@ -9,7 +9,8 @@ from echelon.algorithms.model import Model
 from echelon.algorithms.ppo import Ppo
 from echelon.algorithms.protocol import Algorithm
 from echelon.algorithms.sac import Sac
-from echelon.config import AlgorithmConfig, DdpgConfig, DqnConfig, ImpalaConfig, PpoConfig, SacConfig
+from echelon.config import AlgorithmConfig, DdpgConfig, DqnConfig, ImpalaConfig, OwnConfig, PpoConfig, SacConfig
+from echelon.errors import ConfigError
 
 
 def build_algorithm(config: AlgorithmConfig, model: Model, seed: int) -> Algorithm:
@@ -25,6 +26,11 @@ def build_algorithm(config: AlgorithmConfig, model: Model, seed: int) -> Algorit
             return Ddpg(config, model, seed)
         case SacConfig():
             return Sac(config, model, seed)
+        case OwnConfig():
+            raise ConfigError(
+                "algorithm.name=own is a rule that a program of its user's brings along: run that program "
+                "(AsyncLearningNode), or name one of ours."
+            )
 
 
 __all__ = ["Algorithm", "Ddpg", "Dqn", "Impala", "Model", "Ppo", "Sac", "build_algorithm"]

@@ -32,10 +32,15 @@ class Ddpg(Replayed):
         self.target_policy = Target(model, tau=config.target_tau)
         self.targets |= {"critic": self.target_critic, "policy": self.target_policy}
 
-    def losses(self, batch: TransitionBatch) -> Iterator[Loss]:
-        yield self._critic_loss(batch)
-        if self.num_learned % self.config.policy_delay == self.config.policy_delay - 1:
-            yield self._policy_loss(batch)
+    @property
+    def variant(self) -> bool:
+        """Whether the policy learns from the next batch, too."""
+        return self.num_learned % self.config.policy_delay == self.config.policy_delay - 1
+
+    def losses(self, minibatch: TransitionBatch) -> Iterator[Loss]:
+        yield self._critic_loss(minibatch)
+        if self.variant:
+            yield self._policy_loss(minibatch)
             self.target_critic.follow()
             self.target_policy.follow()
 
@@ -47,8 +52,9 @@ class Ddpg(Replayed):
                 action = smoothed_actions(action, config.target_noise, config.target_noise_clip, self.generator)
                 next_q_NB = self.target_critic.network(batch.next_observation, action)
             q_NB = self.critic.network(batch.observation, batch.action)
-        self.errors = clipped_double_targets(batch.reward, batch.discount, next_q_NB) - q_NB
-        loss = huber_loss(self.errors, batch.weight, config.huber)
+        errors = clipped_double_targets(batch.reward, batch.discount, next_q_NB) - q_NB
+        self.errors = errors.detach()
+        loss = huber_loss(errors, batch.weight, config.huber)
         return Loss(loss, {"q_mean": q_NB.mean(), "td_error": self.errors.abs().mean()}, "critic")
 
     def _policy_loss(self, batch: TransitionBatch) -> Loss:

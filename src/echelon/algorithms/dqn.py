@@ -28,12 +28,19 @@ class Dqn(Replayed):
     def __init__(self, config: DqnConfig, model: Model, seed: int) -> None:
         super().__init__(model, seed)
         self.config = config
-        self.target = Target(model, tau=config.target_tau, period=config.target_period)
+        self.target = Target(model, tau=config.target_tau or 1.0)
         self.targets["model"] = self.target
 
-    def losses(self, batch: TransitionBatch) -> Iterator[Loss]:
-        yield self._loss(batch)
-        self.target.follow()
+    @property
+    def variant(self) -> bool:
+        """Whether the target network follows after the next batch."""
+        period = self.config.target_period
+        return period == 0 or self.num_learned % period == period - 1
+
+    def losses(self, minibatch: TransitionBatch) -> Iterator[Loss]:
+        yield self._loss(minibatch)
+        if self.variant:
+            self.target.follow()
 
     def _loss(self, batch: TransitionBatch) -> Loss:
         with self.model.autocast():
@@ -41,7 +48,7 @@ class Dqn(Replayed):
                 next_target_BA = self.target.params(batch.next_observation)
                 next_online_BA = self.model.params(batch.next_observation) if self.config.double else next_target_BA
             q_BA = self.model.params(batch.observation)
-        self.errors = double_q_errors(
+        errors = double_q_errors(
             q_BA,
             batch.action,
             batch.reward,
@@ -49,5 +56,6 @@ class Dqn(Replayed):
             forbid(next_online_BA, action_mask(batch.next_observation)),
             next_target_BA,
         )
-        loss = huber_loss(self.errors, batch.weight, self.config.huber)
+        self.errors = errors.detach()
+        loss = huber_loss(errors, batch.weight, self.config.huber)
         return Loss(loss, {"q_mean": q_BA.mean(), "td_error": self.errors.abs().mean()})

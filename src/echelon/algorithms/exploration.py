@@ -5,6 +5,7 @@ Shapes: K rows (environments).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +41,7 @@ def _places(num_envs: int) -> Tensor:
 class Explorer:
     """The exploration of some environments of a run, by the steps that the run has made."""
 
-    def __init__(self, config: AlgorithmConfig, envs: range, num_envs: int) -> None:
+    def __init__(self, config: AlgorithmConfig, envs: Sequence[int], num_envs: int) -> None:
         """`envs` are the numbers of these environments among the `num_envs` of the whole run."""
         self.config = config
         self.ones = torch.ones(len(envs))

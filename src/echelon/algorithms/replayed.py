@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,14 +10,14 @@ import torch
 from torch import Tensor
 
 from echelon.algorithms.model import FlatModule, Model
-from echelon.algorithms.protocol import Group
+from echelon.algorithms.protocol import Group, Loss
 from echelon.algorithms.target import Target
 from echelon.algorithms.value_networks import Critic
 from echelon.objectives.values import priorities
 from echelon.schema import TransitionBatch
 
 
-class Replayed:
+class Replayed(ABC):
     """One batch of transitions is one minibatch; every transition's TD error becomes its priority."""
 
     def __init__(self, model: Model, seed: int) -> None:
@@ -35,8 +36,17 @@ class Replayed:
             torch.manual_seed(seed)
             return FlatModule(Critic(self.model.config, self.model.spaces, num), self.model.device)
 
+    @property
+    def variant(self) -> bool:
+        """What the next batch does that not every batch does; those of one variant are the same operations."""
+        return False
+
     def minibatches(self, batch: TransitionBatch) -> Iterator[TransitionBatch]:
         yield batch
+
+    @abstractmethod
+    def losses(self, minibatch: TransitionBatch) -> Iterator[Loss]:
+        """As `Algorithm` has it."""
 
     def priorities(self, minibatch: TransitionBatch) -> Tensor:
         return priorities(self.errors)

@@ -58,9 +58,9 @@ class Sac(Replayed):
     def log_temperature(self) -> Tensor:
         return self.warmth.network.log_value  # type: ignore[return-value]
 
-    def losses(self, batch: TransitionBatch) -> Iterator[Loss]:
-        yield self._critic_loss(batch)
-        policy_loss, log_prob_B = self._policy_loss(batch)
+    def losses(self, minibatch: TransitionBatch) -> Iterator[Loss]:
+        yield self._critic_loss(minibatch)
+        policy_loss, log_prob_B = self._policy_loss(minibatch)
         yield policy_loss
         if self.config.learn_temperature:
             loss = temperature_loss(self.log_temperature, log_prob_B, self.target_entropy)
@@ -75,8 +75,9 @@ class Sac(Replayed):
             if self.discrete:
                 action = batch.action.expand(len(q_NB), -1).unsqueeze(-1)
                 q_NB = q_NB.gather(-1, action).squeeze(-1)
-        self.errors = target_B - q_NB
-        loss = huber_loss(self.errors, batch.weight, 0.0)
+        errors = target_B - q_NB
+        self.errors = errors.detach()
+        loss = huber_loss(errors, batch.weight, 0.0)
         return Loss(loss, {"q_mean": q_NB.mean(), "td_error": self.errors.abs().mean()}, "critic")
 
     def _targets(self, batch: TransitionBatch) -> Tensor:

@@ -12,12 +12,11 @@ from echelon.schema import Tree
 
 
 class Target:
-    """A copy of a network that follows it: by `tau` after every update, or whole after every `period` updates."""
+    """A copy of a network that follows it, by the part `tau` of the way at a time."""
 
-    def __init__(self, source: FlatModule, *, tau: float = 0.0, period: int = 0) -> None:
-        self.source, self.tau, self.period = source, tau, period
+    def __init__(self, source: FlatModule, *, tau: float = 1.0) -> None:
+        self.source, self.tau = source, tau
         self.flat = source.copy()
-        self.num_updates = 0
         self._first = torch.zeros(0, dtype=torch.bool, device=source.device)
 
     @property
@@ -31,12 +30,9 @@ class Target:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """One more update of the source was made."""
-        self.num_updates += 1
-        if self.period and self.num_updates % self.period:
-            return
+        """Goes its part of the way to what the source is now."""
         mine, other = self.flat.tensors(), self.source.tensors()
-        if self.period:
+        if self.tau == 1.0:
             mine[0].copy_(other[0])
         else:
             mine[0].lerp_(other[0], self.tau)
@@ -44,9 +40,8 @@ class Target:
             target.copy_(buffer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.flat.weights(), "num_updates": self.num_updates}
+        return {"weights": self.flat.weights()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         weights: dict[str, Tensor] = state["weights"]
         self.flat.load_weights(weights, "the checkpoint's target network")
-        self.num_updates = state["num_updates"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,11 +20,12 @@ import numpy as np
 import torch
 
 from echelon.algorithms.model import Model
+from echelon.bench.exits import check_running
 from echelon.bench.feeder import MEASURE, NUM_GROUPS, STOP, Feed, Tally
 from echelon.bench.machine import hardware
 from echelon.config import NetworkConfig
 from echelon.engines.local import LocalEngine
-from echelon.engines.process import Exit, ProcessSpec
+from echelon.engines.process import ProcessSpec
 from echelon.errors import ConfigError, RunError
 from echelon.roles.placement import pick_device
 from echelon.schema import Spaces
@@ -214,7 +214,7 @@ class Serving:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not (self.board.asked > 0).all():
             time.sleep(0.01)
-            self._check(self.engine)
+            check_running(self.engine)
             if time.monotonic() > deadline:
                 raise RunError(f"the {self.setting.feeders} feeders were not ready within {START_TIMEOUT_S:.0f} s.")
 
@@ -223,14 +223,9 @@ class Serving:
         end, look = time.monotonic() + seconds, 0.0
         while (now := time.monotonic()) < end:
             if now > look:
-                self._check(self.engine)
+                check_running(self.engine)
                 look = now + LOOK_INTERVAL_S
             server.step(0.01)
-
-    @staticmethod
-    def _check(engine: LocalEngine) -> None:
-        for gone in engine.exits():
-            raise RunError(_why(gone))
 
     def _now(self, server: InferenceServer) -> dict[str, float]:
         counts = {
@@ -268,13 +263,6 @@ class Serving:
             self.engine.close(0.0)
         if isinstance(self.answerer, CudaAnswerer):
             self.answerer.close()
-
-
-def _why(gone: Exit) -> str:
-    if gone.failure is not None:
-        return f"{gone.name} failed: {gone.failure.kind}: {gone.failure.message}\n\n{gone.failure.traceback}"
-    how = f"was ended by {signal.Signals(gone.signal).name}" if gone.signal else f"left with code {gone.code}"
-    return f"{gone.name} (process {gone.pid}) {how}, so there is nothing to measure."
 
 
 def table(report: dict[str, Any]) -> str:

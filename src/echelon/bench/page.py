@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from html import escape
 from typing import Any
-
-from echelon.bench.sweep import Sweep
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; background: #fff; max-width: 1180px; margin: 2rem auto;
@@ -25,16 +24,23 @@ th { font-weight: 600; background: #f6f7f9 }
 """
 
 
-def page_of(name: str, sweep: Sweep, images: Mapping[str, bytes]) -> str:
-    """The report `name` as a page: figures, the table of all percentiles, and what it was measured with."""
-    title = f"RPC benchmark by {sweep.x_axis_name}"
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a page shows: figures by name, and tables that are HTML already."""
+
+    title: str
+    lead: str
+    images: Mapping[str, bytes]
+    sections: tuple[str, ...]
+
+
+def page_of(page: Page, name: str) -> str:
+    """The page of the report `name`."""
+    title = page.title
     figures = "".join(
-        f'<img alt="{escape(metric)} by {escape(sweep.x_axis_name)}" '
-        f'src="data:image/png;base64,{base64.b64encode(image).decode()}">\n'
-        for metric, image in images.items()
+        f'<img alt="{escape(what)}: {escape(title)}" src="data:image/png;base64,{base64.b64encode(image).decode()}">\n'
+        for what, image in page.images.items()
     )
-    sections = [_percentiles(sweep), _runs(sweep), _facts("Setting", sweep.arguments)]
-    sections += [_facts(each.capitalize(), sweep.extra.get(each)) for each in ("hardware", "versions")]
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -45,64 +51,38 @@ def page_of(name: str, sweep: Sweep, images: Mapping[str, bytes]) -> str:
 </head>
 <body>
 <h1>{escape(title)}</h1>
-<p>{escape(name)}: an agent answers the requests of observers for actions.</p>
+<p>{escape(name)}: {escape(page.lead)}</p>
 <div class="figures">
 {figures}</div>
-{"".join(sections)}</body>
+{"".join(page.sections)}</body>
 </html>
 """
 
 
-def _percentiles(sweep: Sweep) -> str:
-    percentiles = sorted({percentile for rows in sweep.metrics.values() for row in rows for percentile in row})
-    body = []
-    for metric, rows in sweep.metrics.items():
-        unit, per, digits = ("requests/s", 1.0, 0) if "throughput" in metric else ("ms", 1e3, 3)
-        for x, row in zip(sweep.xs, rows, strict=True):
-            numbers = [f"{row[p] * per:,.{digits}f}" if p in row else "" for p in percentiles]
-            body.append([f"{metric}, {unit}", x, *numbers])
-    return _section("All percentiles", _table(["", sweep.x_axis_name, *(f"p{p}" for p in percentiles)], body))
-
-
-def _runs(sweep: Sweep) -> str:
-    """What each run did as a whole, where the report says so."""
-    runs = sweep.extra.get("runs")
-    if not isinstance(runs, list) or len(runs) != len(sweep.xs) or not all(isinstance(run, dict) for run in runs):
-        return ""
-    columns = {
-        "requests_per_s": "requests/s in all",
-        "mean_batch": "mean batch",
-        "num_observers": "observers",
-        "num_requests": "requests",
-        "num_rounds": "batches",
-        "elapsed_s": "seconds",
-    }
-    body = [[x, *(_number(run.get(key)) for key in columns)] for x, run in zip(sweep.xs, runs, strict=True)]
-    return _section("Whole runs, the warm-up left out", _table([sweep.x_axis_name, *columns.values()], body))
-
-
-def _facts(title: str, facts: Any) -> str:
-    if not isinstance(facts, dict) or not facts:
+def facts(title: str, values: Any) -> str:
+    """A table of names and values; nothing where there are none."""
+    if not isinstance(values, dict) or not values:
         return ""
     rows = "".join(
-        f"<tr><td>{escape(str(key))}</td><td>{escape(_number(value))}</td></tr>\n"
-        for key, value in facts.items()
+        f"<tr><td>{escape(str(key))}</td><td>{escape(number(value))}</td></tr>\n"
+        for key, value in values.items()
         if value is not None
     )
-    return _section(title, f'<table class="facts">\n{rows}</table>')
+    return section(title, f'<table class="facts">\n{rows}</table>')
 
 
-def _section(title: str, content: str) -> str:
+def section(title: str, content: str) -> str:
     return f'<h2>{escape(title)}</h2>\n<div class="wide">{content}</div>\n'
 
 
-def _table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
+def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
     titles = "".join(f"<th>{escape(each)}</th>" for each in head)
     rows = "".join(f"<tr>{''.join(f'<td>{escape(each)}</td>' for each in row)}</tr>\n" for row in body)
     return f"<table>\n<tr>{titles}</tr>\n{rows}</table>"
 
 
-def _number(value: Any) -> str:
+def number(value: Any) -> str:
+    """A number as people read it; other values as they are."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "" if value is None else str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}" if value >= 100 else f"{value:.3g}"

@@ -16,17 +16,23 @@ import numpy as np
 import torch
 
 from echelon.algorithms import build_algorithm
+from echelon.algorithms.exploration import Explorer
+from echelon.algorithms.value_policy import ValuePolicy
+from echelon.bench.replayed import ReplayLearning
 from echelon.config import TrainConfig
 from echelon.envs.make import env_seeds, make_group, probe_spaces
 from echelon.envs.vector import StepRows
-from echelon.roles.acting import LocalActing, Question
+from echelon.roles.account import LossAccount
+from echelon.roles.acting import Acting, LocalActing, Question
 from echelon.roles.context import Context
+from echelon.roles.exploring import ExploringActing, Straying
 from echelon.roles.plan import Plan, window
 from echelon.roles.queue_source import QueueSource
 from echelon.roles.update import LocalUpdate, learn_once
 from echelon.schema import TrajectorySchema
 
 Array = np.ndarray[Any, Any]
+LATE = 1 << 40  # environment steps: after those that only explore
 BENCH_ACTOR = 1 << 21  # an actor number that no actor has: the stages share no seed with training
 
 
@@ -38,7 +44,7 @@ class Cost:
     wall_us: float
 
 
-def measure(stages: Mapping[str, Callable[[], int]], *, num_chunks: int, chunk_s: float) -> dict[str, Cost]:
+def measure(stages: Mapping[str, Callable[[], float]], *, num_chunks: int, chunk_s: float) -> dict[str, Cost]:
     """The cost of every stage; a stage does some work and returns how many environment steps that was.
 
     The stages take turns, chunk by chunk, so that a slow moment of the machine falls on all of them alike.
@@ -55,8 +61,8 @@ def measure(stages: Mapping[str, Callable[[], int]], *, num_chunks: int, chunk_s
     }
 
 
-def _chunk(stage: Callable[[], int], chunk_s: float) -> Cost:
-    steps, start, start_cpu = 0, time.perf_counter(), time.process_time()
+def _chunk(stage: Callable[[], float], chunk_s: float) -> Cost:
+    steps, start, start_cpu = 0.0, time.perf_counter(), time.process_time()
     while (elapsed_s := time.perf_counter() - start) < chunk_s:
         steps += stage()
     cpu_s = time.process_time() - start_cpu
@@ -87,7 +93,7 @@ class Collecting:
     def __init__(self, plan: Plan) -> None:
         config = plan.context.train
         seeds = env_seeds(config.seed, BENCH_ACTOR, 0, config.actor.envs + 1)
-        self.acting = LocalActing(plan.model, plan.board(), [config.actor.envs], seeds[-1:])
+        self.acting = _acting(plan, seeds[-1])
         self.to_env = plan.model.distribution.to_env
         self.group = make_group(config.env, seeds[:-1])
         self.schema = plan.schema
@@ -117,6 +123,7 @@ class Collecting:
         """The actions for row `t`, written down; returns what the environments receive."""
         self.acting.submit(0, self.questions[t])
         answer = self.acting.collect(0)
+        assert answer is not None, "local acting answers at once"
         self.views["action"][t] = answer.action
         self.views["log_prob"][t] = answer.log_prob
         return self.to_env(answer.action)
@@ -136,6 +143,17 @@ class Collecting:
 
     def close(self) -> None:
         self.group.close()
+
+
+def _acting(plan: Plan, seed: int) -> Acting:
+    """What an actor acts with, all of its environments as one group."""
+    config = plan.context.train
+    num_envs = config.actor.envs
+    if config.experience == "queue":
+        return LocalActing(plan.model, plan.board(), [num_envs], [seed])
+    explorer = Explorer(config.algorithm, range(num_envs), num_envs * config.actor.num_actors)
+    policy = ValuePolicy(plan.model, seed, with_values=config.replay.prioritized)
+    return ExploringActing(policy, plan.board(), Straying([explorer], lambda: LATE))
 
 
 def _step_rows(schema: TrajectorySchema, views: dict[str, Array], t: int) -> StepRows:
@@ -174,11 +192,11 @@ class Learning:
         version = self.board.version
         batch = self.source.take(version)
         assert batch is not None, f"{self.window} trajectories of every stream made no batch"
-        losses: list[dict[str, torch.Tensor]] = []
+        account = LossAccount()
         self.update.schedule(0.0)
-        learn_once(self.algorithm, batch, self.update, losses)
+        learn_once(self.algorithm, batch, self.update, account)
         self.source.prefetch(version + 1)
-        float(losses[-1]["loss"])  # the learner looks at it, which is where it waits for a GPU
+        account.newest.tolist()  # the learner looks at it, which is where it waits for a GPU
         self.board.publish(self.model.parts(), version + 1)
         self.source.admit()
         return self.steps_per_batch
@@ -188,16 +206,25 @@ class Learning:
 
 
 class Stages:
-    """Everything that is measured, made as `config` says, in the memory of `session`; learning happens on `device`."""
+    """Everything that is measured, made as `config` says, in the memory of `session`; learning happens on `device`.
 
-    def __init__(self, config: TrainConfig, session: Path, device: str) -> None:
-        context = stage_context(config, session)
+    Where experience is replayed, `samples_per_step` are drawn for every environment step; nobody is held back here.
+    """
+
+    def __init__(self, config: TrainConfig, session: Path, device: str, samples_per_step: float = 0.0) -> None:
+        replay = replace(config.replay, samples_per_insert=0.0, transport="shm", checkpoint=False)
+        context = stage_context(replace(config, replay=replay), session)
         if device != "cpu":
             torch.set_float32_matmul_precision("high")  # as the learner does
         self.collecting = Collecting(Plan(context))
-        self.learning = Learning(Plan(context, device=device), self.collecting.views)
+        plan, views = Plan(context, device=device), self.collecting.views
+        self.learning: Learning | ReplayLearning
+        if config.experience == "replay":
+            self.learning = ReplayLearning(plan, views, samples_per_step)
+        else:
+            self.learning = Learning(plan, views)
 
-    def callables(self) -> dict[str, Callable[[], int]]:
+    def callables(self) -> dict[str, Callable[[], float]]:
         return {"env": self.collecting.env, "act": self.collecting.act, "learn": self.learning.learn}
 
     def close(self) -> None:

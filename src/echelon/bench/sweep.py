@@ -32,7 +32,11 @@ class Sweep:
 
 def read_sweep(path: Path) -> Sweep:
     """The report at `path`, checked: what is wrong with it is a ConfigError."""
-    report = _load(path)
+    return sweep_of(load_report(path), path)
+
+
+def sweep_of(report: Mapping[str, Any], path: Path) -> Sweep:
+    """The report that was loaded from `path`, checked."""
     x_axis_name, results = report.get("x_axis_name"), report.get("benchmark_results")
     if not isinstance(results, list) or not results:
         raise ConfigError(
@@ -63,21 +67,21 @@ def read_sweep(path: Path) -> Sweep:
     )
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_report(path: Path) -> dict[str, Any]:
+    """The object in the file at `path`, of whatever benchmark it is."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"report {path} cannot be read: {error.strerror}. `echelon bench rpc --world_size 10,20` makes one."
+            f"report {path} cannot be read: {error.strerror}. `echelon bench rpc --world_size 10,20` makes one, and "
+            "`echelon bench replay --output FILE`."
         ) from error
     except ValueError as error:  # not UTF-8, or not JSON
-        raise ConfigError(
-            f"report {path} is not JSON: {error}. Give the file that `echelon bench rpc` wrote."
-        ) from error
+        raise ConfigError(f"report {path} is not JSON: {error}. Give the file that a benchmark wrote.") from error
     if not isinstance(report, dict):
         raise ConfigError(
-            f"report {path} holds a {type(report).__name__} where an object is expected. Give the file that "
-            "`echelon bench rpc` wrote."
+            f"report {path} holds a {type(report).__name__} where an object is expected. Give the file that a "
+            "benchmark wrote."
         )
     return report
 

@@ -44,11 +44,6 @@ def bench_train(
         raise ConfigError(f"seconds={seconds:g} must be above 0.")
     if config.stop.minutes:
         raise ConfigError("a benchmark is given its time with --seconds S, not with --minutes.")
-    if config.experience == "replay":
-        raise ConfigError(
-            f"this benchmark measures presets that learn from trajectories; {config.preset} replays transitions. The "
-            "last line of its training names its bottleneck."
-        )
     out = output or sys.stdout
 
     def tell(text: str) -> None:
@@ -61,7 +56,7 @@ def bench_train(
     tell(f"training {config.preset} on {_env_text(config)} for {seconds:g} s")
     result, used = _train(config, seconds, num_cores, tell)
     device = str(result.summary["device"])
-    costs = _costs(config, device, num_cores, {"num_chunks": num_chunks, "chunk_s": chunk_s}, tell)
+    costs = _costs(config, result, num_cores, {"num_chunks": num_chunks, "chunk_s": chunk_s}, tell)
     rate = float(result.summary["env_steps_per_s"])
     limits = {load: limit(cost, num_cores, on_gpu=device != "cpu") for load, cost in costs.items()}
     report = {
@@ -70,6 +65,7 @@ def bench_train(
         "stages": {name: {load: asdict(cost[name]) for load, cost in costs.items()} for name in costs["alone"]},
         "limit": limits,
         "env_steps_per_s": rate,
+        "samples_per_s": rate * _samples_per_step(result),
         "env_steps": result.summary["env_steps"],
         "efficiency": {load: rate / value for load, value in limits.items()},
         "processor": asdict(used) if used else None,
@@ -108,12 +104,19 @@ def _train(config: TrainConfig, seconds: float, num_cores: int, tell: Tell) -> t
             result = train(config, output=io.StringIO())
         finally:
             watch.stop()
-    if not result.summary["env_steps"]:
+    if not result.summary["updates"]:
         raise ConfigError(f"no batch was learned from within {seconds:g} s, start included. Raise --seconds.")
     return result, usage(watch.samples, num_cores, whole_machine=config.engine != "inline")
 
 
-def _costs(config: TrainConfig, device: str, num_cores: int, chunks: dict[str, Any], tell: Tell) -> dict[str, Costs]:
+def _samples_per_step(result: RunResult) -> float:
+    """How often a step was learned from; with replay, once it had begun to learn."""
+    return float(result.summary["replay"]["samples_per_insert"]) if "replay" in result.summary else 1.0
+
+
+def _costs(
+    config: TrainConfig, result: RunResult, num_cores: int, chunks: dict[str, Any], tell: Tell
+) -> dict[str, Costs]:
     """The stages' costs, alone and while the other cores are busy."""
     import torch
 
@@ -121,7 +124,7 @@ def _costs(config: TrainConfig, device: str, num_cores: int, chunks: dict[str, A
     torch.set_num_threads(1)
     duration_s = 3 * chunks["num_chunks"] * chunks["chunk_s"]
     try:
-        stages = Stages(config, session, device)
+        stages = Stages(config, session, str(result.summary["device"]), _samples_per_step(result))
         try:
             tell(f"measuring env, act and learn alone, about {duration_s:.0f} s")
             alone = measure(stages.callables(), **chunks)
@@ -189,6 +192,8 @@ def table(report: dict[str, Any]) -> str:
         rows.append(f"  {'all roles, while training':<38}{sum(report['processor']['roles_us'].values()):>10.2f}")
     rows.append(f"{'limit, steps/s':<30}{limits['alone']:>10,.0f}{limits['loaded']:>10,.0f}")
     rows.append(f"{'trained, steps/s':<30}{report['env_steps_per_s']:>10,.0f}")
+    if report["samples_per_s"] != report["env_steps_per_s"]:
+        rows.append(f"{'learned from, samples/s':<30}{report['samples_per_s']:>10,.0f}")
     rows.append(f"{'efficiency':<30}{efficiency['alone']:>10.1%}{efficiency['loaded']:>10.1%}")
     machine = report["hardware"]
     where = f"{report['num_cores']} of {machine['cores']} cores of {machine['processor']}"

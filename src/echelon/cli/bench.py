@@ -17,7 +17,11 @@ BENCHES = {
         "latency and throughput of act requests over each transport: echelon bench rpc",
         "echelon.cli.bench_rpc:run",
     ),
-    "plot": ("the figures of a sweep of `bench rpc`: echelon bench plot REPORT", "echelon.cli.bench_plot:run"),
+    "replay": (
+        "replay: inserts, draws, new priorities and memory: echelon bench replay",
+        "echelon.cli.bench_replay:run",
+    ),
+    "plot": ("the figures of a report of `rpc` or `replay`: echelon bench plot REPORT", "echelon.cli.bench_plot:run"),
     "act": ("actions per second of the inference server: echelon bench act", "echelon.cli.bench_act:run"),
 }
 

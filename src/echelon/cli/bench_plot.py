@@ -1,4 +1,4 @@
-"""`echelon bench plot REPORT`: the figures of a sweep of `echelon bench rpc`."""
+"""`echelon bench plot REPORT`: the figures of a report of `echelon bench rpc` or `echelon bench replay`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from pathlib import Path
 
 from echelon.cli.main import Parser
 
-TEXT = """Draw the report of a sweep of `echelon bench rpc`: four figures as PNG, and one HTML page with all of it."""
+TEXT = """\
+Draw a sweep of `echelon bench rpc`, or a report of `echelon bench replay`: figures as PNG, and one HTML page with all
+of it.
+"""
 
 
 def run(arguments: Sequence[str]) -> int:
     parser = Parser(prog="echelon bench plot", description=TEXT, allow_abbrev=False)
-    parser.add_argument("report", metavar="REPORT", help="the JSON file that `echelon bench rpc` wrote")
+    parser.add_argument("report", metavar="REPORT", help="the JSON file that the benchmark wrote")
     parser.add_argument(
         "--output-dir", "--output_dir", metavar="DIR", help="where the files go (the folder of the report)"
     )

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import os
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from echelon.bench.rpc.report import Report
-from echelon.bench.rpc.setting import TRANSPORTS, Progress, Setting, backend_of, check_setting
+from echelon.bench.rpc.setting import TRANSPORTS, Setting, backend_of, check_setting
 from echelon.cli.main import Parser
+from echelon.cli.output import check_writable, progress_bar
 from echelon.errors import ConfigError
 
 TEXT = """\
@@ -40,7 +38,6 @@ HELP = {
 }
 NEVER_A_LIST = ("master_addr", "master_port", "output_file_path", "shm_dir")
 TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
-REDRAW_INTERVAL_S = 0.25  # drawing takes processor time from what is measured
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -82,49 +79,17 @@ def parse_value(name: str, text: str) -> Any:
         raise ConfigError(f"{name}={text!r} is not a number. Write --{name} {getattr(Setting(), name)}.") from error
 
 
-def check_writable(path: Path) -> None:
-    """Raises ConfigError unless a report can be written to `path`: better now than after the measurement."""
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(
-            f"--output_file_path {path} cannot be written: name a file in a folder that exists and that you may write."
-        )
-
-
-@contextlib.contextmanager
-def progress_bar(label: str) -> Iterator[Progress]:
-    """Shows how far a run is, on a terminal's standard error, and leaves no trace there."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("requests"))
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(label, total=None)
-        last_s = 0.0
-
-        def show(num_done: int, total: int) -> None:
-            nonlocal last_s
-            if (now := time.monotonic()) - last_s >= REDRAW_INTERVAL_S:
-                last_s = now
-                bar.update(task, completed=num_done, total=total, refresh=True)
-
-        yield show
-
-
 def run(arguments: Sequence[str]) -> int:
     settings, x_axis_name = parse_settings(arguments)
     path = Path(settings[0].output_file_path)
-    check_writable(path)
+    check_writable(path, "--output_file_path")
     for setting in settings:
         check_setting(setting)
     report = Report(settings, x_axis_name)
     print(report.head(), flush=True)
     for number, setting in enumerate(settings, 1):
         value = f"{x_axis_name} {getattr(setting, x_axis_name)}" if x_axis_name else setting.transport
-        with progress_bar(f"{value} ({number}/{len(settings)})") as progress:
+        with progress_bar(f"{value} ({number}/{len(settings)})", "requests") as progress:
             raw = backend_of(setting.transport)(setting, progress)
         report.add(setting, raw)
         print(report.last(), flush=True)

@@ -14,8 +14,10 @@ from echelon.errors import ConfigError, DivergedError, EchelonError
 COMMANDS = {
     "train": "train a policy: echelon train PRESET ENV",
     "resume": "go on with a run: echelon resume RUN",
+    "learner": "learn from the episodes that workers bring: echelon learner PRESET ENV",
+    "worker": "bring episodes to a learner: echelon worker --learner HOST:PORT",
     "eval": "play greedy episodes with a run's newest weights: echelon eval RUN",
-    "bench": "measure: echelon bench train | rpc | plot | act",
+    "bench": "measure: echelon bench train | rpc | act | replay | plot",
     "doctor": "look at this machine: cores, GPU, shared memory, leftovers",
 }
 

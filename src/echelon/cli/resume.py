@@ -23,6 +23,13 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=whole, default=0, metavar="TOTAL", help="new total of environment steps")
     parser.add_argument("--minutes", type=float, default=0.0, metavar="TOTAL", help="new total of minutes")
     parser.add_argument("--until-return", type=float, default=None, metavar="R", help="new return to stop at")
+    parser.add_argument("--epochs", type=whole, default=0, metavar="TOTAL", help="new total of epochs (with workers)")
     known = parser.parse_args(list(arguments))
-    resume(known.run, steps=known.steps, minutes=known.minutes, until_return=known.until_return)
+    resume(
+        known.run,
+        steps=known.steps,
+        minutes=known.minutes,
+        until_return=known.until_return,
+        epochs=known.epochs,
+    )
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from echelon.cli.main import Parser
 from echelon.config import TrainConfig
@@ -11,7 +11,8 @@ from echelon.config_io import fields_of, set_fields
 from echelon.errors import ConfigError
 from echelon.presets import PRESETS, preset
 
-SHORT = {
+Options = Mapping[str, tuple[str, str, str]]  # name: the field's path, what its value looks like, what it does
+SHORT: Options = {
     "actors": ("actor.num_actors", "N", "actor processes"),
     "envs-per-actor": ("actor.envs", "K", "environments each actor steps"),
     "acting": ("acting.mode", "auto|local|central", "who chooses actions: every actor, or inference servers"),
@@ -29,8 +30,10 @@ SHORT = {
 }
 
 
-def make_parser(prog: str, description: str, arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """A parser with the positional arguments and short options of a training; its help shows the preset it finds."""
+def make_parser(
+    prog: str, description: str, arguments: Sequence[str] = (), options: Options = SHORT
+) -> argparse.ArgumentParser:
+    """A parser with the positional arguments and `options` of a training; its help shows the preset it finds."""
     parser = Parser(
         prog=prog,
         description=description,
@@ -40,7 +43,7 @@ def make_parser(prog: str, description: str, arguments: Sequence[str] = ()) -> a
     )
     parser.add_argument("preset", metavar="PRESET", help=", ".join(PRESETS))
     parser.add_argument("env", metavar="ENV", help="gymnasium id, module:factory, file.py:factory or envpool:ID")
-    for name, (_, metavar, text) in SHORT.items():
+    for name, (_, metavar, text) in options.items():
         parser.add_argument(f"--{name}", metavar=metavar, help=text)
     return parser
 
@@ -53,22 +56,22 @@ def _fields_help(name: str) -> str:
     return "\n".join(lines)
 
 
-def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> TrainConfig:
+def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str], options: Options = SHORT) -> TrainConfig:
     """The configuration that the preset and the options make together."""
-    rest, texts = _take_fields(arguments)
+    rest, texts = _take_fields(arguments, options)
     known = parser.parse_args(rest)
-    short = {path: value for name, (path, _, _) in SHORT.items() if (value := vars(known)[name.replace("-", "_")])}
+    short = {path: value for name, (path, _, _) in options.items() if (value := vars(known)[name.replace("-", "_")])}
     return set_fields(preset(known.preset, known.env), {**short, **texts})
 
 
-def _take_fields(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def _take_fields(arguments: Sequence[str], options: Options) -> tuple[list[str], dict[str, str]]:
     """Parts --section.field VALUE and --section.field=VALUE from the other arguments: these, and paths with texts."""
     rest: list[str] = []
     texts: dict[str, str] = {}
     words = iter(arguments)
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name in SHORT or name in ("", "help"):
+        if not word.startswith("--") or name in options or name in ("", "help"):
             rest.append(word)
             continue
         if not equals:

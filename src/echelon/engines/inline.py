@@ -8,9 +8,15 @@ from echelon.engines.process import Exit, ProcessSpec, Role, make_role
 class InlineEngine:
     """Steps the roles round-robin; an exception in a role reaches the caller as it is, for a debugger to stop at."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 0.0) -> None:
+        """A role may sleep for `timeout_s` inside a step: not at all where another one here must wake it."""
+        self._timeout_s = timeout_s
         self._roles: dict[str, Role] = {}
         self._exits: list[Exit] = []
+
+    def is_here(self, name: str) -> bool:
+        del name
+        return True
 
     def start(self, spec: ProcessSpec) -> None:
         self._roles[spec.name] = make_role(spec)
@@ -30,7 +36,7 @@ class InlineEngine:
         """One step of every role; False once none is left or one has just finished."""
         for name, role in list(self._roles.items()):
             if not role.finished:
-                role.step(0.0)  # nobody sleeps here: whom would the sleeper wait for?
+                role.step(self._timeout_s)
             if role.finished:
                 role.close()
                 del self._roles[name]

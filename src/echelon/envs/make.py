@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import importlib
 import inspect
 import re
@@ -26,27 +27,28 @@ from echelon.schema import Spaces
 
 __all__ = ["describe_callable", "env_seeds", "make_group", "probe_spaces", "resolve"]
 
+Wrapper = Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]
 GYM_ID = re.compile(r"([\w:-]+/)?[\w.:-]+-v\d+")
 
 
-def make_group(config: EnvConfig, seeds: list[int]) -> Group:
-    """The group of `len(seeds)` environments that `config` describes."""
-    id = config.id
+def make_group(config: EnvConfig, seeds: list[int], wrapper: Wrapper | None = None) -> Group:
+    """The group of `len(seeds)` environments that `config` describes; `wrapper` is applied last to each of them."""
+    id, wrap = config.id, functools.partial(_wrapped, config, wrapper)
     if not isinstance(id, str):
-        return _factory_group(config, id, seeds)
+        return _factory_group(config, id, seeds, wrapper)
     if id.startswith("envpool:"):
-        _refuse_wrappers(config)
+        _refuse_wrappers(config, wrapper)
         return envpool_group(config, id.removeprefix("envpool:"), seeds)
     module, _, name = id.rpartition(":")
     if module and not GYM_ID.fullmatch(name):
         factory = resolve(id)
         if not callable(factory):
             raise ConfigError(f'env.id="{id}" is {factory!r:.80}; a factory of environments must be callable.')
-        return _factory_group(config, factory, seeds)
+        return _factory_group(config, factory, seeds, wrapper)
     spec = _find_spec(id, module, name)
     if config.vector == "loop" or (config.vector == "auto" and spec.namespace != "ALE"):
-        return LoopGroup(_wrapped(config, lambda: _make_single(spec, config.kwargs)), seeds, config.on_error)
-    _refuse_wrappers(config)
+        return LoopGroup(wrap(lambda: _make_single(spec, config.kwargs)), seeds, config.on_error)
+    _refuse_wrappers(config, wrapper)
     return atari_group(config, spec, seeds) if spec.namespace == "ALE" else _entry_point_group(config, spec, seeds)
 
 
@@ -118,7 +120,7 @@ def _entry_point_group(config: EnvConfig, spec: EnvSpec, seeds: list[int]) -> Ve
     return VectorGroup(make, seeds, config.on_error)
 
 
-def _factory_group(config: EnvConfig, factory: Callable[..., Any], seeds: list[int]) -> Group:
+def _factory_group(config: EnvConfig, factory: Callable[..., Any], seeds: list[int], wrapper: Wrapper | None) -> Group:
     """The group of a user's factory: one with a parameter `num_envs` makes vector environments."""
     if "num_envs" not in _parameters(factory):
         if config.vector == "vector_entry_point":
@@ -126,8 +128,9 @@ def _factory_group(config: EnvConfig, factory: Callable[..., Any], seeds: list[i
                 f'env.vector="vector_entry_point", but the factory {_named(factory)} has no parameter num_envs, so it '
                 'makes single environments. Set env.vector="loop" (or "auto"), or have it return a VectorEnv.'
             )
-        return LoopGroup(_wrapped(config, lambda: _single(factory, config.kwargs)), seeds, config.on_error)
-    _refuse_wrappers(config)
+        make_single = _wrapped(config, wrapper, lambda: _single(factory, config.kwargs))
+        return LoopGroup(make_single, seeds, config.on_error)
+    _refuse_wrappers(config, wrapper)
     if config.vector == "loop":
         raise ConfigError(
             f'env.vector="loop", but the factory {_named(factory)} has a parameter num_envs, so it makes vector '
@@ -162,12 +165,15 @@ def _single(factory: Callable[..., Any], kwargs: dict[str, Any]) -> gym.Env[Any,
     return env
 
 
-def _wrapped(config: EnvConfig, make: Callable[[], gym.Env[Any, Any]]) -> Callable[[], gym.Env[Any, Any]]:
-    wrappers = [resolve(name) for name in config.wrappers]
+def _wrapped(
+    config: EnvConfig, last: Wrapper | None, make: Callable[[], gym.Env[Any, Any]]
+) -> Callable[[], gym.Env[Any, Any]]:
+    wrappers: list[tuple[str, object]] = [(name, resolve(name)) for name in config.wrappers]
+    wrappers += [(_named(last), last)] if last is not None else []
 
     def make_wrapped() -> gym.Env[Any, Any]:
         env = make()
-        for name, wrapper in zip(config.wrappers, wrappers, strict=True):
+        for name, wrapper in wrappers:
             if not callable(wrapper):
                 raise ConfigError(f'env.wrappers has "{name}", which is {wrapper!r:.80} and not callable.')
             env = wrapper(env)
@@ -181,10 +187,11 @@ def _wrapped(config: EnvConfig, make: Callable[[], gym.Env[Any, Any]]) -> Callab
     return make_wrapped
 
 
-def _refuse_wrappers(config: EnvConfig) -> None:
-    if config.wrappers:
+def _refuse_wrappers(config: EnvConfig, wrapper: Wrapper | None) -> None:
+    names = [*config.wrappers, *([_named(wrapper)] if wrapper is not None else [])]
+    if names:
         raise ConfigError(
-            f"env.wrappers={list(config.wrappers)} wrap single environments, and {config.id!r} makes a vector "
+            f"env.wrappers={names} wrap single environments, and {config.id!r} makes a vector "
             'environment. Set env.vector="loop", or wrap it inside a factory of your own.'
         )
 

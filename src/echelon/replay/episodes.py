@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from echelon.errors import ConfigError
 from echelon.replay.layout import ItemField, ReplayError, ShardLayout, SideRing, row_type
 from echelon.replay.reader import ShardReader
+from echelon.replay.restore import read_header, restore
 from echelon.replay.sampled import Keys
 from echelon.replay.shard import Shard, ShardWriter
 from echelon.replay.sharded import Replay
+from echelon.replay.snapshot import Snapshot
 from echelon.replay.sum_tree import check_priorities
 
 Array = np.ndarray[Any, Any]
@@ -47,17 +51,15 @@ class EpisodeBuffer:
         self.num_steps, self.num_episodes, self.alpha = num_steps, num_episodes, alpha
         self._replay: Replay | None = None
 
-    def _open(self, episode: Mapping[str, Array]) -> None:
-        """Lays the memory out for episodes like this one."""
-        fields = {name: (value.shape[1:], value.dtype) for name, value in episode.items()}
+    def _open(self, fields: Mapping[str, tuple[tuple[int, ...], Any]]) -> None:
+        """Lays the memory out for episodes of these fields."""
         number = np.dtype(np.int64)
         items = (ItemField("first", (), number, STEPS), ItemField("length", (), number))
         for name, (shape, dtype) in fields.items():
             ItemField(name, shape, dtype)  # refuses what replay cannot hold
         layout = ShardLayout(items, self.num_episodes, (SideRing(STEPS, row_type(fields), self.num_steps),))
         shard = Shard(layout, name="episode buffer")
-        self._fields, self._writer, self._reader = fields, ShardWriter(shard), ShardReader(shard)
-        self._replay = Replay([self._reader], self.alpha)
+        self._fields, self._writer, self._reader = dict(fields), ShardWriter(shard), ShardReader(shard)
 
     def append(self, episode: Mapping[str, Array], priority: float = 1.0) -> int:
         """Appends the steps (T, ...) of an episode; returns its number."""
@@ -70,14 +72,14 @@ class EpisodeBuffer:
             )
         priorities = np.array([priority], np.float64)
         check_priorities(priorities, "episode buffer")
-        if self._replay is None:
-            self._open(episode)
         given = {name: (value.shape[1:], value.dtype) for name, value in episode.items()}
+        if self._replay is None:
+            self._open(given)
+            self._replay = Replay([self._reader], self.alpha)
         if given != self._fields:
             raise ReplayError(f"episode buffer: an episode has {given}, where the first one had {self._fields}.")
         first = np.array([self._writer.store(STEPS, episode, length)])
         number = self._writer.append({"first": first, "length": np.array([length])}, priorities)
-        assert self._replay is not None
         self._replay.advance()
         return number
 
@@ -100,3 +102,22 @@ class EpisodeBuffer:
     def update(self, keys: Keys, priorities: Array) -> int:
         """Gives drawn episodes new priorities; those that are gone are passed over. Returns how many were there."""
         return self._replay.update(keys, priorities) if self._replay is not None else 0
+
+    # Checkpoints.
+
+    def save(self, path: Path) -> None:
+        """Writes what it holds as a snapshot."""
+        if self._replay is None:
+            raise ReplayError(f"episode buffer: it cannot be saved to {path} before the first episode is appended.")
+        Snapshot(path, self._replay).write()
+
+    def load(self, path: Path) -> None:
+        """Takes back what `save` wrote, exactly, into a buffer of the same size that holds nothing yet."""
+        if self._replay is not None:
+            raise ReplayError(f"episode buffer: {path} cannot be loaded into one that holds {self.size} episodes.")
+        rings = read_header(path)["layout"]["rings"]
+        if [ring[0] for ring in rings] != [STEPS]:
+            raise ConfigError(f"snapshot {path} is not one of an episode buffer.")
+        self._open({name: (tuple(shape), np.dtype(kind)) for name, shape, kind in rings[0][1]})
+        restore(path, [self._reader])
+        self._replay = Replay([self._reader], self.alpha)

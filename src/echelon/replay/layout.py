@@ -186,8 +186,11 @@ def spans(start: int, stop: int, capacity: int) -> Iterator[tuple[slice, slice]]
         done += count
 
 
-def check_room(nbytes: int, what: str, folder: Path | None = None) -> None:
-    """Refuses what does not fit into memory, and into the shared memory of `folder`, before anything is allocated."""
+def check_room(nbytes: int, what: str, folder: Path | None = None, option: str = "replay.capacity") -> None:
+    """Refuses what does not fit into memory, and into the shared memory of `folder`, before anything is allocated.
+
+    `option` is what the user should lower.
+    """
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     if folder is not None:
@@ -196,6 +199,6 @@ def check_room(nbytes: int, what: str, folder: Path | None = None) -> None:
     if nbytes > free:
         where = f"in {folder}" if folder is not None else "of memory"
         raise ConfigError(
-            f"{what} needs {nbytes / 1e9:.2f} GB {where}, where {free / 1e9:.2f} GB are free. Lower replay.capacity, "
+            f"{what} needs {nbytes / 1e9:.2f} GB {where}, where {free / 1e9:.2f} GB are free. Lower {option}, "
             "or give the machine (or the container's /dev/shm) more memory."
         )

@@ -9,11 +9,17 @@ Who waits: an actor on the `insert` bell, which `note_sampled` rings; a learner 
 `note_inserted` rings. Both waits end with their time, so that a role keeps its heartbeat. If an actor dies, its count
 stays and the others append in its place; if a learner dies, the actors run on to the end of the band and wait for its
 successor. Those who look at the same moment may pass together: the band is overrun by at most one append of each actor,
-or one batch of each learner. Needs only numpy.
+or one batch of each learner.
+
+Every host has these words. The counts of other hosts come with the messages between a learner and their shard servers
+(`note_inserted`, `note_total`), and are written by whoever receives them; a count that comes late makes either side
+more careful, or lets it run on by what is under way. Both sleep on their connections as well, so an append rings the
+doorbells of those who `listen`. Needs only numpy.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +33,7 @@ from echelon.layout import ALIGNMENT
 from echelon.replay.layout import ReplayError
 from echelon.replay.shard import join
 from echelon.transport.futex import Word
+from echelon.transport.segments import Doorbell
 
 Array = np.ndarray[Any, Any]
 ROUNDING = 1e-3  # samples: the balance is a float, and a band just wide enough must not close by it
@@ -75,22 +82,25 @@ class LimiterRule:
 class Limiter:
     """The counts of one run, as every actor and every learner sees them."""
 
-    def __init__(self, rule: LimiterRule, memory: Array | None = None) -> None:
-        self.rule = rule
+    def __init__(self, rule: LimiterRule, memory: Array | None = None, folder: Path | None = None) -> None:
+        self.rule, self._folder = rule, folder
         memory = np.zeros(self.size(rule), np.uint8) if memory is None else memory
         lines = memory.reshape(-1, ALIGNMENT)
-        counts = lines[2:].view(np.int64)[:, 0]
-        self._inserted, self._sampled = counts[: rule.num_shards], counts[rule.num_shards :]
+        words = lines[2:].view(np.int64)[:, 0]
+        self._counts, self._listening = np.split(words, [rule.num_shards + rule.num_learners])
+        self._inserted, self._sampled = self._counts[: rule.num_shards], self._counts[rule.num_shards :]
+        self._doorbells: dict[int, Doorbell] = {}
         self._insert_bell, self._sample_bell = (Word(lines[i, :4].view(np.int32)) for i in range(2))
 
     @staticmethod
     def size(rule: LimiterRule) -> int:
-        return (2 + rule.num_shards + rule.num_learners) * ALIGNMENT
+        """Two bells, a count of every shard and learner, and who listens: every learner, the shard server."""
+        return (2 + rule.num_shards + 2 * rule.num_learners + 1) * ALIGNMENT
 
     @classmethod
     def at(cls, folder: Path, rule: LimiterRule) -> Limiter:
         """The limiter of a run; whoever comes first makes it."""
-        return cls(rule, join(folder / "limiter", cls.size(rule)))
+        return cls(rule, join(folder / "limiter", cls.size(rule)), folder)
 
     @property
     def inserted(self) -> int:
@@ -127,6 +137,11 @@ class Limiter:
         self._inserted[shard] = head
         self._sample_bell.value = (head * len(self._inserted) + shard) & 0x7FFFFFFF  # another value at every ring
         self._sample_bell.wake()
+        listening = self._listening.tolist()
+        if 1 in listening:
+            for listener, listens in enumerate(listening):
+                if listens:
+                    self._doorbell(listener).ring()
 
     # The learner's side.
 
@@ -145,10 +160,22 @@ class Limiter:
             )
         return self._wait(self._sample_bell, lambda: self.may_sample(count), timeout_s)
 
+    def wait_for_items(self, may: Callable[[], bool], timeout_s: float) -> bool:
+        """Sleeps until `may` says yes, at most `timeout_s`; it is asked again whenever somebody has appended."""
+        return self._wait(self._sample_bell, may, timeout_s)
+
     def note_sampled(self, learner: int, count: int) -> None:
         """The learner drew `count` items."""
-        self._sampled[learner] += count
-        total = int(self._sampled[learner])
+        self.note_total(learner, int(self._sampled[learner]) + count)
+
+    def write_off(self, learner: int) -> None:
+        """Counts what is due as drawn: the items that it was due for are gone, and others must be appended first."""
+        if self.balance > 0.0:
+            self.note_sampled(learner, math.ceil(self.balance))
+
+    def note_total(self, learner: int, total: int) -> None:
+        """The learner has drawn `total` items by now."""
+        self._sampled[learner] = total
         self._insert_bell.value = (total * len(self._sampled) + learner) & 0x7FFFFFFF
         self._insert_bell.wake()
 
@@ -163,6 +190,25 @@ class Limiter:
             if left_s <= 0.0:
                 return False
             bell.wait(seen, left_s)
+
+    # Between hosts.
+
+    def counts(self) -> Array:
+        """What is known here: the items inserted into every shard, then those drawn by every learner."""
+        return self._counts.copy()
+
+    def listen(self, learner: int | None) -> Doorbell:
+        """The doorbell of this learner, or of the host's shard server (None): every append here rings it from now."""
+        listener = self.rule.num_learners if learner is None else learner
+        doorbell = self._doorbell(listener)
+        self._listening[listener] = 1
+        return doorbell
+
+    def _doorbell(self, listener: int) -> Doorbell:
+        if listener not in self._doorbells:
+            assert self._folder is not None, "a limiter in private memory has no doorbells"
+            self._doorbells[listener] = Doorbell(self._folder / f"appended-{listener}")
+        return self._doorbells[listener]
 
     # Checkpoints.
 

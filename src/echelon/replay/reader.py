@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,11 +20,15 @@ class PriorityColumn:
     `fed` counts the items that the learner has seen: below it the priorities here count, from it on the actor's. So a
     learner that is started again rebuilds its tree from it; where its predecessor died while it was taking in new
     items, `fed` has not moved, and the slots that it wrote belong to items that are gone.
+
+    For a shard of another host it also keeps which shard that is (`birth`): one that was made anew there counts from 0
+    again, so that what it has is numbered here from `offset` on, a multiple of the capacity, and what had been inserted
+    before (`past`) is counted on.
     """
 
     def __init__(self, capacity: int, memory: Array | None = None) -> None:
         memory = np.zeros(self.size(capacity), np.uint8) if memory is None else memory
-        self._words = memory[:8].view(np.int64).data
+        self._words = memory[:32].view(np.int64).data
         self.priorities = memory[ALIGNMENT : ALIGNMENT + 8 * capacity].view(np.float64)
 
     @staticmethod
@@ -43,9 +47,38 @@ class PriorityColumn:
     def fed(self, count: int) -> None:
         self._words[0] = count
 
+    @property
+    def birth(self) -> int:
+        return self._words[1]
+
+    @property
+    def offset(self) -> int:
+        return self._words[2]
+
+    @property
+    def past(self) -> int:
+        return self._words[3]
+
+    def renew(self, birth: int, offset: int, past: int) -> None:
+        """The shard is another one from now on."""
+        self._words[2], self._words[3] = offset, past
+        self._words[1] = birth  # last: a successor that finds the old one does it again
+
+
+class Read(Protocol):
+    """Items that were asked for and are being fetched, or lie where they can be read at once."""
+
+    def is_ready(self) -> bool:
+        """Whether `into` waits for nobody."""
+        ...
+
+    def into(self, block: Block) -> Array:
+        """Copies the items into `block`, once; True for those that are whole. Raises PeerLost with their host."""
+        ...
+
 
 class Reader(Protocol):
-    """What a learner needs of a shard, wherever that lies. Any method raises PeerLost once its host is lost."""
+    """What a learner needs of a shard, wherever that lies. `window` raises PeerLost while its host is lost."""
 
     name: str
     layout: ShardLayout
@@ -59,9 +92,26 @@ class Reader(Protocol):
         """The actor's priorities of the items from `start` to before `stop`; torn where `window` passed them."""
         ...
 
-    def read(self, numbers: Array, block: Block) -> Array:
-        """Copies the items of `numbers` into `block`; True for those that are whole."""
+    def ask(self, numbers: Array) -> Read:
+        """Asks for the items of `numbers`."""
         ...
+
+    def send(self) -> None:
+        """What was asked for goes on its way; readers of one host share it."""
+        ...
+
+
+class ReadInPlace(NamedTuple):
+    """Items of a shard in the same memory: they are copied when they are wanted."""
+
+    reader: ShardReader
+    numbers: Array
+
+    def is_ready(self) -> bool:
+        return True
+
+    def into(self, block: Block) -> Array:
+        return self.reader.read(self.numbers, block)
 
 
 class ShardReader:
@@ -83,19 +133,30 @@ class ShardReader:
         pieces = [self.shard.initial[slots] for slots, _ in spans(start, stop, self.layout.capacity)]
         return pieces[0].copy() if len(pieces) == 1 else np.concatenate(pieces)
 
+    def ask(self, numbers: Array) -> Read:
+        return ReadInPlace(self, numbers)
+
+    def send(self) -> None:
+        """Nothing travels."""
+
     def read(self, numbers: Array, block: Block) -> Array:
+        """Copies the items of `numbers` into `block`; True for those that are whole."""
         shard = self.shard
         shard.items.gather(numbers, block.rows)
-        oldest = []
         for f, index in self._references:
-            needed = block.rows[f.name].reshape(len(numbers), -1)
             if f.stack:
                 side = shard.sides[index]
-                side.gather(needed.reshape(-1), block.stacks[f.name].reshape(-1).view(side.records.dtype))
-            oldest.append((needed.min(1), index))
-        whole: Array = numbers >= shard.words[RESERVE] - self.layout.capacity
-        for needed, index in oldest:
-            whole &= needed >= shard.words[RINGS + index] - self._rings[index].capacity
+                frames = block.rows[f.name].reshape(-1)
+                side.gather(frames, block.stacks[f.name].reshape(-1).view(side.records.dtype))
+        return self.whole(numbers, block.rows)
+
+    def whole(self, numbers: Array, rows: Array) -> Array:
+        """True for the items of `numbers` that were whole when they, and what they refer to, were copied to `rows`."""
+        words = self.shard.words
+        whole: Array = numbers >= words[RESERVE] - self.layout.capacity
+        for f, index in self._references:
+            oldest = rows[f.name].reshape(len(numbers), -1).min(1)
+            whole &= oldest >= words[RINGS + index] - self._rings[index].capacity
         return whole
 
     def read_side(self, ring: str, numbers: Array) -> dict[str, Array]:

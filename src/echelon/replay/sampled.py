@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from echelon.replay.layout import ReplayError
+from echelon.replay.reader import Read
 
 Array = np.ndarray[Any, Any]
 
@@ -38,6 +39,14 @@ class Sampled:
     fields: dict[str, Array]  # (n, ...), in memory of the batch's own
 
 
+class Drawn(NamedTuple):
+    """Which items were drawn, ascending by shard."""
+
+    shard: Array  # (n,) int64
+    number: Array  # (n,) int64
+    priority: Array  # (n,) float64, to the power of alpha
+
+
 @dataclass(frozen=True, slots=True)
 class Mass:
     """What some shards weigh: the sum of priority**alpha, and the number of their items."""
@@ -47,6 +56,28 @@ class Mass:
 
     def __add__(self, other: Mass) -> Mass:
         return Mass(self.total + other.total, self.size + other.size)
+
+
+class Part(NamedTuple):
+    """What a draft reads from one shard."""
+
+    shard: int
+    where: slice  # of the batch
+    read: Read
+
+
+class Draft(NamedTuple):
+    """A batch that is drawn and asked for, and not read yet."""
+
+    drawn: Drawn
+    reads: list[Part]
+    mass: Mass  # of all shards when it was drawn
+    beta: float
+    rng: np.random.Generator  # for what has to be drawn again
+
+    def is_ready(self) -> bool:
+        """Whether reading it waits for nobody."""
+        return all(part.read.is_ready() for part in self.reads)
 
 
 def apportion(batch: int, masses: Sequence[Mass], share: float) -> list[int]:

@@ -1,8 +1,10 @@
 """Replay over shards: the learner's side, which draws from all its shards at once.
 
 One tree, in the learner's own memory, spans the shards that the learner owns: shard s has the leaves from `base[s]`,
-one per slot. `advance` takes in what the actors appended since, with the priorities that they gave it; `sample` draws
-in proportion to priority**alpha over all shards; `update` gives drawn items new priorities.
+one per slot. `advance` takes in what the actors appended since, with the priorities that they gave it; `draw` draws in
+proportion to priority**alpha over all shards and asks for the items; `collect` reads them, and `sample` does both;
+`update` gives drawn items new priorities. Items of this host are read where they lie; those of other hosts travel
+between `draw` and `collect`, so whoever draws ahead does not wait for them.
 
 Draws are stratified (Schaul et al., 2016): the sum of priorities is cut into as many equal pieces as the batch has
 items, and one is drawn from each. Importance weights are (N * P)**-beta over the largest of the batch, where N counts
@@ -11,15 +13,14 @@ are those of all shards together; `max_weight` lets the batches of all learners 
 
 With alpha=0 draws are uniform, the priorities are not looked at, and there is no tree.
 
-Nobody is waited for. An item that its actor overwrites while it is read is drawn again. If a shard is lost with its
-host, its items are dropped and `lost` says so. If the learner dies, its successor makes the tree anew from the
-priorities in each reader's column.
+No actor is waited for. An item that is overwritten before or while it is read is drawn again. If a shard is lost with
+its host, its items are dropped, and taken in again should the host come back: `lost` tells. If the learner dies, its
+successor makes the tree anew from the priorities in each reader's column.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,20 +28,11 @@ import numpy as np
 from echelon.errors import PeerLost
 from echelon.replay.layout import Block, ReplayError, ShardLayout, spans
 from echelon.replay.reader import PriorityColumn, Reader
-from echelon.replay.sampled import Keys, Mass, Sampled
+from echelon.replay.sampled import Draft, Drawn, Keys, Mass, Part, Sampled
 from echelon.replay.sum_tree import SumTree, check_priorities
 
 Array = np.ndarray[Any, Any]
 MAX_REDRAWS = 100
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """Items as they are drawn, before they are read."""
-
-    shard: Array
-    number: Array
-    priority: Array  # to the power of alpha
 
 
 class Replay:
@@ -55,7 +47,7 @@ class Replay:
             raise ReplayError("replay: the shards have different layouts; all actors must have the same spaces.")
         self.readers, self.alpha = list(readers), alpha
         self.layout = readers[0].layout
-        self.lost: list[str] = []  # messages of shards that were dropped; the caller shows and clears them
+        self.lost: list[str] = []  # messages of shards that were dropped or came back; the caller shows and clears them
         self._capacity = self.layout.capacity
         self._is_lost = [False] * len(readers)
         # The items of shard s that can be drawn are those from `start` to before `fed`.
@@ -63,7 +55,10 @@ class Replay:
         self._fed = np.zeros(len(readers), np.int64)
         self._tree = SumTree(self._capacity * len(readers)) if alpha > 0.0 else None
         for shard, reader in enumerate(self.readers):
-            self._recall(shard, reader)
+            try:
+                self._recall(shard, reader)
+            except PeerLost as error:
+                self._drop(shard, error)
         self.advance()
 
     # What is there.
@@ -96,12 +91,8 @@ class Replay:
     # Taking in.
 
     def _recall(self, shard: int, reader: Reader) -> None:
-        """Takes over the items that the learner before this one had seen."""
-        try:
-            tail, _ = reader.window()
-        except PeerLost as error:
-            self._drop(shard, error)
-            return
+        """Takes over the items that were seen before: by the learner before this one, or before a host was lost."""
+        tail, _ = reader.window()
         fed = reader.column.fed
         start = min(fed, tail)
         self._start[shard], self._fed[shard] = start, fed
@@ -113,10 +104,12 @@ class Replay:
         """Takes in what was appended since; returns how many items."""
         count = 0
         for shard, reader in enumerate(self.readers):
-            if self._is_lost[shard]:
-                continue
             try:
                 tail, head = reader.window()
+                if self._is_lost[shard]:  # its host is back
+                    self._recall(shard, reader)
+                    self._is_lost[shard] = False
+                    self.lost.append(f"{reader.name} is back with {self.sizes[shard]} items.")
                 if head != self._fed[shard] or tail != self._start[shard]:
                     count += self._feed(shard, reader, tail, head)
             except PeerLost as error:
@@ -157,6 +150,8 @@ class Replay:
 
     def _drop(self, shard: int, error: PeerLost) -> None:
         """Forgets a shard that is lost; what is drawn from here on comes from the others."""
+        if self._is_lost[shard]:
+            return
         self._is_lost[shard] = True
         size = int(self._fed[shard] - self._start[shard])
         self._start[shard] = self._fed[shard]
@@ -172,7 +167,11 @@ class Replay:
     def sample(
         self, batch: int, beta: float, rng: np.random.Generator, others: Mass | None = None, block: Block | None = None
     ) -> Sampled:
-        """Draws `batch` items; `others` is the mass of the shards of other learners, `block` memory to use again."""
+        """Draws `batch` items and reads them."""
+        return self.collect(self.draw(batch, beta, rng, others), block)
+
+    def draw(self, batch: int, beta: float, rng: np.random.Generator, others: Mass | None = None) -> Draft:
+        """Draws `batch` items and asks for them; `others` is the mass of the shards of other learners."""
         size = self.size
         if not 0 < batch <= size:
             raise ReplayError(
@@ -180,24 +179,29 @@ class Replay:
                 "lower the batch size."
             )
         mass = self.mass + (others or Mass())
-        block = self.layout.block(batch) if block is None else block
         drawn = self._draw((np.arange(batch) + rng.random(batch)) / batch)
-        whole = self._read(drawn, block)
+        return Draft(drawn, self._ask(drawn), mass, beta, rng)
+
+    def collect(self, draft: Draft, block: Block | None = None) -> Sampled:
+        """Reads a draft, once; `block` is memory to use again."""
+        drawn, batch = draft.drawn, len(draft.drawn.number)
+        block = self.layout.block(batch) if block is None else block
+        whole = self._read(draft.reads, block)
         for _ in range(MAX_REDRAWS):
             torn = np.flatnonzero(~whole)
             if len(torn) == 0:
                 break
             self.advance()
-            whole[torn] = self._redraw(drawn, torn, block, rng)
+            whole[torn] = self._redraw(drawn, torn, block, draft.rng)
         else:
             raise ReplayError(
                 f"replay: {len(torn)} of {batch} items were overwritten while they were read, {MAX_REDRAWS} times in a "
                 f"row; a shard of {self._capacity} items is too small for its actor. Raise replay.capacity."
             )
-        weights, max_weight = self._weigh(drawn.priority, mass, beta)
+        weights, max_weight = self._weigh(drawn.priority, draft.mass, draft.beta)
         return Sampled(Keys(drawn.shard, drawn.number), weights, max_weight, block.fields)
 
-    def _draw(self, shares: Array) -> _Drawn:
+    def _draw(self, shares: Array) -> Drawn:
         """The items at `shares` (0 to 1, ascending) of the mass."""
         sizes = self._fed - self._start
         if not sizes.any():
@@ -208,31 +212,41 @@ class Replay:
             ends = np.cumsum(sizes)
             place = np.minimum((shares * ends[-1]).astype(np.int64), ends[-1] - 1)
             shard = ends.searchsorted(place, "right")
-            return _Drawn(shard, self._start[shard] + place - (ends - sizes)[shard], np.ones(len(shares)))
+            return Drawn(shard, self._start[shard] + place - (ends - sizes)[shard], np.ones(len(shares)))
         leaf = self._tree.find(shares * self._tree.total)
         shard, slot = np.divmod(leaf, self._capacity)
         last = self._fed[shard] - 1
-        return _Drawn(shard, last - (last - slot) % self._capacity, self._tree.get(leaf))
+        return Drawn(shard, last - (last - slot) % self._capacity, self._tree.get(leaf))
 
-    def _redraw(self, drawn: _Drawn, torn: Array, block: Block, rng: np.random.Generator) -> Array:
+    def _redraw(self, drawn: Drawn, torn: Array, block: Block, rng: np.random.Generator) -> Array:
         """Draws others in the place of the torn ones; True for those that are whole."""
         others, room = self._draw(np.sort(rng.random(len(torn)))), self.layout.block(len(torn))
-        whole = self._read(others, room)
+        whole = self._read(self._ask(others), room)
         drawn.shard[torn], drawn.number[torn], drawn.priority[torn] = others.shard, others.number, others.priority
         block.rows[torn] = room.rows
         for name, stack in block.stacks.items():
             stack[torn] = room.stacks[name]
         return whole
 
-    def _read(self, drawn: _Drawn, block: Block) -> Array:
+    def _ask(self, drawn: Drawn) -> list[Part]:
+        """Asks every shard for its items; each host gets one message."""
+        parts = [
+            Part(shard, where, self.readers[shard].ask(drawn.number[where]))
+            for shard, where in self._by_shard(drawn.shard)
+        ]
+        for part in parts:
+            self.readers[part.shard].send()
+        return parts
+
+    def _read(self, parts: list[Part], block: Block) -> Array:
         """Copies the items into `block`; True for those that are whole."""
-        whole = np.empty(len(drawn.number), np.bool_)
-        for index, where in self._by_shard(drawn.shard):
+        whole = np.empty(len(block.rows), np.bool_)
+        for part in parts:
             try:
-                whole[where] = self.readers[index].read(drawn.number[where], block.part(where))
+                whole[part.where] = part.read.into(block.part(part.where))
             except PeerLost as error:
-                self._drop(index, error)
-                whole[where] = False
+                self._drop(part.shard, error)
+                whole[part.where] = False
         return whole
 
     def _by_shard(self, shard: Array) -> list[tuple[int, slice]]:

@@ -26,6 +26,8 @@ MAX_PRIORITY = 1e30  # a float32 holds it, and sums of any number of them stay f
 
 def check_priorities(priorities: Array, where: str) -> None:
     """Refuses priorities that no item can have."""
+    if np.ndim(priorities) != 1:
+        raise ReplayError(f"{where}: priorities have the shape {np.shape(priorities)}; there must be one an item.")
     if len(priorities) and not (np.minimum.reduce(priorities) >= 0.0 and np.maximum.reduce(priorities) <= MAX_PRIORITY):
         bad = ~((priorities >= 0.0) & (priorities <= MAX_PRIORITY))
         at = int(np.flatnonzero(bad)[0])

@@ -30,6 +30,7 @@ from echelon.roles.plan import Plan, act_layout, num_groups
 from echelon.roles.replay_experience import ReplayExperience
 from echelon.roles.team import Page, Team
 from echelon.schema import action_leaf, space_choices
+from echelon.transport.session import secret_of
 
 Array = np.ndarray[Any, Any]
 
@@ -91,7 +92,7 @@ class Actor:
             return CentralActing(plan.act_board(), context.index, context.incarnation)
         layout = act_layout(context)
         door_file = plan.door_file(layout.server_of(context.index))
-        return RemoteActing(layout, door_file, context.index, context.incarnation, plan.act_secret())
+        return RemoteActing(layout, door_file, context.index, context.incarnation, secret_of(context.session))
 
     def _make_teams(self, seeds: list[int]) -> list[Team]:
         num_teams, head = num_groups(self.config), self.experience.head

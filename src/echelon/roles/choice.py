@@ -151,6 +151,8 @@ def choose_acting(context: Context, engine: InlineEngine | LocalEngine, model: M
     config = context.train
     if config.experience == "replay" and config.acting.value:
         raise ConfigError(f"acting.value=true, but the networks of {config.preset} judge actions. Leave it at false.")
+    if config.has_workers:
+        return Choice("local", "every worker chooses its own actions")
     if config.acting.mode != "auto":
         return Choice(config.acting.mode, "as asked for")
     if config.experience == "replay" and config.replay.prioritized:

@@ -10,6 +10,7 @@ from typing import Any
 
 from echelon import config_io
 from echelon.config import TrainConfig
+from echelon.roles.brought import Brought
 from echelon.schema import Spaces, TrajectorySchema
 from echelon.world.world import World
 
@@ -33,6 +34,7 @@ class Context:
     address: str
     run_dir: Path
     started_at: float  # wall clock; minus the seconds of earlier parts of the run
+    brought: Brought | None = None  # by the caller's program; there for roles of its own process alone
 
     def to_config(self, *, keep_objects: bool) -> dict[str, Any]:
         """As a process specification carries it; `keep_objects` leaves the train config as it is (inline engine)."""
@@ -48,6 +50,7 @@ class Context:
             "address": self.address,
             "run_dir": str(self.run_dir),
             "started_at": self.started_at,
+            **({"brought": self.brought} if keep_objects else {}),
         }
 
     @classmethod
@@ -65,6 +68,7 @@ class Context:
             address=config["address"],
             run_dir=Path(config["run_dir"]),
             started_at=config["started_at"],
+            brought=config.get("brought"),
         )
 
     @property

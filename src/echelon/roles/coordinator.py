@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from echelon.engines.hosted import HostedEngine
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit
@@ -53,8 +54,12 @@ class Coordinator:
         self.stopping = False
         self.next_console = 0.0
         self.serving: dict[str, dict[str, float]] = {}  # of each inference server, since it was started
+        self.shards: dict[str, dict[str, float]] = {}  # of each shard server, since it was started
+        self.workers: dict[str, float] = {}  # what the door tells of them
         world.serve("phases", self._on_phases)
         world.serve("serving", self._on_serving)
+        world.serve("shards", self._on_shards)
+        world.serve("workers", self._on_workers)
         world.serve("train", self._on_train)
         world.serve("evaluation", self._on_evaluation)
         world.serve("message", self.console.message)
@@ -70,10 +75,18 @@ class Coordinator:
     def _on_serving(self, name: str, figures: dict[str, float]) -> None:
         self.serving[name] = figures
 
+    def _on_shards(self, name: str, figures: dict[str, float]) -> None:
+        self.shards[name] = figures
+
+    def _on_workers(self, figures: dict[str, float]) -> None:
+        self.workers = figures
+
     def _on_train(self, row: dict[str, Any]) -> None:
         self.row = row
         serving = {"inference": self.serving} if self.serving else {}
-        self.metrics.write({"kind": "train", **row, "time": self.shares(), **serving})
+        shards = {"shards": self.shards} if self.shards else {}
+        workers = {"workers": self.workers} if self.workers else {}
+        self.metrics.write({"kind": "train", **row, "time": self.shares(), **serving, **shards, **workers})
 
     def _on_evaluation(self, score: dict[str, Any]) -> None:
         self.evaluation = score
@@ -116,6 +129,11 @@ class Coordinator:
 
     def _start(self) -> None:
         self.supervisor.start("learner", "learner", 0)
+        if self.config.has_workers:
+            self.supervisor.start("door", "door", 0)
+            return
+        if self.config.experience == "replay" and self.config.replay.transport == "tcp":
+            self.supervisor.start("shards-0", "shards", 0)
         for index in range(self.config.acting.servers if self.config.acting.mode == "central" else 0):
             self.supervisor.start(f"inference-{index}", "inference", index)
         for index in range(self.config.actor.num_actors):
@@ -146,7 +164,7 @@ class Coordinator:
     def _loop(self) -> None:
         next_look = 0.0
         while self.summary is None:
-            if isinstance(self.engine, InlineEngine):
+            if isinstance(self.engine, InlineEngine | HostedEngine):
                 while self.engine.turn() and time.perf_counter() < next_look:
                     pass
                 self.world.poll(0.0)
@@ -190,7 +208,8 @@ class Coordinator:
         row, stop = self.row, self.config.stop
         wall_s = time.time() - self.context.started_at
         elapsed = wall_s / (60 * stop.minutes) if stop.minutes else 0.0
-        fraction = min(max(row.get("progress", 0.0), elapsed), 1.0) if stop.steps or stop.minutes else None
+        has_end = stop.steps or stop.minutes or stop.epochs
+        fraction = min(max(row.get("progress", 0.0), elapsed), 1.0) if has_end else None
         self.console.update(
             Status(
                 fraction=fraction,
@@ -205,5 +224,6 @@ class Coordinator:
                 wall_s=wall_s,
                 dropped=row.get("dropped", 0),
                 roles=self.shares(),
+                workers=self.workers,
             )
         )

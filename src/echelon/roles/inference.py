@@ -19,6 +19,8 @@ from echelon.schema import space_choices
 from echelon.servers.inference import InferenceServer, PolicyAnswerer
 from echelon.transport.act_tcp import ActDoor, Bounds
 from echelon.transport.batcher import Batcher, BatchRule
+from echelon.transport.door import announce
+from echelon.transport.session import secret_of
 
 REPORT_S = 1.0
 INFERENCE_SEED = 1 << 22  # an actor number that no actor has: what servers draw, nobody else draws
@@ -71,10 +73,8 @@ class Inference:
         address = file.read_text() if file.exists() else acting.address
         found = space_choices(plan.context.spaces.observation)
         choices = [Bounds(one.leaf, one.low, one.high) for one in found]
-        door = ActDoor(batcher.board, batcher.server, address, plan.act_secret(), choices)
-        whole = file.with_suffix(".new")
-        whole.write_text(door.address)
-        whole.rename(file)
+        door = ActDoor(batcher.board, batcher.server, address, secret_of(plan.context.session), choices)
+        announce(file, door.address)
         return door
 
     def step(self, timeout_s: float) -> bool:

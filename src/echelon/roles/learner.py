@@ -6,29 +6,29 @@ If it dies, its successor starts from the newest checkpoint; the actors wait mea
 
 from __future__ import annotations
 
-import math
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from echelon.algorithms import build_algorithm
 from echelon.config import StopConfig
 from echelon.errors import DivergedError
+from echelon.roles.account import LossAccount
 from echelon.roles.context import Context, Station
-from echelon.roles.placement import learner_threads, pick_device
+from echelon.roles.episode_source import EpisodeSource
 from echelon.roles.plan import Plan
+from echelon.roles.pupil import make_pupil
 from echelon.roles.queue_source import QueueSource
 from echelon.roles.rate import Rate
 from echelon.roles.replay_source import ReplaySource
 from echelon.roles.source import RETURN_WINDOW, Source
-from echelon.roles.update import LocalUpdate, learn_once
 from echelon.runs.checkpoint import (
+    CheckpointWriter,
     find_weights,
     load_checkpoint,
     newest_intact,
-    save_checkpoint,
     save_weights,
     weights_sha256,
 )
@@ -48,21 +48,13 @@ class Learner:
         self.context, self.stop = context, config.stop
         self.station = Station(context)
         self.finished = False
-        plan = Plan(context)
-        device = pick_device(config.learner.device, plan.model.parameters.numel())
-        if device != "cpu":
-            torch.set_float32_matmul_precision("high")
-            torch.backends.cudnn.benchmark = True  # shapes stay the same from batch to batch
-            plan = Plan(context, device=device)
-        self.model = plan.model
-        self.threads = learner_threads(config.learner.threads, self.model)
-        self.algorithm = build_algorithm(config.algorithm, self.model, config.seed)
-        self.update = LocalUpdate(config.optimizer, self.model, self.algorithm.groups)
-        self.board, self.source = plan.board(), make_source(plan, self.model.device)
+        self.pupil, plan = make_pupil(context), Plan(context)
+        self.board, self.source = plan.board(), make_source(plan, self.pupil.device)
         self.counters = self.source.counters
         self.checkpoints = context.run_dir / "checkpoints"
+        self.writer = CheckpointWriter(self.checkpoints, config.run.keep_checkpoints)
         self.rate = Rate()
-        self.losses: list[dict[str, torch.Tensor]] = []
+        self.account = LossAccount()
         self.born, self.next_report = time.perf_counter(), 0.0
         self.past_version = 0
         self._restore()
@@ -75,9 +67,7 @@ class Learner:
         if found is not None:
             path, message = found
             tree = load_checkpoint(path)
-            self.model.load_weights(tree["model"], str(path))
-            self.update.load_state_dict(tree["optimizer"])
-            self.algorithm.load_state_dict(tree["algorithm"])
+            self.pupil.load_state_dict(tree, str(path))
             self.counters.load_state_dict(tree["counters"])
             self.source.load_state_dict(tree.get("source", {}))
             self.past_version = int(tree["version"])
@@ -91,7 +81,7 @@ class Learner:
                 )
         elif self.context.train.run.init_from:
             source = self.context.train.run.init_from
-            self.model.load_weights(find_weights(source), source)
+            self.pupil.load_weights(find_weights(source), source)
 
     def step(self, timeout_s: float) -> bool:
         """Learns from one batch and publishes; waits if there is none yet."""
@@ -110,29 +100,35 @@ class Learner:
             self.source.wait(self.station, timeout_s)
             return False
         self.rate.note(taken, self.counters.env_steps)
-        self.update.schedule(self._progress())
+        self.pupil.schedule(self._progress())
         self.source.schedule(self._progress())
         self._learn(batch)
         learned = time.perf_counter()
-        if self.counters.updates % self.source.publish_every == 0:
+        if self._is_publishing:
             self._publish()
+            self._save_epoch()
         published = time.perf_counter()
         phases["learn"] += learned - taken
         phases["transfer"] += published - learned
         self._report_if_due()
         if time.monotonic() >= self.next_checkpoint:
-            self.checkpoint()
+            self._checkpoint_if_possible()
         self.station.tick(published)
         return True
 
     def _learn(self, batch: Batch | TransitionBatch) -> None:
-        count = len(self.losses)
-        torch.set_num_threads(self.threads)
-        learn_once(self.algorithm, batch, self.update, self.losses, self._tick, self.source.acknowledge)
-        torch.set_num_threads(1)  # actors in this process (inline) compute as they do in their own
+        self.pupil.learn(batch, self.account, self._tick, self.source.acknowledge)
         self.counters.updates += 1
+        self.account.close_batch(self.counters.updates)
         self.source.prefetch(self.board.version + 1)
-        self._check(self.losses[count:])
+        # A GPU may still learn from it; but nothing that is lost is published.
+        if lost := self.account.find_lost(keep=int(self.pupil.device.type == "cuda" and not self._is_publishing)):
+            raise self._diverged(lost)
+
+    @property
+    def _is_publishing(self) -> bool:
+        """Whether the weights after the newest batch are to be published."""
+        return self.counters.updates % self.source.publish_every == 0
 
     def _tick(self) -> None:
         self.station.progress += 1
@@ -140,32 +136,38 @@ class Learner:
 
     def _publish(self) -> None:
         """The version goes up here only."""
-        self.board.publish(self.model.parts(), max(self.board.version, self.past_version) + 1)
+        self.board.publish(self.pupil.parts(), max(self.board.version, self.past_version) + 1)
         self.source.admit()
 
-    def _check(self, losses: list[dict[str, torch.Tensor]]) -> None:
-        newest = dict(next(iter(entry.items())) for entry in losses)  # of each kind; an entry begins with its loss
-        for name, loss in newest.items():
-            if not math.isfinite(float(loss)):
-                raise self._diverged(f"the {name.replace('_', ' ')} became {float(loss)}")
+    def _save_epoch(self) -> None:
+        """Calls what the user gave to be called every so many epochs."""
+        brought = self.context.brought
+        if brought is not None and brought.save is not None and self._epochs % brought.save_every == 0:
+            brought.save(epoch=self._epochs, policy=self.pupil.policy)
 
     def _diverged(self, what: str) -> DivergedError:
-        rate = self.update.optimizer.param_groups[0]["lr"]
-        return DivergedError(
-            f"{what} at update {self.counters.updates} ({self.counters.env_steps:,} steps). Lower "
-            f"--optimizer.learning-rate (now {rate:g}) or --optimizer.clip-norm, or scale the rewards."
-        )
+        rate = self.pupil.learning_rate
+        lower = f"--optimizer.learning-rate (now {rate:g}) or --optimizer.clip-norm" if rate else "the learning rate"
+        return DivergedError(f"{what} ({self.counters.env_steps:,} steps). Lower {lower}, or scale the rewards.")
 
     def _progress(self) -> float:
         stop, fractions = self.stop, [0.0]
         if stop.steps:
             fractions.append(self.counters.env_steps / stop.steps)
+        if stop.epochs:
+            fractions.append(self._epochs / stop.epochs)
         if stop.minutes:
             fractions.append((time.time() - self.context.started_at) / (60 * stop.minutes))
         return min(max(fractions), 1.0)
 
+    @property
+    def _epochs(self) -> int:
+        """Of a run with workers: episodes that were learned from as often as they are to be."""
+        return self.counters.updates // self.context.train.workers.updates
+
     def _stop_reason(self) -> str:
-        return stop_reason(self.stop, self.counters.env_steps, list(self.counters.returns), self.context.started_at)
+        counters = self.counters
+        return stop_reason(self.stop, counters.env_steps, counters.returns, self.context.started_at, self._epochs)
 
     def _report_if_due(self) -> None:
         now = time.perf_counter()
@@ -173,6 +175,11 @@ class Learner:
             return
         self.next_report = now + min(max(0.02 * (now - self.born), MIN_REPORT_S), MAX_REPORT_S)
         self.station.report("train", self._row())
+        self._tell_news()
+
+    def _tell_news(self) -> None:
+        for text in self.source.news():
+            self.station.report("message", text)
 
     def _row(self) -> dict[str, Any]:
         """Where the run stands: one row of the metrics."""
@@ -190,30 +197,24 @@ class Learner:
             "lag_mean": sum(mean for mean, _ in lags) / len(lags) if lags else counters.lag_mean,
             "lag_max": max(peak for _, peak in lags) if lags else counters.lag_max,
             "dropped": counters.dropped,
-            "learning_rate": self.update.optimizer.param_groups[0]["lr"],
+            "learning_rate": self.pupil.learning_rate,
             "progress": self._progress(),
         }
+        if self.context.train.has_workers:
+            row["epoch"] = self._epochs
         if figures := self.source.figures():
             row["replay"] = figures
-        values: dict[str, list[torch.Tensor]] = {}
-        for entry in self.losses:
-            for name, value in entry.items():
-                values.setdefault(name, []).append(value)
-        row["loss"] = {name: float(torch.stack(found).mean()) for name, found in values.items()}
-        self.losses.clear()
+        row["loss"] = self.account.take()
         lags.clear()
         return row
 
     def checkpoint(self) -> Path:
-        """Writes everything a successor needs; atomic, and never weights that are lost."""
-        if not torch.isfinite(self.model.parameters).all():
-            raise self._diverged("the weights became NaN or infinite")
-        config = self.context.train.run
-        self.next_checkpoint = time.monotonic() + config.checkpoint_interval_s
+        """Begins to write everything a successor needs; atomic, and never weights that are lost."""
+        if not self.pupil.is_finite():
+            raise self._diverged(f"the weights became NaN or infinite at update {self.counters.updates}")
+        self.next_checkpoint = time.monotonic() + self.context.train.run.checkpoint_interval_s
         tree = {
-            "model": self.model.weights(),
-            "optimizer": self.update.state_dict(),
-            "algorithm": self.algorithm.state_dict(),
+            **self.pupil.state_dict(),
             "counters": self.counters.state_dict(),
             "source": self.source.state_dict(),
             "version": self.board.version,
@@ -221,17 +222,30 @@ class Learner:
             "epoch": self.context.epoch,
             "wall_s": time.time() - self.context.started_at,
         }
-        path = save_checkpoint(self.checkpoints, tree, step=self.counters.env_steps, keep=config.keep_checkpoints)
+        path = self.writer.save(tree, step=self.counters.env_steps)
+        if self.context.train.engine == "inline":  # there nothing may depend on how fast a disk is
+            self.writer.wait()
         self.source.save(path.name)
         return path
+
+    def _checkpoint_if_possible(self) -> None:
+        """A full disk does not end the training; the next checkpoint may find room again."""
+        try:
+            self.checkpoint()
+        except OSError as error:
+            text = f"no checkpoint could be written to {self.checkpoints}: {error}. Training goes on; make room there."
+            self.station.report("message", text)
 
     def _finish(self) -> None:
         """Leaves a final checkpoint and the summary's figures, and ends."""
         now, counters = time.perf_counter(), self.counters
         row = self._row()
+        self.source.finish(self._tick)  # of an earlier checkpoint: the last one comes with what it is made of
         checkpoint = self.checkpoint()
-        self.source.finish()
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.model.weights().items()}
+        self.writer.wait()
+        self.source.finish(self._tick)
+        self._tell_news()
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.pupil.weights().items()}
         save_weights(self.context.run_dir / "weights.safetensors", weights, {"env_steps": str(counters.env_steps)})
         self.station.report("train", row)
         self.station.report(
@@ -249,7 +263,7 @@ class Learner:
                 "dropped": counters.dropped,
                 "weights_sha256": weights_sha256(weights),
                 "checkpoint": str(checkpoint),
-                "device": str(self.model.device),
+                "device": str(self.pupil.device),
                 **({"replay": figures} if (figures := self.source.figures()) else {}),
             },
         )
@@ -257,6 +271,7 @@ class Learner:
 
     def close(self) -> None:
         self.station.tick(float("inf"))
+        self.writer.close()
         self.source.close()
         self.station.close()
 
@@ -264,15 +279,21 @@ class Learner:
 def make_source(plan: Plan, device: torch.device) -> Source:
     """Where the batches of a run come from."""
     config = plan.context.train
+    if config.has_workers:
+        return EpisodeSource(plan.replay, device)
     if config.experience == "replay":
         return ReplaySource(plan.replay, device)
     return QueueSource(config, plan.schema, plan.ring(), device)
 
 
-def stop_reason(stop: StopConfig, env_steps: int, returns: list[float], started_at: float) -> str:
+def stop_reason(
+    stop: StopConfig, env_steps: int, returns: Collection[float], started_at: float, epochs: int = 0
+) -> str:
     """Why the run is over, or "" while it is not."""
     if stop.steps and env_steps >= stop.steps:
         return "steps"
+    if stop.epochs and epochs >= stop.epochs:
+        return "epochs"
     if stop.minutes and time.time() - started_at >= 60 * stop.minutes:
         return "minutes"
     target = stop.until_return

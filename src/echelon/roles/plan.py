@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import secrets
+import json
 from functools import cached_property
 from pathlib import Path
 
 from echelon.algorithms.model import Model
-from echelon.config import TrainConfig
+from echelon.config import OwnConfig, TrainConfig
 from echelon.errors import ConfigError
 from echelon.roles.context import Context
+from echelon.roles.journal import Journal
+from echelon.roles.own import StateLayout
 from echelon.roles.replay_plan import ReplayPlan
 from echelon.schema import action_leaf, space_leaves
 from echelon.transport.act_board import ActBoard, ActLayout
-from echelon.transport.curve import secret_from_environment
+from echelon.transport.session import make_secret
 from echelon.transport.shared_memory import SlotRing, WeightsBoard
 
 
@@ -106,7 +107,27 @@ class Plan:
         return SlotRing(self.context.session, self.schema, train.actor.num_actors, window(train))
 
     def board(self) -> WeightsBoard:
-        return WeightsBoard(self.context.session, self.model.nbytes)
+        return WeightsBoard(self.context.session, self.weights_bytes)
+
+    @property
+    def weights_bytes(self) -> int:
+        """What is published, be it of our model or of the user's own policy."""
+        own = isinstance(self.context.train.algorithm, OwnConfig)
+        return self.own_layout.nbytes if own else self.model.nbytes
+
+    @property
+    def own_layout(self) -> StateLayout:
+        """How the state of the user's own policy lies on the board."""
+        return StateLayout.from_json(json.loads(self.own_file.read_text()))
+
+    @property
+    def own_file(self) -> Path:
+        return self.context.session / "own-layout.json"
+
+    @property
+    def workers_file(self) -> Path:
+        """Where the door writes the address that workers come to."""
+        return self.context.session / "workers.address"
 
     def act_board(self) -> ActBoard:
         return ActBoard(self.context.session, act_layout(self.context))
@@ -115,34 +136,26 @@ class Plan:
         """Where an inference server that is asked over TCP writes its address."""
         return self.context.session / f"act-{server}.address"
 
-    @property
-    def secret_file(self) -> Path:
-        """Where a run that was given no secret keeps its own: in its session, which nobody else can read."""
-        return self.context.session / "act-secret"
-
-    def act_secret(self) -> str:
-        """What servers and actors know each other by over TCP: ECHELON_SECRET, or what this run made for itself."""
-        return secret_from_environment() or self.secret_file.read_text()
-
     def shared_bytes(self) -> int:
         """What the run needs in shared memory."""
         config = self.context.train
         acting = act_layout(self.context).nbytes if config.acting.mode == "central" else 0
-        shared = WeightsBoard.size(self.model.nbytes) + acting
+        shared = WeightsBoard.size(self.weights_bytes) + acting
+        shared += Journal.size() if config.has_workers else 0
         if config.experience == "replay":
             return shared + self.replay.nbytes
         return shared + SlotRing.size(self.schema, config.actor.num_actors, window(config))
 
-    def make(self) -> None:
-        """Makes all of the memory, before any role looks for it."""
+    def make(self) -> list[str]:
+        """Makes all of the memory, before any role looks for it; returns what to tell the user of it."""
+        news = []
         if self.context.train.experience == "replay":
-            self.replay.make()
+            news = self.replay.make()
         else:
             self.ring().close()
         self.board()
+        if "tcp" in (self.context.train.acting.transport, self.context.train.replay.transport):
+            make_secret(self.context.session)
         if self.context.train.acting.mode == "central":
             self.act_board()
-            if self.context.train.acting.transport == "tcp" and secret_from_environment() is None:
-                file = os.open(self.secret_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                with open(file, "w") as secret:
-                    secret.write(secrets.token_hex(32))
+        return news

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -144,8 +145,11 @@ class QueueSource:
     def save(self, name: str) -> None:
         """As above."""
 
-    def finish(self) -> None:
+    def finish(self, tick: Callable[[], None]) -> None:
         """As above."""
+
+    def news(self) -> list[str]:
+        return []
 
     def close(self) -> None:
         self.ring.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import time
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -11,17 +12,22 @@ import numpy as np
 from echelon.config import TrainConfig
 from echelon.errors import ConfigError
 from echelon.layout import Leaf
+from echelon.replay.archive import Archive
 from echelon.replay.layout import ShardLayout, check_room, item_layout
 from echelon.replay.limiter import Limiter, LimiterRule
-from echelon.replay.reader import PriorityColumn, ShardReader
+from echelon.replay.reader import PriorityColumn, Reader, ShardReader
+from echelon.replay.remote import Link
+from echelon.replay.restore import DamagedSnapshot, restore
 from echelon.replay.shard import Shard
-from echelon.replay.snapshot import restore
+from echelon.replay.sharded import Replay
+from echelon.replay.snapshot import most_bytes
+from echelon.replay.wire import Wire
 from echelon.roles.context import Context
 from echelon.roles.tally import Tally
-from echelon.runs.checkpoint import latest_checkpoint
 from echelon.schema import Spaces, action_leaf, space_leaves
+from echelon.transport.session import secret_of
 
-SNAPSHOT = re.compile(r"step_(\d{12,})")
+ARRIVAL_S = 60.0  # how long a learner waits for a shard server that is just starting
 
 
 def stack_leaves(config: TrainConfig, spaces: Spaces) -> list[Leaf]:
@@ -52,36 +58,47 @@ def transition_layout(config: TrainConfig, spaces: Spaces) -> ShardLayout:
 
 
 def _shard_capacity(config: TrainConfig) -> int:
-    replay, actors = config.replay, config.actor.num_actors
-    capacity, least = replay.capacity // actors, max(replay.batch, _chunk(config))
+    replay, shards = config.replay, config.num_shards
+    capacity, least = replay.capacity // shards, max(replay.batch, _chunk(config))
     if capacity < least:
         raise ConfigError(
-            f"replay.capacity={replay.capacity} gives each of {actors} actors a shard of {capacity} transitions, but "
-            f"one must hold a batch and what an actor stores at once: {least}. Raise it to {least * actors} or more."
+            f"replay.capacity={replay.capacity} gives each of {shards} shards {capacity} transitions, but one must "
+            f"hold a batch and what is stored at once: {least}. Raise it to {least * shards} or more."
         )
     return capacity
 
 
 def _chunk(config: TrainConfig) -> int:
     """The most transitions that an actor stores between two looks at the limiter: those of a trajectory's steps, and
-    those that were open before it and end in it."""
+    those that were open before it and end in it. The door stores what a worker sends at once."""
+    if config.has_workers:
+        return config.workers.max_steps
     return config.actor.envs * (config.actor.trajectory + config.replay.n_step - 1)
 
 
 def limiter_rule(config: TrainConfig) -> LimiterRule:
-    replay, actors = config.replay, config.actor.num_actors
+    replay, shards = config.replay, config.num_shards
     return LimiterRule(
-        samples_per_insert=replay.samples_per_insert,
+        samples_per_insert=0.0 if config.has_workers else replay.samples_per_insert,  # there by episode
         min_size=replay.min_size,
-        capacity=_shard_capacity(config) * actors,
+        capacity=_shard_capacity(config) * shards,
         batch=replay.batch,
         chunk=_chunk(config),
-        num_shards=actors,
+        num_shards=shards,
     )
 
 
+@dataclass(frozen=True, slots=True)
+class LearnerSide:
+    """What a learner sees of the replay."""
+
+    limiter: Limiter
+    readers: list[Reader]
+    links: list[Link] = field(default_factory=list)  # to the hosts of shards that are not read in place
+
+
 class ReplayPlan:
-    """The shards, the limiter and the tally of a run: one shard for each actor."""
+    """The shards, the limiter and the tally of a run: one shard for each actor, or one for the door."""
 
     def __init__(self, context: Context) -> None:
         self.context, self.config = context, context.train
@@ -98,43 +115,94 @@ class ReplayPlan:
     @property
     def nbytes(self) -> int:
         """What replay needs in shared memory."""
-        actors = self.config.actor.num_actors
+        shards = self.config.num_shards
         shard = self.layout.nbytes + PriorityColumn.size(self.layout.capacity)
-        return actors * shard + Limiter.size(self.rule) + Tally.size(actors)
+        limiters = 1 if self.learner_folder == self.folder else 2
+        return shards * shard + limiters * Limiter.size(self.rule) + Tally.size(shards)
 
     def shard(self, index: int) -> Shard:
         return Shard.at(self.folder, index, self.layout)
 
-    def readers(self) -> list[ShardReader]:
-        return [ShardReader.at(self.folder, i, self.layout) for i in range(self.config.actor.num_actors)]
-
     def limiter(self) -> Limiter:
+        """As the actors see it."""
         return Limiter.at(self.folder, self.rule)
 
-    def tally(self) -> Tally:
-        return Tally.at(self.folder, self.config.actor.num_actors)
+    @property
+    def learner_folder(self) -> Path:
+        """The memory of the learner's host: with TCP it shares none with the actors', though they be one machine."""
+        return self.folder / "learner" if self.config.replay.transport == "tcp" else self.folder
+
+    def readers(self) -> list[ShardReader]:
+        """The shards, read in place."""
+        columns = self.columns()
+        return [ShardReader(self.shard(index), column) for index, column in enumerate(columns)]
+
+    def columns(self) -> list[PriorityColumn]:
+        capacity = self.layout.capacity
+        return [PriorityColumn.at(self.learner_folder, index, capacity) for index in range(self.config.num_shards)]
 
     @property
-    def snapshots(self) -> Path | None:
+    def server_file(self) -> Path:
+        """Where the shard server writes its address."""
+        return self.folder / "shards-0.address"
+
+    @property
+    def wire(self) -> Wire:
+        return Wire(self.layout, range(self.config.num_shards), self.rule)
+
+    def learner_side(self) -> LearnerSide:
+        """The shards as the run wants them read; waits for the shard server if there is one."""
+        limiter = Limiter.at(self.learner_folder, self.rule)
+        if self.config.replay.transport == "shm":
+            return LearnerSide(limiter, list(self.readers()))
+        deadline = time.monotonic() + ARRIVAL_S
+        while not self.server_file.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        config, secret = self.config.replay, secret_of(self.folder)
+        address = self.server_file.read_text() if self.server_file.exists() else config.address
+        link = Link(address, self.wire, self.columns(), limiter, secret, config.lost_after_s)
+        link.arrive(max(1.0, deadline - time.monotonic()))
+        return LearnerSide(limiter, list(link.readers), [link])
+
+    def tally(self) -> Tally:
+        return Tally.at(self.folder, self.config.num_shards)
+
+    @property
+    def archive(self) -> Path:
         """Where the content of the replay is kept, if it is part of the checkpoints."""
-        return self.context.run_dir / "replay" if self.config.replay.checkpoint else None
+        return self.context.run_dir / "replay"
 
     def check(self) -> None:
         """Refuses a replay that does not fit, before anything is made."""
-        check_room(self.nbytes, f"replay.capacity={self.config.replay.capacity}", self.folder)
+        what, shards = f"replay.capacity={self.config.replay.capacity}", self.config.num_shards
+        check_room(self.nbytes, what, self.folder)
+        check_room(Replay.size_of(self.layout, shards), what)  # the learner's tree is memory too
+        if self.config.replay.checkpoint:
+            Archive(self.archive).check_room(most_bytes(self.layout, shards))
 
-    def make(self) -> None:
-        """Makes the memory; a run that is gone on with gets back what its newest snapshot holds."""
+    def make(self) -> list[str]:
+        """Makes the memory; a run that is gone on with gets back its newest snapshot that is whole.
+
+        Returns what to tell the user of it. Without a whole one the replay starts empty, as nobody may be there to
+        choose; a snapshot of another layout is refused, as whoever changed it is.
+        """
+        self.learner_folder.mkdir(exist_ok=True)
         readers, limiter = self.readers(), self.limiter()
         self.tally()
-        path = self._newest_snapshot() if self.context.epoch else None
-        if path is not None:
-            restore(path, readers, limiter)
-
-    def _newest_snapshot(self) -> Path | None:
-        """The newest snapshot that is no younger than the newest checkpoint."""
-        checkpoint = latest_checkpoint(self.context.run_dir / "checkpoints")
-        if self.snapshots is None or checkpoint is None or not self.snapshots.is_dir():
-            return None
-        found = [path for path in self.snapshots.iterdir() if SNAPSHOT.fullmatch(path.name)]
-        return max((path for path in found if path.name <= checkpoint.name), key=lambda path: path.name, default=None)
+        if not self.context.epoch or not self.config.replay.checkpoint:
+            return []
+        news = []
+        for path in Archive(self.archive).newest_first():
+            try:
+                restore(path, readers, limiter)
+            except DamagedSnapshot as error:
+                news.append(str(error))
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{error} Resume with the actors, spaces and replay.capacity that it was made with, or remove "
+                    f"{self.archive} to go on with an empty replay."
+                ) from error
+            else:
+                size = sum(stop - start for start, stop in (reader.window() for reader in readers))
+                return [*news, f"replay: goes on with the {size:,} transitions of {path.name}"]
+        return [*news, "replay: starts empty, as there is no whole snapshot"]

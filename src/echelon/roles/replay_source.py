@@ -1,6 +1,7 @@
 """The replay source: batches of transitions drawn from the shards of all actors, with everything counted on the way.
 
-The learner waits until the limiter lets it draw, which an actor's append may do, and wakes actors by drawing.
+The learner waits until the limiter lets it draw, which an actor's append may do, and wakes actors by drawing. From
+shards of other hosts `replay.prefetch` batches are under way while it learns; what is drawn ahead counts as drawn.
 Priorities go back after the losses; from a GPU they come one batch late, as nobody waits for them. If an actor dies,
 its shard stays; if the learner dies, its successor finds shards, priorities and counts in shared memory and goes on.
 """
@@ -8,65 +9,26 @@ its shard stays; if the learner dies, its successor finds shards, priorities and
 from __future__ import annotations
 
 import collections
-import shutil
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from echelon.config import ReplayConfig
-from echelon.replay.layout import Block, ShardLayout
-from echelon.replay.sampled import Keys, Sampled
+from echelon.replay.archive import Archive
+from echelon.replay.remote import Ear
+from echelon.replay.sampled import Draft, Keys
 from echelon.replay.sharded import Replay
-from echelon.replay.snapshot import Snapshot
 from echelon.roles.context import Station
 from echelon.roles.replay_plan import ReplayPlan
 from echelon.roles.source import Counters
+from echelon.roles.staging import BatchMemory, Reading, TransitionStaging
 from echelon.schema import TransitionBatch, Tree, space_leaves, unflatten
 
 Array = np.ndarray[Any, Any]
-
-
-class TransitionStaging:
-    """One batch worth of memory on the CPU, page-locked where a GPU reads it."""
-
-    def __init__(self, layout: ShardLayout, size: int, device: torch.device) -> None:
-        self.device, self.tensors = device, dict[str, torch.Tensor]()
-        fields = {f.name: (f.shape, f.dtype) for f in layout.fields} | {"weight": ((), np.dtype(np.float32))}
-        for name, (shape, dtype) in fields.items():
-            kind = torch.from_numpy(np.zeros(0, dtype)).dtype
-            self.tensors[name] = torch.zeros((size, *shape), dtype=kind, pin_memory=device.type == "cuda")
-        self.arrays: dict[str, Array] = {name: tensor.numpy() for name, tensor in self.tensors.items()}
-        # Frames are gathered where they are staged; rows are drawn whole and then parted into their fields.
-        stacks = {f.name: self.arrays[f.name] for f in layout.fields if f.stack}
-        self.block = Block(np.zeros(size, layout.row), stacks)
-        self.rows = [f.name for f in layout.fields if not f.stack]
-        self.keys: Keys
-        self.copied: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        """Until the device has read what was staged here before."""
-        if self.copied is not None:
-            self.copied.synchronize()
-
-    def put(self, sampled: Sampled) -> None:
-        """Takes in what was drawn into `block`."""
-        for name in self.rows:
-            self.arrays[name][...] = sampled.fields[name]
-        self.arrays["weight"][...] = sampled.weights
-        self.keys = sampled.keys
-
-    def move(self) -> dict[str, torch.Tensor]:
-        """The fields on the device: on a GPU by copies that go on while the caller does."""
-        if self.copied is None:
-            return self.tensors
-        moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in self.tensors.items()}
-        self.copied.record()
-        return moved
+FINISH_POLL_S = 0.1  # between two signs of life while the last snapshot is written
 
 
 class ReplaySource:
@@ -76,53 +38,56 @@ class ReplaySource:
         config: ReplayConfig = plan.config.replay
         self.config, self.device, self.space = config, device, plan.context.spaces.observation
         self.batch_size, self.publish_every = config.batch, config.publish_every
-        self.limiter, self.tally, self.snapshots = plan.limiter(), plan.tally(), plan.snapshots
-        self.replay = Replay(plan.readers(), config.alpha if config.prioritized else 0.0)
+        side, self.tally = plan.learner_side(), plan.tally()
+        self.limiter, self.links = side.limiter, side.links
+        self.ear = Ear(side.links, side.limiter.listen(0)) if side.links else None
+        self.replay = Replay(side.readers, config.alpha if config.prioritized else 0.0)
+        self.drafts = collections.deque[Draft]()
+        self.num_ahead = config.prefetch if side.links else 0
         self.rng = np.random.default_rng((plan.config.seed, plan.context.epoch))
         self.beta = config.beta_start
         self.counters = Counters()
         self.fresh_lag: list[tuple[float, int]] = []  # lag mean and max of batches since the last report
-        self.num_actors = plan.config.actor.num_actors
-        self.seen = [self.tally.episodes_of(actor) for actor in range(self.num_actors)]
+        self.seen = [self.tally.episodes_of(actor) for actor in range(plan.config.num_shards)]
         self.paths = [leaf.path for leaf in space_leaves(self.space)]
-        num_stagings = 1 if device.type == "cpu" else 2  # a GPU reads one while the next is filled
-        layout = plan.layout
+        on_cpu, layout = device.type == "cpu", plan.layout
+        num_stagings = 1 if on_cpu else 2  # a GPU reads one while the next is filled
         self.stagings = collections.deque(
             TransitionStaging(layout, self.batch_size, device) for _ in range(num_stagings)
         )
+        self.landing = None if on_cpu else BatchMemory(layout, self.batch_size, device)
         self.prefetched: TransitionBatch | None = None
-        self.unread: tuple[Keys, torch.Tensor] | None = None  # priorities that a GPU may still be computing
-        self.snapshot: Snapshot | None = None
+        self.unread = collections.deque[tuple[Keys, Reading]]()  # priorities that a GPU may still be computing
+        self.archive = Archive(plan.archive) if config.checkpoint else None
+        self.is_inline = plan.config.engine == "inline"
 
     # Batches.
 
     def take(self, version: int) -> TransitionBatch | None:
         """The next batch for a learner at `version`, or None when the limiter does not allow it yet."""
         self._count_actors()
-        if self.snapshot is not None and self.snapshot.step():
-            self._keep_only(self.snapshot.path)
-        self._give_back()
         batch, self.prefetched = self.prefetched, None
-        return batch if batch is not None else self._fetch(version)
+        if batch is not None:
+            return batch
+        self._give_back()
+        return self._fetch(version)
 
     def prefetch(self, version: int) -> None:
         """Fetches the batch for a learner at `version`, its next, while the device still learns from this one."""
         if self.prefetched is None and self.device.type != "cpu":
+            self._give_back(1)  # the newest are of the batch that it learns from
             self.prefetched = self._fetch(version)
 
     def _fetch(self, version: int) -> TransitionBatch | None:
-        if not self.limiter.may_sample(self.batch_size):
-            return None
-        self.replay.advance()
-        if self.replay.size < self.batch_size:
+        self._draw()
+        if not self.drafts or not self.drafts[0].is_ready():
             return None
         staging = self.stagings[0]
         self.stagings.rotate()
         staging.wait()
-        staging.put(self.replay.sample(self.batch_size, self.beta, self.rng, block=staging.block))
-        self.limiter.note_sampled(0, self.batch_size)
+        staging.put(self.replay.collect(self.drafts.popleft(), staging.block))
         self._count_lag(version - staging.arrays["version"])
-        fields = staging.move()
+        fields = staging.move(self.landing)
         return TransitionBatch(
             observation=self._tree(fields, ""),
             action=fields["action"],
@@ -133,17 +98,41 @@ class ReplaySource:
             keys=staging.keys,
         )
 
+    def _draw(self) -> None:
+        """Draws the next batch, and those that are to be under way after it, as far as the limiter allows."""
+        if self.drafts or self.limiter.may_sample(self.batch_size):
+            self.replay.advance()
+        if self.replay.size < self.batch_size:
+            self.drafts.clear()  # a host was lost: what is left does not fill a batch
+            self.limiter.write_off(0)  # so actors may append
+            return
+        while len(self.drafts) <= self.num_ahead and self.limiter.may_sample(self.batch_size):
+            self.limiter.note_sampled(0, self.batch_size)
+            self.drafts.append(self.replay.draw(self.batch_size, self.beta, self.rng))
+
     def _tree(self, fields: dict[str, torch.Tensor], prefix: str) -> Tree:
         return unflatten(self.space, iter([fields[prefix + path] for path in self.paths]))
 
     def listen(self) -> None:
-        """Nothing is missed by looking: the limiter's words are looked at again before anybody sleeps."""
+        """Without links nothing is missed by looking: the limiter's words are looked at again before anybody sleeps."""
+        if self.ear is not None:
+            self.ear.listen()
 
     def wait(self, station: Station, timeout_s: float) -> None:
         """Sleeps until a batch may be drawn, at most `timeout_s`."""
         start = time.perf_counter()
-        self.limiter.wait_to_sample(self.batch_size, timeout_s)
+        if self.ear is not None:
+            self.ear.wait(timeout_s)
+        else:
+            self.limiter.wait_for_items(self._may_draw, timeout_s)
         station.waited(start)
+
+    def _may_draw(self) -> bool:
+        """Whether the limiter allows a batch and the shards can fill it."""
+        if not self.limiter.may_sample(self.batch_size):
+            return False
+        self.replay.advance()
+        return self.replay.size >= self.batch_size
 
     def admit(self) -> None:
         """Opens the run to the actors, which go on from where the counters stand; once."""
@@ -159,17 +148,17 @@ class ReplaySource:
         """Gives the transitions of a batch that was learned from their new priorities."""
         if self.replay.alpha == 0.0:
             return
-        self.unread = (keys, priorities)
+        self.unread.append((keys, Reading(priorities)))
         if self.device.type == "cpu":
             self._give_back()
 
-    def _give_back(self) -> None:
-        if self.unread is None:
-            return
-        (keys, tensor), self.unread = self.unread, None
-        priorities = tensor.cpu().numpy()  # a GPU has computed them long ago: the loss was looked at since
-        self.replay.update(keys, priorities)
-        self.tally.raise_top(float(priorities.max()))
+    def _give_back(self, keep: int = 0) -> None:
+        """Priorities of all batches but the newest `keep`."""
+        while len(self.unread) > keep:
+            keys, reading = self.unread.popleft()
+            priorities = reading.read()
+            self.replay.update(keys, priorities)
+            self.tally.raise_top(float(priorities.max()))
 
     # What is counted.
 
@@ -210,34 +199,39 @@ class ReplaySource:
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rng": self.rng.bit_generator.state}
+        top = self.tally.top_priority if self.counters.updates else 0.0
+        return {"rng": self.rng.bit_generator.state, "top_priority": top}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
             self.rng.bit_generator.state = state["rng"]
+            self.tally.raise_top(state.get("top_priority", 0.0))
 
     def save(self, name: str) -> None:
-        """Begins to write the replay's content as of now, unless that of an earlier checkpoint is still being written;
-        goes on with every batch."""
-        if self.snapshots is None or self.snapshot is not None:
+        """Begins to write the replay's content as of now, unless that of an earlier checkpoint is still being written.
+
+        The inline engine waits for it: there nothing may depend on how fast a disk is.
+        """
+        if self.archive is None:
             return
-        path = self.snapshots / name
-        shutil.rmtree(path, ignore_errors=True)
         self._give_back()
         self.replay.advance()
-        self.snapshot = Snapshot(path, self.replay, self.limiter)
+        self.archive.begin(name, self.replay, self.limiter)
+        if self.is_inline:
+            self.finish(lambda: None)
 
-    def finish(self) -> None:
-        """Writes what is left of a snapshot."""
-        if self.snapshot is not None:
-            self.snapshot.finish()
-            self._keep_only(self.snapshot.path)
+    def finish(self, tick: Callable[[], None]) -> None:
+        """Waits until what `save` began is written; calls `tick` meanwhile."""
+        while self.archive is not None and not self.archive.wait(FINISH_POLL_S):
+            tick()
 
-    def _keep_only(self, newest: Path) -> None:
-        self.snapshot = None
-        for path in newest.parent.iterdir():
-            if path != newest:
-                shutil.rmtree(path, ignore_errors=True)
+    def news(self) -> list[str]:
+        news, self.replay.lost = self.replay.lost, []
+        if self.archive is not None and not self.archive.is_writing:
+            news, self.archive.news = news + self.archive.news, []
+        return news
 
     def close(self) -> None:
         """Segments go with the session."""
+        for link in self.links:
+            link.close()

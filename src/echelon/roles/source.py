@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -96,7 +97,10 @@ class Source(Protocol):
     def save(self, name: str) -> None:
         """Begins to write what it holds, for the checkpoint of that name."""
 
-    def finish(self) -> None:
-        """Writes what `save` has left to write."""
+    def finish(self, tick: Callable[[], None]) -> None:
+        """Waits until what `save` began is written; calls `tick` meanwhile."""
+
+    def news(self) -> list[str]:
+        """What the user should be told since the last time."""
 
     def close(self) -> None: ...

@@ -59,9 +59,9 @@ class Supervisor:
 
     def start(self, name: str, kind: str, index: int, *, nice: int = 0) -> None:
         context = replace(self.context, name=name, index=index)
-        inline = isinstance(self.engine, InlineEngine)
-        log = "" if inline else str(self._log(name))
-        spec = ProcessSpec(name, f"echelon.roles.{kind}:{kind}", context.to_config(keep_objects=inline), log, nice)
+        here = self.engine.is_here(name)
+        log = "" if here else str(self._log(name))
+        spec = ProcessSpec(name, f"echelon.roles.{kind}:{kind}", context.to_config(keep_objects=here), log, nice)
         self.members[name] = Member(spec, context, time.monotonic())
         self.engine.start(spec)
 

@@ -96,3 +96,18 @@ class Tally:
             count += 1
             self._counts[actor, EPISODES] = count
         self._counts[actor, ENV_STEPS] += env_steps
+
+    def settle(self, actor: int, counts: tuple[int, int], ended: tuple[float, int] | None) -> None:
+        """The actor has made steps and ended episodes to these counts, the last with this return and length.
+
+        As `note`, but saying it twice is saying it once.
+        """
+        env_steps, episodes = counts
+        if ended is not None:
+            self._kept[actor, (episodes - 1) % NUM_KEPT] = ended
+        self._counts[actor, EPISODES] = episodes
+        self._counts[actor, ENV_STEPS] = env_steps
+
+    def counts_of(self, actor: int) -> tuple[int, int]:
+        """The steps that this actor has made, and its episodes that have ended."""
+        return int(self._counts[actor, ENV_STEPS]), self.episodes_of(actor)

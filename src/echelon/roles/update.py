@@ -12,6 +12,7 @@ from torch import nn
 from echelon.algorithms.model import FlatModule
 from echelon.algorithms.protocol import POLICY, Algorithm, Group, Loss
 from echelon.config import OptimizerConfig
+from echelon.roles.account import LossAccount
 from echelon.schema import Batch, TransitionBatch
 
 NOTHING_ELSE: Mapping[str, Group] = MappingProxyType({})
@@ -24,7 +25,8 @@ class Stepper:
         self.module, self.learning_rate = module, learning_rate
         parameter = nn.Parameter(module.parameters)
         parameter.grad = module.gradients
-        settings: dict[str, Any] = {"lr": learning_rate, "eps": config.epsilon}
+        on_gpu = module.device.type == "cuda"
+        settings: dict[str, Any] = {"lr": learning_rate, "eps": config.epsilon, "capturable": on_gpu}
         if config.name == "adam":
             self.optimizer: torch.optim.Optimizer = torch.optim.Adam([parameter], fused=True, **settings)
         else:
@@ -70,14 +72,16 @@ class LocalUpdate:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, stepper in self.steppers.items():
-            stepper.optimizer.load_state_dict(state[name])
+            on_gpu = stepper.module.device.type == "cuda"  # where the state comes from, it may have been another device
+            groups = [{**group, "capturable": on_gpu} for group in state[name]["param_groups"]]
+            stepper.optimizer.load_state_dict({**state[name], "param_groups": groups})
 
 
 def learn_once(
     algorithm: Algorithm,
     batch: Batch | TransitionBatch,
     update: LocalUpdate,
-    losses: list[dict[str, torch.Tensor]],
+    account: LossAccount,
     tick: Callable[[], None] = lambda: None,
     acknowledge: Callable[[Any, torch.Tensor], None] = lambda keys, priorities: None,
 ) -> None:
@@ -87,11 +91,13 @@ def learn_once(
     each minibatch, where the rule has some.
     """
     for minibatch in algorithm.minibatches(batch):
+        shown: dict[str, torch.Tensor] = {}
         for loss in algorithm.losses(minibatch):
             update(loss)
             tick()
-            name = "loss" if loss.group == POLICY else f"{loss.group}_loss"
-            losses.append({name: loss.value.detach(), **{k: v.detach() for k, v in loss.metrics.items()}})
+            shown["loss" if loss.group == POLICY else f"{loss.group}_loss"] = loss.value.detach()
+            shown |= {name: value.detach() for name, value in loss.metrics.items()}
+        account.note(tuple(shown), torch.stack(list(shown.values())))
         priorities = algorithm.priorities(minibatch)
         if priorities is not None:
             acknowledge(minibatch.keys, priorities)

@@ -7,6 +7,7 @@ temporary folder, which the next look cleans away. One process writes a folder o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,6 +17,8 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +37,62 @@ _STEP = re.compile(r"step_(\d{12,})")
 _TEMPORARY = re.compile(r"\.tmp-(?P<pid>\d+)-(?P<host>.+)")
 
 
+class CheckpointWriter:
+    """Writes the checkpoints of a run in a thread of its own, so that who learns does not wait for the disk.
+
+    `save` waits only while the checkpoint before it is still being written. What went wrong with one is raised by the
+    next `save` or `wait`.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        if keep < 1:
+            raise ConfigError(f"keep={keep} checkpoints in {folder}: at least 1 has to be kept.")
+        self.folder, self.keep = folder, keep
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._under_way: Future[None] | None = None
+
+    def save(self, tree: Any, *, step: int) -> Path:
+        """Begins to write `tree`, as it is now, as the checkpoint of `step`; returns where it will be."""
+        self.wait()
+        self._under_way = self._pool.submit(_put, self.folder, _Content.of(tree), step, self.keep)
+        return self.folder / f"step_{step:012d}"
+
+    def wait(self) -> None:
+        """Until the newest is on the disk, and others are removed."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
 def save_checkpoint(folder: Path, tree: Any, *, step: int, keep: int) -> Path:
     """Write `tree` as the checkpoint of `step` and remove all but the newest `keep`; returns its path.
 
     Checkpoints beyond `step` belong to a future that a resume from an earlier one gave up (or that was damaged): they
     are removed too, so the newest by number is always the newest by time.
     """
-    if keep < 1:
-        raise ConfigError(f"keep={keep} checkpoints in {folder}: at least 1 has to be kept.")
+    with contextlib.closing(CheckpointWriter(folder, keep)) as writer:
+        path = writer.save(tree, step=step)
+        writer.wait()
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """A tree as bytes."""
+
+    tensors: bytes
+    structure: str
+
+    @classmethod
+    def of(cls, tree: Any) -> _Content:
+        packed = pack(tree)
+        return cls(safetensors.torch.save(packed.tensors), _canonical(packed.structure))
+
+
+def _put(folder: Path, content: _Content, step: int, keep: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step_{step:012d}"
     new, old = _temporary(folder, "new"), _temporary(folder, "old")
@@ -49,7 +100,7 @@ def save_checkpoint(folder: Path, tree: Any, *, step: int, keep: int) -> Path:
         shutil.rmtree(path, ignore_errors=True)
     new.mkdir()
     try:
-        _write(new, pack(tree), step)
+        _write(new, content, step)
         if target.exists():
             os.rename(target, old)
         os.rename(new, target)
@@ -60,7 +111,6 @@ def save_checkpoint(folder: Path, tree: Any, *, step: int, keep: int) -> Path:
     past = [path for path in _checkpoints(folder) if _step(path) <= step]
     for path in set(_checkpoints(folder)) - set(past[-keep:]):
         shutil.rmtree(path, ignore_errors=True)
-    return target
 
 
 def load_checkpoint(path: Path) -> Any:
@@ -152,17 +202,15 @@ def weights_metadata(path: Path) -> dict[str, str]:
         raise _unreadable_weights(path, error) from error
 
 
-def _write(folder: Path, packed: Packed, step: int) -> None:
-    raw = safetensors.torch.save(packed.tensors)
-    text = _canonical(packed.structure)
+def _write(folder: Path, content: _Content, step: int) -> None:
     state = {
         "format": FORMAT,
         "step": step,
-        "tensors_sha256": hashlib.sha256(raw).hexdigest(),
-        "structure_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "tensors_sha256": hashlib.sha256(content.tensors).hexdigest(),
+        "structure_sha256": hashlib.sha256(content.structure.encode()).hexdigest(),
     }
-    _write_file(folder / TENSORS, raw)
-    _write_file(folder / STATE, (json.dumps(state)[:-1] + f', "structure": {text}}}\n').encode())
+    _write_file(folder / TENSORS, content.tensors)
+    _write_file(folder / STATE, (json.dumps(state)[:-1] + f', "structure": {content.structure}}}\n').encode())
     _sync(folder)
 
 

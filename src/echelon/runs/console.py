@@ -48,6 +48,7 @@ class Status:
     updates: int = 0
     dropped: int = 0  # trajectories that came too late
     roles: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    workers: Mapping[str, float] = field(default_factory=dict)  # of a run that has some: how they are served
 
 
 class _Terminal(Terminal):
@@ -139,7 +140,7 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
         values = [summary.get(key) for key in keys]
         return "" if None in values else form.format(*values)
 
-    wall_s = summary.get("wall_s")
+    wall_s, workers = summary.get("wall_s"), summary.get("workers")
     rows = {
         "status": given("{}", "status"),
         "steps": given("{:,}", "env_steps"),
@@ -147,12 +148,22 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
         "steps/s": given("{:,.0f}", "env_steps_per_s"),
         "return": given("{:,.1f}", "return_mean") + given(" (evaluation {:,.1f})", "evaluation_return"),
         "lag": given("{:.2f} mean, {:.0f} max", "lag_mean", "lag_max"),
+        "workers": workers_line(workers, summary.get("time", {}).get("learner", {})) if workers else "",
         "run": given("{}", "run_dir"),
         "checkpoint": given("{}", "checkpoint"),
         "curve": given("{}", "curve"),
     }
     lines = [f"{name:<12}{text.strip()}" for name, text in rows.items() if text]
     write_text(output or sys.stdout, "\n".join([*lines, str(summary.get("bottleneck") or "")]).rstrip())
+
+
+def workers_line(workers: Mapping[str, float], learner: Mapping[str, float]) -> str:
+    """How many workers there are, and the three figures by which such a learner is judged."""
+    busy = 1.0 - learner.get("wait", 1.0)
+    count, per_hour = workers["workers"], workers["interactions_per_hour"]
+    line = f"workers {count:.0f} | {per_hour:,.0f} steps/h | learner {busy:.0%} busy"
+    mean, p95 = workers.get("handling_mean_ms"), workers.get("handling_p95_ms")
+    return line if mean is None else f"{line} | handled in {mean:.1f} ms (p95 {p95:.1f})"
 
 
 def plain_line(status: Status) -> str:
@@ -195,6 +206,8 @@ def _figures(status: Status) -> list[tuple[str, str]]:
     figures.append(("", f"episodes {status.episodes:,}"))
     figures.append(("", f"updates {status.updates:,}"))
     figures.append(("", f"lag {status.lag_mean:.1f} (max {status.lag_max:.0f})"))
+    if status.workers:
+        figures.append(("", workers_line(status.workers, status.roles.get("learner", {}))))
     if status.dropped:
         figures.append(("yellow", f"dropped {status.dropped:,}"))
     return figures

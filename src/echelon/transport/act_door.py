@@ -5,20 +5,16 @@ Needs nothing heavier than numpy and pyzmq.
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import zmq
 
-from echelon.errors import ConfigError
 from echelon.transport.act_board import ActBoard, Array
 from echelon.transport.act_wire import (
     HEADER,
     LIFE_BITS,
-    LINGER_MS,
     MAGIC,
     MAX_LIFE,
     MAX_REASON_BYTES,
@@ -26,13 +22,10 @@ from echelon.transport.act_wire import (
     Kind,
     Wire,
     Word,
-    make_socket,
 )
 from echelon.transport.batcher import IDLE_SLEEP_S, Batcher, Round
-from echelon.transport.curve import Gate, Socket, check_secret, numeric, secure_server
+from echelon.transport.door import Door
 
-IGNORED_CONNECTIONS = 10_000  # the oldest are forgotten
-GATE_S = 0.01  # a server that never sleeps looks at its gate this often
 BURST = 1_000  # messages taken in before the batcher gets its turn
 FROM_CLIENTS = (Kind.ARRIVE, Kind.ASK, Kind.LEAVE)
 
@@ -79,14 +72,12 @@ class ActDoor:
 
         A question with an observation out of its bounds in `choices` is refused: no network can look it up.
         """
-        check_secret(address, secret)
         layout = board.layout
         self.board, self.server = board, server
-        self.num_refused_frames = self.num_lost_answers = 0
+        self.num_lost_answers = 0
         self._wire = wire = Wire(layout)
         self._seats = {seat for group in range(layout.num_groups) for seat in layout.seats_of(server, group)}
         self._askers: dict[int, Asker] = {}
-        self._ignored: dict[bytes, None] = {}
         self._targets = [
             Target(
                 leaf.reshape(layout.num_seats, -1).view(np.uint8),
@@ -99,39 +90,20 @@ class ActDoor:
         rows = np.zeros((layout.num_seats, wire.stateful_bytes), np.uint8)  # answers on their way out
         self._rows, self._row_bytes = wire.answer_views(rows), rows.reshape(-1).data
         self._rows["words"][:, : len(Word)] = MAGIC, Kind.ANSWER, wire.digest, 0, 0, 0
-        self._context: zmq.Context[Socket] = zmq.Context()
-        self._socket = make_socket(self._context, zmq.ROUTER, wire.question_bytes)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says so when an asker is gone
-        self._socket.setsockopt(zmq.BACKLOG, 1024)
-        self._gate = secure_server(self._socket, secret) if secret is not None else None
-        self._gate_at = 0.0
-        self.address = self._bind(address)
+        self._door = Door("act requests", address, secret, wire.question_bytes)
+        self.address = self._door.address
         self._doorbell = board.doorbell(server)
-        self._descriptors = [int(self._socket.getsockopt(zmq.FD)), self._doorbell.descriptor]
-        self._descriptors += self._gate.descriptors if self._gate else []
         board.pollable[server] = 1
-
-    def _bind(self, address: str) -> str:
-        try:
-            self._socket.bind(numeric(address))
-        except zmq.ZMQError as error:
-            self._shut()
-            raise ConfigError(
-                f"cannot listen for act requests at {address}: {error}. Choose another address, or port 0."
-            ) from error
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property
     def num_refused(self) -> int:
         """Frames and handshakes that were refused."""
-        return self.num_refused_frames + (self._gate.num_refused if self._gate else 0)
+        return self._door.num_refused
 
     def next(self, batcher: Batcher, timeout_s: float) -> Round | None:
         """The next round by the batcher's rule, of questions from here and elsewhere, waiting at most `timeout_s`."""
-        now = time.monotonic()
-        deadline = now + timeout_s
-        if self._gate and now >= self._gate_at:
-            self._serve_gate(self._gate)
+        deadline = time.monotonic() + timeout_s
+        self._door.look_at_gate()
         while True:
             emptied = self._drain()
             found, wait_s = batcher.look()
@@ -145,30 +117,17 @@ class ActDoor:
                 self._sleep(min(wait_s, left_s, IDLE_SLEEP_S))
 
     def _sleep(self, timeout_s: float) -> None:
-        ready, _, _ = select.select(self._descriptors, [], [], timeout_s)
-        if self._doorbell.descriptor in ready:
+        if self._door.sleep(timeout_s, [self._doorbell.descriptor]):
             self._doorbell.clear()
-        if self._gate and not set(self._gate.descriptors).isdisjoint(ready):
-            self._serve_gate(self._gate)
-
-    def _serve_gate(self, gate: Gate) -> None:
-        gate.serve()
-        self._gate_at = time.monotonic() + GATE_S
 
     def _drain(self) -> bool:
-        """Takes in what has come; whether that was all. The socket's descriptor announces only what is new."""
-        receive, noblock = self._socket.recv, zmq.NOBLOCK
-        try:
-            for _ in range(BURST):
-                connection = receive(noblock)
-                frame = receive(noblock, copy=False)
-                single = not frame.more
-                while frame.more:
-                    frame = receive(noblock, copy=False)
-                if connection not in self._ignored:
-                    self._take(connection, frame.buffer if single else memoryview(b""))
-        except zmq.Again:
-            return True
+        """Takes in what has come; whether that was all."""
+        for _ in range(BURST):
+            message = self._door.receive()
+            if message is None:
+                return True
+            connection, frames = message
+            self._take(connection, frames[0].buffer if len(frames) == 1 else memoryview(b""))
         return False
 
     def _take(self, connection: bytes, frame: memoryview) -> None:
@@ -184,7 +143,7 @@ class ActDoor:
             self._ask(Asker(connection, count, bool(extra)), seat, frame)
         elif kind == Kind.ARRIVE:
             self.board.incarnation[seat] = count >> LIFE_BITS
-            self._send(connection, self._wire.header(Kind.WELCOME, seat, count).data)
+            self._door.send(connection, self._wire.header(Kind.WELCOME, seat, count).data)
         else:
             self.board.incarnation[seat] = 0
             self._askers.pop(seat, None)
@@ -221,13 +180,8 @@ class ActDoor:
 
     def _refuse(self, connection: bytes, count: int, reason: str) -> None:
         """Takes nothing more from `connection`, and says why where that can be understood."""
-        self.num_refused_frames += 1
-        self._ignored[connection] = None
-        if len(self._ignored) > IGNORED_CONNECTIONS:
-            del self._ignored[next(iter(self._ignored))]
-        if reason:
-            header = self._wire.header(Kind.REFUSED, 0, count)
-            self._send(connection, header.tobytes() + reason.encode()[:MAX_REASON_BYTES])
+        header = self._wire.header(Kind.REFUSED, 0, count).tobytes()
+        self._door.refuse(connection, *([header + reason.encode()[:MAX_REASON_BYTES]] if reason else []))
 
     def _ask(self, asker: Asker, seat: int, frame: memoryview) -> None:
         """Lays a question on the board, as its client would; a repeated one is there already."""
@@ -271,28 +225,11 @@ class ActDoor:
                 stop = stride
                 for i, leaf in enumerate(board.state):
                     rows[f"state.{i}"][place] = leaf[(asker.asked - 1) % 2, seats[place]]
-            if not self._send(asker.connection, self._row_bytes[place * stride : place * stride + stop]):
+            if not self._door.send(asker.connection, self._row_bytes[place * stride : place * stride + stop]):
                 self.num_lost_answers += 1  # it asks again if it lives
-
-    def _send(self, connection: bytes, frame: bytes | memoryview) -> bool:
-        """Queues a copy of `frame`; False when the peer is gone, or takes nothing in."""
-        try:
-            self._socket.send(connection, zmq.SNDMORE | zmq.NOBLOCK)
-            self._socket.send(frame, zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            return False
-        return True
 
     def close(self) -> None:
         """Hangs up; what stands on the board stays there for a successor."""
         self.board.pollable[self.server] = 0
         self._doorbell.close()
-        self._shut()
-
-    def _shut(self) -> None:
-        if self._gate:
-            self._gate.close()
-        self._socket.close(linger=LINGER_MS)
-        self._context.term()
+        self._door.close()

@@ -5,7 +5,7 @@ on, the seat, the count of the question, and one more: in a question whether the
 the version of the weights. Arrays follow at offsets that the layout alone decides, so both sides read and write them in
 place. The count holds the life of the client in its upper bits: whatever a newer life says outdates all before.
 
-Needs nothing heavier than numpy and pyzmq.
+Needs nothing heavier than numpy.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
-import zmq
 
 from echelon.layout import Field, place, size_of
 from echelon.transport.act_board import ActLayout
-from echelon.transport.curve import Socket
 
 Array = np.ndarray[Any, Any]
 
@@ -30,12 +28,6 @@ HEADER = struct.Struct(f"<{NUM_WORDS}q")
 LIFE_BITS = 40  # where the life of a client starts in its counts
 MAX_LIFE = 2**22
 MAX_REASON_BYTES = 1000
-
-QUEUED_MESSAGES = 8  # per connection and direction: a seat has one question under way, and repeats it now and then
-HEARTBEAT_MS, SILENCE_MS = 2_000, 10_000  # a connection that is silent so long is closed
-CURVE_BYTES = 64  # more than encryption adds to a frame
-HANDSHAKE_BYTES = 1_024  # more than any frame of the handshake, which the limit on frames holds for, too
-LINGER_MS = 200  # how long a farewell may take
 
 
 class Word(IntEnum):
@@ -91,16 +83,3 @@ def _digest(layout: ActLayout) -> int:
     sizes = (layout.rows, layout.num_clients, layout.num_groups, layout.num_servers)
     text = repr((leaves, layout.state_shapes, sizes))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def make_socket(context: zmq.Context[Socket], kind: int, max_bytes: int) -> Socket:
-    """A socket with the rules of act requests on it; nothing is sent on it that its queue does not hold."""
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
-    # libzmq hangs up on a peer that sends a longer frame.
-    socket.setsockopt(zmq.MAXMSGSIZE, max(max_bytes + CURVE_BYTES, HANDSHAKE_BYTES))
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
-    return socket

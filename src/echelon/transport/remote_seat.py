@@ -6,7 +6,6 @@ Needs nothing heavier than numpy and pyzmq.
 from __future__ import annotations
 
 import math
-import socket as sockets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,19 +19,15 @@ from echelon.transport.act_board import ActLayout, Array
 from echelon.transport.act_wire import (
     HEADER,
     LIFE_BITS,
-    LINGER_MS,
     MAGIC,
     MAX_LIFE,
     MAX_REASON_BYTES,
     Kind,
     Wire,
     Word,
-    make_socket,
 )
-from echelon.transport.curve import SECRET_VARIABLE, Socket, check_secret, numeric, secure_client
-
-FIRST_REPEAT_S, MAX_REPEAT_S = 0.25, 1.0  # when an unanswered question is sent again
-RECONNECT_MS, MAX_RECONNECT_MS = 50, 1_000
+from echelon.transport.secret import check_secret, numeric
+from echelon.transport.sockets import FIRST_REPEAT_S, LINGER_MS, MAX_REPEAT_S, connect, why_silent
 
 
 class RemoteSeat:
@@ -81,7 +76,7 @@ class RemoteSeat:
         self._heard, self._connect_timeout_s, self._connect_by = False, connect_timeout_s, math.inf
         self.repeat_at, self._repeat_s = math.inf, FIRST_REPEAT_S
         self._refusal = ""
-        self.socket = _connect(address, secret, max(wire.stateful_bytes, HEADER.size + MAX_REASON_BYTES))
+        self.socket = connect(address, secret, max(wire.stateful_bytes, HEADER.size + MAX_REASON_BYTES))
         self._receive_ms = -1
         self._send(arrival)
 
@@ -157,16 +152,7 @@ class RemoteSeat:
     def _diagnosis(self) -> str:
         """What kept us from the server, as far as can be seen from here."""
         what = f"the inference server at {self.address} did not answer seat {self.index} within "
-        what += f"{self._connect_timeout_s:.1f} s: "
-        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
-        try:
-            sockets.create_connection((host, int(port)), timeout=1.0).close()
-        except (OSError, ValueError) as error:
-            return what + f"nobody listens there ({error}). Start it, or check the address and the firewall between."
-        return what + (
-            "somebody listens there, but does not let us in, or is busy. Set "
-            f"{SECRET_VARIABLE} to the same value on both sides, or on neither."
-        )
+        return what + f"{self._connect_timeout_s:.1f} s: {why_silent(self.address)}"
 
     @property
     def version(self) -> int:
@@ -198,18 +184,3 @@ def wait_any(seats: Sequence[RemoteSeat], timeout_s: float) -> bool:
         until = min(deadline, *(seat.repeat_at for seat in seats))
         poller.poll(max(0, math.ceil((until - now) * 1000)))
     return True
-
-
-def _connect(address: str, secret: str | None, max_bytes: int) -> Socket:
-    """A client's socket on its way to `address`; it goes on trying for as long as it is open."""
-    socket = make_socket(zmq.Context.instance(), zmq.DEALER, max_bytes)
-    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
-    if secret is not None:
-        secure_client(socket, secret)
-    try:
-        socket.connect(address)
-    except zmq.ZMQError as error:
-        socket.close()
-        raise ConfigError(f"cannot connect to {address}: {error}. Write tcp://HOST:PORT.") from error
-    return socket

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.errors import ConfigError
+from echelon.transport.secret import secret_from_environment
 
 NAME = re.compile(r"echelon-(\d+)-[0-9a-f]{8}")  # the number is the owner's
 OWNER = "owner.json"
+SECRET = "secret"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,19 @@ def create_session(shm_dir: str) -> Path:
         shutil.rmtree(path, ignore_errors=True)
         raise ConfigError(f"shm_dir={shm_dir} has no room for a run: {error}. Name another with --shm-dir.") from error
     return path
+
+
+def make_secret(session: Path) -> None:
+    """Makes a secret for a run that was given none; it lies in its session, which nobody else can read."""
+    if secret_from_environment() is None:
+        file = os.open(session / SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(file, "w") as secret:
+            secret.write(secrets.token_hex(32))
+
+
+def secret_of(session: Path) -> str:
+    """What the processes of a run know each other by over TCP: ECHELON_SECRET, or what the run made for itself."""
+    return secret_from_environment() or (session / SECRET).read_text()
 
 
 def check_room(session: Path, nbytes: int) -> None:

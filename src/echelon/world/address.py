@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from echelon.errors import ConfigError
-from echelon.transport.curve import is_loopback
+from echelon.transport.secret import is_loopback
 
 IPC_PATH_BYTES = 107  # sockaddr_un holds 108 with the closing zero
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")

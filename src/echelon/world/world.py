@@ -34,7 +34,7 @@ from echelon.world.request import Pending, Refusal, RemoteError, Request, failur
 
 __all__ = ["Progress", "RemoteError", "World"]
 
-_inproc: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()  # address -> World of this process
+_here: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()  # address -> World of this process
 
 
 class World:
@@ -58,8 +58,7 @@ class World:
         self._numbers = itertools.count(1)
         self._handlers: dict[str, Callable[..., Any]] = {}
         self._thread = threading.get_ident()
-        if self._endpoint.shared:
-            _inproc[self.address] = self
+        _here[self.address] = self
 
     @classmethod
     def host(cls, address: str, name: str = "coordinator", *, limits: Limits = DEFAULT_LIMITS) -> World:
@@ -192,7 +191,7 @@ class World:
         elif self._host is not None:
             self.post(self._host.name, "_leave")
         self._endpoint.close()
-        _inproc.pop(self.address, None)
+        _here.pop(self.address, None)
 
     def __enter__(self) -> World:
         return self
@@ -228,8 +227,9 @@ class World:
 
     def _wait(self, deadline: float, address: str) -> None:
         """Serves until something came in or `deadline`; peers in this very thread get their turn first."""
-        near = [_inproc.get(one) for one in dict.fromkeys((address, self._host_address))] if _inproc else []
-        local = [world for world in near if world and world is not self and world._thread == self._thread]
+        near = [_here.get(one) for one in dict.fromkeys((address, self._host_address))]
+        mine = (self._thread, self._me.pid)  # a forked process inherits worlds that are not its own
+        local = [world for world in near if world and world is not self and (world._thread, world._me.pid) == mine]
         for world in local:
             world.poll()
         self.poll(0.001 if local else max(0.0, deadline - time.monotonic()))

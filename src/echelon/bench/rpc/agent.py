@@ -17,7 +17,7 @@ from echelon.servers.inference import InferenceServer
 from echelon.transport.act_board import ActBoard
 from echelon.transport.act_tcp import ActDoor
 from echelon.transport.batcher import Batcher, BatchRule, Round
-from echelon.transport.curve import secret_from_environment
+from echelon.transport.secret import secret_from_environment
 
 SPIN_US = 200.0  # about what the observers of a small batch take for their next states
 

@@ -75,7 +75,7 @@ class Observer:
         if self.setting.transport == "shm":
             return Seat(ActBoard(self.folder, layout), self.index)
         from echelon.transport.act_tcp import RemoteSeat
-        from echelon.transport.curve import secret_from_environment
+        from echelon.transport.secret import secret_from_environment
 
         address = f"tcp://{self.setting.master_addr}:{self.results.agent[1]}"
         return RemoteSeat(address, layout, self.index, secret=secret_from_environment())

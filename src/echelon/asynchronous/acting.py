@@ -1,0 +1,118 @@
+"""How a worker chooses actions: with a copy of the learner's model, or with a policy object of the user's.
+
+Shapes: K environments.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from echelon.algorithms.exploration import Explorer
+from echelon.algorithms.model import Mirror, Model
+from echelon.algorithms.value_policy import ValuePolicy
+from echelon.config import TrainConfig
+from echelon.errors import DivergedError, EnvError, Refused
+from echelon.roles.own import StateLayout, load_state
+from echelon.schema import Spaces, Tree, action_leaf, unflatten
+
+Array = np.ndarray[Any, Any]
+NUM_RUNGS = 256  # of a ladder of exploration that any number of workers shares
+
+
+class WorkerActing(Protocol):
+    """What chooses the actions of a worker."""
+
+    version: int
+
+    def load(self, weights: Array, version: int) -> None:
+        """Takes over the weights of `version`, as the learner's board holds them."""
+
+    def act(self, observation: list[Array], evaluates: Array, env_steps: int) -> Array:
+        """Actions (K, ...) for leaves (K, ...), greedy where a row `evaluates`; the run has made `env_steps`."""
+
+    def to_env(self, action: Array) -> Array:
+        """What the environments receive for `action`."""
+
+
+def rungs(place: int, num_lanes: int) -> list[int]:
+    """Where the lanes of the worker at `place` stand on the ladder: however many workers there are, they spread over
+    all of it (the numbers' bits reversed: van der Corput's sequence)."""
+    bits = NUM_RUNGS.bit_length() - 1
+    numbers = [(place * num_lanes + lane) % NUM_RUNGS for lane in range(num_lanes)]
+    return [int(f"{number:0{bits}b}"[::-1], 2) for number in numbers]
+
+
+class ModelActing:
+    """A copy of the model, built from the learner's configuration."""
+
+    def __init__(self, config: TrainConfig, spaces: Spaces, place: int, num_lanes: int, seed: int) -> None:
+        torch.set_num_threads(1)
+        self.version, self.space = 0, spaces.observation
+        self.model = Model(config.network, spaces, config.algorithm, seed=config.seed)
+        self.mirror = Mirror(self.model)
+        self.policy = ValuePolicy(self.model, seed)
+        self.explorer = Explorer(config.algorithm, rungs(place, num_lanes), NUM_RUNGS)
+
+    def load(self, weights: Array, version: int) -> None:
+        if weights.shape != self.mirror.memory.shape or weights.dtype != np.uint8:
+            raise Refused(
+                f"the learner's weights are {weights.nbytes} bytes, this worker's network has "
+                f"{self.mirror.memory.nbytes}. Install the same versions on both sides."
+            )
+        self.mirror.memory[:] = weights
+        self.version = version
+
+    def act(self, observation: list[Array], evaluates: Array, env_steps: int) -> Array:
+        tree = unflatten(self.space, iter([torch.from_numpy(leaf) for leaf in observation]))
+        if evaluates.all():
+            action: Array = self.policy.act(tree, greedy=True).action.numpy()
+        else:
+            action = self.policy.act(tree, self.explorer.at(env_steps)).action.numpy()
+            if evaluates.any():
+                greedy = self.policy.act(tree, greedy=True).action.numpy()
+                action[evaluates] = greedy[evaluates]
+        if action.dtype.kind == "f" and not np.isfinite(action).all():
+            raise DivergedError(f"the policy of version {self.version} chose an action that is not finite.")
+        return action
+
+    def to_env(self, action: Array) -> Array:
+        return self.model.distribution.to_env(action)
+
+
+class OwnActing:
+    """The user's policy, asked for one environment at a time."""
+
+    def __init__(self, policy: Any, layout: StateLayout, spaces: Spaces) -> None:
+        self.version, self.policy, self.layout, self.space = 0, policy, layout, spaces.observation
+        self.leaf, self.action_space = action_leaf(spaces.action), spaces.action
+
+    def load(self, weights: Array, version: int) -> None:
+        if weights.shape != (self.layout.nbytes,) or weights.dtype != np.uint8:
+            raise Refused(f"the learner's state is {weights.nbytes} bytes where its layout has {self.layout.nbytes}.")
+        load_state(self.policy, self.layout.unpack(weights))
+        self.version = version
+
+    def act(self, observation: list[Array], evaluates: Array, env_steps: int) -> Array:
+        del env_steps
+        action = np.zeros((len(evaluates), *self.leaf.shape), self.leaf.dtype)
+        for row, evaluate in enumerate(evaluates.tolist()):
+            one = np.asarray(self.policy.act(self._row(observation, row), explore=not evaluate))
+            if one.shape != self.leaf.shape or not np.can_cast(one.dtype, self.leaf.dtype, "same_kind"):
+                raise EnvError(
+                    f"{type(self.policy).__name__}.act returned {one.shape} of {one.dtype}; the action space "
+                    f"{self.action_space} takes {self.leaf.shape} of {self.leaf.dtype}."
+                )
+            action[row] = one
+        return action
+
+    def _row(self, observation: list[Array], row: int) -> Tree:
+        return unflatten(self.space, iter([leaf[row].copy() for leaf in observation]))
+
+    def to_env(self, action: Array) -> Array:
+        if isinstance(self.action_space, gym.spaces.Box):
+            return np.clip(action, self.action_space.low, self.action_space.high).astype(self.action_space.dtype)
+        return action

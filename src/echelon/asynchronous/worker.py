@@ -1,0 +1,213 @@
+"""A worker: steps its environments with the newest policy, and brings their episodes to a learner.
+
+It asks the learner what is trained, makes the environments and the policy, and then sends one episode after the other;
+every answer brings newer weights, if there are any, and says whether the next episode is an evaluation. It waits for
+answers, which the door gives at once, and for a learner that is gone. If it dies, what it had not sent is lost, and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TextIO
+
+import gymnasium as gym
+import numpy as np
+
+from echelon import config_io
+from echelon.asynchronous.acting import ModelActing, OwnActing, WorkerActing
+from echelon.asynchronous.lanes import Lanes, Stretch
+from echelon.asynchronous.line import Line, RunOver, address_of
+from echelon.config import EnvConfig
+from echelon.envs.make import env_seeds, make_group
+from echelon.envs.vector import Group, StepRows
+from echelon.errors import ConfigError
+from echelon.roles.own import StateLayout, check_policy
+from echelon.roles.replay_plan import stack_leaves
+from echelon.schema import action_leaf, space_leaves
+from echelon.transport.episode_wire import PROTOCOL, Arrive, Ask, Next, Piece, Score, Stranger, Task, Welcome
+from echelon.transport.secret import secret_from_environment
+
+Wrapper = Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]
+SAME = ("preset", "env", "network", "algorithm", "replay", "workers")  # what a worker is made by
+
+
+class TaskChanged(Exception):
+    """Another run trains at the learner's address by now."""
+
+
+class AsyncWorker:
+    """Collects episodes for the learner at `learner_address`; `work` does it."""
+
+    def __init__(
+        self,
+        learner_address: str | tuple[str, int],
+        buffer_size: int = 5000,
+        env_wrapper: Wrapper | None = None,
+        *,
+        env: str | Callable[..., Any] | EnvConfig | None = None,
+        envs: int = 1,
+        policy: Any = None,
+        seed: int | None = None,
+        patience_s: float = float("inf"),
+        output: TextIO | None = None,
+    ) -> None:
+        """`buffer_size` steps are sent at once at most. `env` (an id, a factory or an EnvConfig) takes the place of the
+        learner's; `env_wrapper` wraps each single environment; `envs` are stepped together. `policy` is an object of
+        the user's own, where the learner trains one. A learner that is silent for `patience_s` is given up.
+        """
+        if buffer_size < 1 or envs < 1:
+            raise ConfigError(f"buffer_size={buffer_size} and envs={envs} must each be at least 1.")
+        if policy is not None:
+            check_policy(policy, "act")
+        self.buffer_size, self.env, self.env_wrapper, self.num_envs = buffer_size, env, env_wrapper, envs
+        self.policy, self.name = policy, secrets.token_hex(8)
+        self.seed = secrets.randbits(31) if seed is None else seed
+        self.num_episodes = 0  # in the learner's hands
+        self._output = output or sys.stdout
+        self._number = 0  # of messages
+        self.line = Line(address_of(learner_address), self.name, secret_from_environment(), patience_s, self._tell)
+
+    def _tell(self, text: str) -> None:
+        print(f"worker {self.name}: {text}", file=self._output, flush=True)
+
+    def work(self, episodes: int = 0) -> int:
+        """Works until the run is over, or `episodes` are in the learner's hands; returns how many are."""
+        try:
+            while True:
+                task = self.line.ask(Ask(PROTOCOL), Task)
+                stage = Stage(self, task)
+                try:
+                    while not episodes or self.num_episodes < episodes:
+                        stage.step()
+                    return self.num_episodes
+                except TaskChanged:
+                    self._tell("the learner trains something else by now; beginning anew")
+                finally:
+                    stage.close()
+        except RunOver:
+            self._tell(f"the run is over; {self.num_episodes} episodes came from here")
+            return self.num_episodes
+        finally:
+            self.line.close()
+
+    def next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+
+class Stage:
+    """A worker's environments and policy, for one task."""
+
+    def __init__(self, worker: AsyncWorker, task: Task) -> None:
+        self.worker, self.line, self.task = worker, worker.line, task
+        self.config = config = config_io.from_json(task.train)
+        self.group = self._make_group()
+        try:
+            spaces = self.group.spaces
+            leaves, action = space_leaves(spaces.observation), action_leaf(spaces.action)
+            stacks = [leaf.path for leaf in stack_leaves(config, spaces)]
+            self.stacks = {i for i, leaf in enumerate(leaves) if leaf.path in stacks}
+            num_envs, n_step = worker.num_envs, config.replay.n_step
+            max_steps = min(worker.buffer_size, config.workers.max_steps)
+            if max_steps < n_step:
+                raise ConfigError(f"buffer_size={max_steps} is below replay.n_step={n_step} of the learner. Raise it.")
+            self.lanes = Lanes(num_envs, max_steps, n_step, leaves, action)
+            flags = [np.zeros(num_envs, np.bool_) for _ in range(3)]
+            self.observation = [np.zeros((num_envs, *leaf.shape), leaf.dtype) for leaf in leaves]
+            self.rows = StepRows(self.observation, np.zeros(num_envs, np.float32), *flags)
+            self.env_steps = 0  # of the run, as far as is known here
+            self.acting = self._make_acting(self._arrive())
+            self.group.reset(self.observation)
+            self.lanes.begin(np.arange(num_envs), self.observation)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_group(self) -> Group:
+        env, config = self.worker.env, self.config.env
+        if isinstance(env, EnvConfig):
+            config = env
+        elif env is not None:
+            config = replace(config, id=env, kwargs={}, wrappers=())
+        elif not config.id:
+            raise ConfigError("the learner names no environment: give the worker one (env=..., or --env).")
+        seeds = env_seeds(self.worker.seed, 0, 0, self.worker.num_envs)
+        return make_group(config, seeds, self.worker.env_wrapper)
+
+    def _arrive(self) -> Welcome:
+        spaces, own = self.group.spaces.to_json(), self.worker.policy is not None
+        welcome = self.line.ask(Arrive(PROTOCOL, self.worker.name, spaces, own), Welcome)
+        self.env_steps = welcome.env_steps
+        return welcome
+
+    def _make_acting(self, welcome: Welcome) -> WorkerActing:
+        acting: WorkerActing
+        spaces, worker = self.group.spaces, self.worker
+        if self.task.own is not None:
+            acting = OwnActing(worker.policy, StateLayout.from_json(self.task.own), spaces)
+        else:
+            acting = ModelActing(self.config, spaces, welcome.place, worker.num_envs, worker.seed)
+        acting.load(welcome.weights, welcome.version)
+        return acting
+
+    def step(self) -> None:
+        """One step of every environment; sends what has to be sent."""
+        lanes, acting = self.lanes, self.acting
+        action = acting.act(self.observation, lanes.evaluates, self.env_steps)
+        self.group.step(acting.to_env(action), self.rows)
+        self.env_steps += int((self.rows.valid & ~lanes.evaluates).sum())
+        for stretch in lanes.step(action, acting.version, self.rows):
+            evaluates = self._bring(stretch)
+            if stretch.ended:
+                self.worker.num_episodes += 1
+                lanes.end(stretch.lane, evaluates=evaluates)
+            else:
+                lanes.go_on(stretch.lane)
+
+    def _bring(self, stretch: Stretch) -> bool:
+        """Puts steps into the learner's hands, once, however often it takes; whether an evaluation comes next."""
+        number = self.worker.next_number()
+        while True:
+            answer = self.line.ask(self._message(stretch, number), Next, Stranger)
+            if isinstance(answer, Next):
+                break
+            self._arrive_again()
+        self.env_steps = answer.env_steps
+        if answer.weights is not None:
+            self.acting.load(answer.weights, answer.version)
+        return answer.evaluates
+
+    def _message(self, stretch: Stretch, number: int) -> Piece | Score:
+        worker, has_version = self.worker.name, self.acting.version
+        value, length = stretch.episode_return, stretch.episode_length
+        if stretch.evaluates:
+            return Score(worker, number, has_version, stretch.first_version, value, length)
+        return Piece(
+            worker=worker,
+            number=number,
+            has_version=has_version,
+            observation=stretch.leaves(self.stacks),
+            action=stretch.action,
+            reward=stretch.reward,
+            version=stretch.version,
+            num_old=stretch.num_old,
+            terminated=stretch.terminated,
+            truncated=stretch.truncated,
+            episode_return=value,
+            episode_length=length,
+        )
+
+    def _arrive_again(self) -> None:
+        """The learner was started anew: if it trains the same, what this worker has is as good as before."""
+        task = self.line.ask(Ask(PROTOCOL), Task)
+        if task.own != self.task.own or any(task.train[part] != self.task.train[part] for part in SAME):
+            raise TaskChanged
+        welcome = self._arrive()
+        self.acting.load(welcome.weights, welcome.version)
+
+    def close(self) -> None:
+        self.group.close()

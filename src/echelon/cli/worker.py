@@ -1,0 +1,47 @@
+"""`echelon worker --learner HOST:PORT`: bring episodes to a learner, until its run is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from echelon.cli.main import Parser
+from echelon.errors import ConfigError
+
+
+def run(arguments: Sequence[str]) -> int:
+    from echelon.asynchronous.worker import AsyncWorker
+    from echelon.names import resolve
+
+    parser = Parser(
+        prog="echelon worker",
+        description="Step environments with a learner's newest policy and bring it their episodes, until its run is "
+        "over. Off the loopback ECHELON_SECRET must be that of the learner.",
+    )
+    parser.add_argument("--learner", required=True, metavar="HOST:PORT", help="where `echelon learner` listens")
+    parser.add_argument("--envs", type=int, default=1, metavar="K", help="environments stepped together (default 1)")
+    parser.add_argument("--env", metavar="ENV", help="in place of the learner's: an id, module:factory or envpool:ID")
+    parser.add_argument("--env-wrapper", metavar="MODULE:NAME", help="wraps each single environment")
+    parser.add_argument("--policy", metavar="MODULE:NAME", help="makes the policy, where the learner trains its user's")
+    parser.add_argument("--buffer-size", type=int, default=5000, metavar="N", help="most steps of one message")
+    parser.add_argument("--episodes", type=int, default=0, metavar="N", help="leave after so many (0: when it is over)")
+    parser.add_argument("--seed", type=int, metavar="S", help="seed of the environments (default: drawn)")
+    parser.add_argument(
+        "--patience", type=float, default=float("inf"), metavar="S", help="give a silent learner up after S seconds"
+    )
+    known = parser.parse_args(list(arguments))
+    made = {name: resolve(text) for name in ("env_wrapper", "policy") if (text := getattr(known, name))}
+    for name, target in made.items():
+        if not callable(target):
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(known, name)} is {target!r:.80}, not a callable.")
+    worker = AsyncWorker(
+        known.learner,
+        known.buffer_size,
+        made.get("env_wrapper"),  # type: ignore[arg-type]
+        env=known.env,
+        envs=known.envs,
+        policy=made["policy"]() if "policy" in made else None,  # type: ignore[operator]
+        seed=known.seed,
+        patience_s=known.patience,
+    )
+    worker.work(known.episodes)
+    return 0

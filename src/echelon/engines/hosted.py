@@ -1,0 +1,36 @@
+"""The hosted engine: some roles in the caller's process, with the objects it brings, the others as local processes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from echelon.engines.inline import InlineEngine
+from echelon.engines.local import LocalEngine
+from echelon.engines.process import Exit, ProcessSpec
+
+TURN_S = 0.02  # how long a role here may sleep inside one step: the coordinator wants its turn
+
+
+class HostedEngine(LocalEngine):
+    """Steps the roles named in `here` when asked to; an exception of theirs reaches the caller as it is."""
+
+    def __init__(self, session: str, preload: Sequence[str], here: Collection[str]) -> None:
+        super().__init__(session, preload)
+        self._here, self._inline = frozenset(here), InlineEngine(TURN_S)
+
+    def is_here(self, name: str) -> bool:
+        return name in self._here
+
+    def start(self, spec: ProcessSpec) -> None:
+        (self._inline.start if self.is_here(spec.name) else super().start)(spec)
+
+    def turn(self) -> bool:
+        """One step of every role here; False once none is left or one has just finished."""
+        return self._inline.turn()
+
+    def exits(self) -> list[Exit]:
+        return self._inline.exits() + super().exits()
+
+    def close(self, timeout_s: float) -> None:
+        self._inline.close(timeout_s)
+        super().close(timeout_s)

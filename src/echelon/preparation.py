@@ -1,0 +1,128 @@
+"""What comes before a run: all that can be checked before a folder or a role exists, its spaces, and who acts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from echelon.config import OwnConfig, TrainConfig
+from echelon.engines.inline import InlineEngine
+from echelon.engines.local import LocalEngine
+from echelon.envs.make import probe_spaces
+from echelon.errors import ConfigError
+from echelon.names import absolute, describe_callable, text_of
+from echelon.roles.brought import Brought
+from echelon.roles.choice import Choice, choose_acting
+from echelon.roles.context import Context
+from echelon.roles.lobby import await_spaces
+from echelon.roles.own import StateLayout, state_of
+from echelon.roles.placement import pick_device
+from echelon.roles.plan import Plan
+from echelon.runs.checkpoint import find_weights
+from echelon.runs.folder import default_run_dir
+from echelon.schema import Spaces
+from echelon.transport.secret import check_secret, secret_from_environment
+from echelon.transport.segments import check_platform
+from echelon.transport.session import check_room
+
+
+def prepare(
+    config: TrainConfig,
+    session: Path,
+    engine: InlineEngine | LocalEngine,
+    epoch: int,
+    started_at: float,
+    tell: Callable[[str], None],
+    brought: Brought | None = None,
+) -> tuple[Context, Choice]:
+    """The context of a run that can be, its memory made; and who chooses actions in it."""
+    config = _with_whole_paths(config)
+    text = text_of(config.env.id) or "workers"
+    if config.engine != "inline":
+        check_platform()
+        if not isinstance(config.env.id, str):
+            config = replace(config, env=replace(config.env, id=describe_callable(config.env.id)))
+    if config.has_workers:
+        check_secret(config.workers.address, secret_from_environment())
+    own = StateLayout.of(state_of(brought.policy)) if brought is not None and brought.policy is not None else None
+    spaces, config = _find_spaces(config, own, brought, tell)
+    short = text if ".py:" not in text else Path(text).name.replace(".py:", "-")
+    run_dir = Path(config.run.dir) if config.run.dir else default_run_dir(config.preset, short)
+    context = Context(
+        name="coordinator",
+        index=0,
+        incarnation=0,
+        epoch=epoch,
+        train=config,
+        spaces=spaces,
+        state_shapes=(),
+        session=session,
+        address=f"ipc://{session}/world" if config.engine != "inline" else f"inproc://{session.name}",
+        run_dir=run_dir.absolute(),
+        started_at=started_at,
+        brought=brought,
+    )
+    if own is not None:
+        Plan(context).own_file.write_text(json.dumps(own.to_json()))
+        choice = Choice("local", "the policy is the user's own")
+    else:
+        context, choice = _choose(context, engine, tell)
+    _make_memory(context, tell)
+    return context, choice
+
+
+def _find_spaces(
+    config: TrainConfig, own: StateLayout | None, brought: Brought | None, tell: Callable[[str], None]
+) -> tuple[Spaces, TrainConfig]:
+    """What is observed and done, and the configuration with the address that workers know by then."""
+    if isinstance(config.algorithm, OwnConfig) and own is None:
+        raise ConfigError(
+            f"{config.run.dir or 'this run'} trains a policy of its user's own: run the program that brings it "
+            "(AsyncLearningNode, with resume=True to go on)."
+        )
+    if brought is not None and brought.spaces is not None:
+        return brought.spaces, config
+    if config.has_workers and config.workers.spaces == "worker":
+        spaces, address = await_spaces(config, own, tell)
+        return spaces, replace(config, workers=replace(config.workers, address=address))
+    return probe_spaces(config.env), config
+
+
+def _choose(
+    context: Context, engine: InlineEngine | LocalEngine, tell: Callable[[str], None]
+) -> tuple[Context, Choice]:
+    """Checks what depends on the model, and chooses who acts."""
+    config, model = context.train, Plan(context).model
+    pick_device(config.learner.device, model.parameters.numel())
+    if config.run.init_from and context.epoch == 0:
+        model.load_weights(find_weights(config.run.init_from), config.run.init_from)
+    choice = choose_acting(context, engine, model)
+    if choice.mode != config.acting.mode and not config.has_workers:
+        tell(f"acting: {choice.mode} ({choice.reason})")
+    if choice.mode == "central":
+        pick_device(config.acting.device, model.parameters.numel(), "--acting.device")
+        if config.acting.transport == "tcp":
+            check_secret(config.acting.address, secret_from_environment())
+    if config.experience == "replay" and config.replay.transport == "tcp":
+        check_secret(config.replay.address, secret_from_environment())
+    config = replace(config, acting=replace(config.acting, mode=choice.mode))
+    return replace(context, train=config, state_shapes=model.network.state_shapes), choice
+
+
+def _make_memory(context: Context, tell: Callable[[str], None]) -> None:
+    plan = Plan(context)
+    if context.train.experience == "replay":
+        plan.replay.check()
+    check_room(context.session, plan.shared_bytes())
+    for text in plan.make():
+        tell(text)
+
+
+def _with_whole_paths(config: TrainConfig) -> TrainConfig:
+    """`config` with files named by their whole path, so that the run can be gone on with from any folder."""
+    env = replace(config.env, wrappers=tuple(absolute(name) for name in config.env.wrappers))
+    if isinstance(env.id, str):
+        env = replace(env, id=absolute(env.id))
+    return replace(config, env=env, network=replace(config.network, name=absolute(config.network.name)))

@@ -1,0 +1,244 @@
+"""The door: where workers bring their episodes and get the newest weights, in a process of its own.
+
+Waits for: messages of workers. Wakes: the learner, by appending to the door's replay shard. It answers every message at
+once, whatever the learner is at, and the learner never waits for it. If it dies, its successor listens at the same
+address and goes on with what lies in shared memory (`journal`); workers repeat what was not answered.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from echelon import config_io
+from echelon.config import OwnConfig
+from echelon.errors import ConfigError, Refused
+from echelon.roles.context import Context, Station
+from echelon.roles.handling import Handling
+from echelon.roles.intake import Intake
+from echelon.roles.journal import Entry, Journal
+from echelon.roles.plan import Plan
+from echelon.schema import Spaces, space_choices, space_leaves
+from echelon.transport.door import Door, announce
+from echelon.transport.episode_wire import (
+    PROTOCOL,
+    Arrive,
+    Ask,
+    FromDoor,
+    FromWorker,
+    Next,
+    Over,
+    Piece,
+    Refusal,
+    Score,
+    Stranger,
+    Task,
+    Wait,
+    Welcome,
+    from_worker,
+    pack,
+)
+from echelon.transport.secret import secret_from_environment
+from echelon.transport.shared_memory import WeightsBoard
+
+Array = np.ndarray[Any, Any]
+REPORT_S = 1.0
+HEARD_S = 300.0  # a worker is counted that said something within this time
+QUEUED_MESSAGES = 4  # of a worker, which has one under way and may repeat it
+BURST = 16  # messages between two looks at the rest of the world
+
+
+class Bulletin:
+    """The newest weights as they are sent, read once a version."""
+
+    def __init__(self, board: WeightsBoard, nbytes: int) -> None:
+        self._board, self._nbytes = board, nbytes
+        self._version, self._weights = 0, np.zeros(0, np.uint8)
+
+    @property
+    def version(self) -> int:
+        """The newest; 0: there is none yet."""
+        return self._board.version
+
+    def newer_than(self, version: int) -> tuple[int, Array | None]:
+        """The newest version, and its weights where it is another than `version`."""
+        if self._board.version != self._version:
+            # Memory of its own: that of the version before may still be on its way to somebody.
+            weights = np.empty(self._nbytes, np.uint8)
+            self._version, self._weights = self._board.read(weights), weights
+        return self._version, self._weights if version != self._version else None
+
+
+class EpisodeDoor:
+    """Deals with one message after the other."""
+
+    def __init__(self, context: Context) -> None:
+        self.context, self.config = context, context.train
+        self.station, self.finished, self.next_report = Station(context), False, 0.0
+        plan = Plan(context)
+        self.intake, self.tally = Intake(plan.replay), plan.replay.tally()
+        self.bulletin = Bulletin(plan.board(), plan.weights_bytes)
+        self.journal = Journal.at(context.session, self.tally, self.config.workers.evaluation)
+        self.journal.recover(self.intake.writer.head)
+        self.intake.tell()  # a predecessor may have died before it did
+        self.handling = Handling()
+        own = plan.own_layout.to_json() if isinstance(self.config.algorithm, OwnConfig) else None
+        self.task = Task(train=config_io.to_json(self.config), own=own)
+        file = plan.workers_file
+        address = file.read_text() if file.exists() else self.config.workers.address
+        self.door = Door("workers", address, secret_from_environment(), self.intake.max_bytes, QUEUED_MESSAGES)
+        announce(file, self.door.address)
+        if context.incarnation == 0:
+            self.station.report("message", f"workers come to {self.door.address.removeprefix('tcp://')}")
+
+    def step(self, timeout_s: float) -> bool:
+        if self.station.stop_requested:
+            for name in self.journal.sockets():
+                self.door.send(name, *pack(Over()))
+            self.finished = True
+            return False
+        self.door.look_at_gate()
+        worked = 0
+        while worked < BURST and (message := self.door.receive()) is not None:
+            connection, frames = message
+            start = time.perf_counter()
+            is_episode = self._deal(connection, [frame.buffer for frame in frames])
+            self.handling.note(time.perf_counter() - start, is_episode=is_episode)
+            worked += 1
+        now = time.perf_counter()
+        if now >= self.next_report:
+            self._tell(now)
+        if not worked:
+            self.door.sleep(timeout_s)
+            self.station.waited(now)
+            return False
+        self.station.phases["transfer"] = self.handling.seconds
+        self.station.progress += 1
+        self.station.tick(now)
+        return True
+
+    def _deal(self, connection: bytes, frames: list[memoryview]) -> bool:
+        """One message, from anybody at all; whether it brought steps of an episode."""
+        try:
+            message = from_worker(frames)
+            answer = self._answer(message)
+        except Refused as error:
+            self.door.refuse(connection, *pack(Refusal(str(error))))
+            self.handling.refused += 1
+            if self.handling.refused <= 5 or self.handling.refused % 100 == 0:
+                self.station.report("message", f"a worker was refused: {error}")
+            return False
+        self.door.send(connection, *pack(answer), copy=False)
+        return isinstance(message, Piece)
+
+    def _answer(self, message: FromWorker) -> FromDoor:
+        if isinstance(message, Ask):
+            check_protocol(message.protocol)
+            return self.task
+        if not (self.tally.is_open and self.bulletin.version):
+            return Wait()
+        if isinstance(message, Arrive):
+            check_protocol(message.protocol)
+            self._check_arrival(message)
+            row = self.journal.enter(message.worker)
+            version, weights = self.bulletin.newer_than(0)
+            return Welcome(place=row, version=version, weights=weights, env_steps=self.tally.env_steps)
+        found = self.journal.row_of(message.worker)
+        if found is None:
+            return Stranger()
+        if message.number > self.journal.last(found):
+            self._take(message, found)
+        else:
+            self.journal.repeated()
+        return self._next(message, found)
+
+    def _next(self, message: Piece | Score, row: int) -> Next:
+        version, weights = self.bulletin.newer_than(message.has_version)
+        evaluates = self.journal.evaluates(row)
+        return Next(message.number, evaluates, version, weights, self.tally.env_steps)
+
+    def _check_arrival(self, arrival: Arrive) -> None:
+        if arrival.own and not isinstance(self.config.algorithm, OwnConfig):
+            raise Refused(
+                f"the learner trains {self.config.preset}, but the worker brings a policy of its own. Drop it."
+            )
+        if not arrival.own and isinstance(self.config.algorithm, OwnConfig):
+            raise Refused("the learner trains a policy of its user's: give the worker that policy too (policy=...).")
+        mine, theirs = self.context.spaces, spaces_of(arrival)
+        if not same_spaces(mine, theirs):
+            raise Refused(
+                f"the worker's environment observes {theirs.observation} and acts in {theirs.action}; the learner's "
+                f"observes {mine.observation} and acts in {mine.action}. Give both the same environment and wrappers."
+            )
+
+    def _take(self, message: Piece | Score, row: int) -> None:
+        """Takes in what a message brings; killed anywhere in it, a successor counts it once or gets it again."""
+        value, length = message.episode_return, message.episode_length
+        if not np.isfinite(value) or length < 1:
+            raise Refused(f"an episode of {length} steps that returned {value} was refused.")
+        head = self.intake.writer.head
+        if isinstance(message, Score):
+            self.journal.begin(Entry(row, message.number, head, length, (value, length), is_evaluation=True))
+            self.journal.finish()
+            self._log(message)
+            return
+        self.intake.check(message)
+        spans = self.intake.spans(message)
+        ended = (value, length) if message.terminated or message.truncated else None
+        num_steps = len(message.reward) - message.num_old
+        self.journal.begin(Entry(row, message.number, head + len(spans.start), num_steps, ended))
+        self.intake.append(message, spans, self.bulletin.version)
+        self.journal.finish()
+        self.intake.tell()
+
+    def _log(self, score: Score) -> None:
+        value, length = score.episode_return, score.episode_length
+        figures: dict[str, Any] = {"version": score.version, "episodes": 1, "return_mean": value, "return_std": 0.0}
+        figures |= {"return_min": value, "return_max": value, "length_mean": float(length), "worker": score.worker}
+        self.station.report("evaluation", figures)
+
+    def _tell(self, now: float) -> None:
+        """How workers are served, for the record."""
+        self.next_report = now + REPORT_S
+        totals, seconds = self.journal.totals(), self.journal.seconds
+        per_hour = 3600.0 * totals["interactions"] / seconds if seconds else 0.0
+        figures = {"workers": self.journal.num_heard(HEARD_S), **totals, "interactions_per_hour": per_hour}
+        figures |= {"transitions": self.intake.writer.head, "refused": self.door.num_refused}
+        figures |= self.handling.figures()
+        self.station.report("workers", figures)
+
+    def close(self) -> None:
+        self._tell(time.perf_counter())
+        self.door.close()
+        self.station.close()
+
+
+def check_protocol(protocol: int) -> None:
+    if protocol != PROTOCOL:
+        raise Refused(
+            f"the worker speaks protocol {protocol}, the learner {PROTOCOL}. Install the same version on both sides."
+        )
+
+
+def spaces_of(arrival: Arrive) -> Spaces:
+    try:
+        return Spaces.from_json(arrival.spaces)
+    except (KeyError, TypeError, ValueError, AssertionError, AttributeError, ConfigError) as error:
+        raise Refused(f"a worker's spaces cannot be read: {type(error).__name__}: {error}.") from None
+
+
+def same_spaces(mine: Spaces, theirs: Spaces) -> bool:
+    """Whether one replay, and one policy, can serve both; bounds of what is observed may differ."""
+    try:
+        leaves = [space_leaves(spaces.observation) for spaces in (mine, theirs)]
+    except ConfigError:
+        return False
+    choices = [str(space_choices(spaces.observation)) for spaces in (mine, theirs)]
+    return leaves[0] == leaves[1] and choices[0] == choices[1] and bool(mine.action == theirs.action)
+
+
+def door(config: dict[str, Any]) -> EpisodeDoor:
+    """The entry of a door process."""
+    return EpisodeDoor(Context.from_config(config))

@@ -1,0 +1,37 @@
+"""The episode source: batches of transitions that workers brought, so many for every episode.
+
+The learner waits until an episode is in that it has not made its updates for, which the door's append tells it. If it
+is behind, nobody waits for it: what it has not drawn makes room in the ring as anything else, and its updates are made
+up for from what is there.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from echelon.roles.context import Station
+from echelon.roles.replay_plan import ReplayPlan
+from echelon.roles.replay_source import ReplaySource
+from echelon.schema import TransitionBatch
+
+
+class EpisodeSource(ReplaySource):
+    """Batches for `workers.updates` updates of each episode; then the weights are published."""
+
+    def __init__(self, plan: ReplayPlan, device: torch.device) -> None:
+        super().__init__(plan, device)
+        self.publish_every = plan.config.workers.updates
+
+    def _is_due(self) -> bool:
+        """Whether an update is due, by the episodes that are in."""
+        return self.counters.updates < self.publish_every * self.tally.episodes
+
+    def _fetch(self, version: int) -> TransitionBatch | None:
+        return super()._fetch(version) if self.tally.is_open and self._is_due() else None
+
+    def wait(self, station: Station, timeout_s: float) -> None:
+        start = time.perf_counter()
+        self.limiter.wait_for_items(lambda: self._is_due() and self.limiter.may_sample(self.batch_size), timeout_s)
+        station.waited(start)

@@ -1,0 +1,120 @@
+"""A policy that the user brings: an object that acts, learns from batches, and shows and takes its state.
+
+Its state crosses processes as named arrays of fixed shapes, laid end to end on the weights board and sent as they lie
+there: nothing of it is pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from echelon.errors import ConfigError
+from echelon.layout import Field, place, size_of, views_of
+from echelon.schema import TransitionBatch, Tree
+from echelon.transport.codec import ARRAY_DTYPES
+
+Array = np.ndarray[Any, Any]
+WANTED = (
+    "a policy of your own has act(observation, *, explore), update(batch), and state() with load_state(state), or "
+    "state_dict() with load_state_dict(state) as every torch module"
+)
+
+
+class OwnPolicy(Protocol):
+    """What a policy of the user's offers; `state_dict` and `load_state_dict` will do for the last two."""
+
+    def act(self, observation: Tree, *, explore: bool) -> Any:
+        """The action, as the environment takes it, for one observation, as the environment gives it."""
+
+    def update(self, batch: TransitionBatch) -> Mapping[str, float] | None:
+        """Learns from one batch of transitions (tensors on the CPU); returns figures to show, if there are any."""
+
+    def state(self) -> Mapping[str, Any]:
+        """All that acting needs: arrays or tensors by name, of the same names and shapes at all times."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes over what another's `state` returned, as numpy arrays."""
+
+
+def check_policy(policy: Any, *methods: str) -> None:
+    """Raises ConfigError where `policy` lacks one of `methods`, or a way to show and take its state."""
+    missing = [name for name in methods if not callable(getattr(policy, name, None))]
+    pairs = (("state", "load_state"), ("state_dict", "load_state_dict"))
+    has_state = any(all(callable(getattr(policy, name, None)) for name in pair) for pair in pairs)
+    if missing or not has_state:
+        lack = ", ".join([*(f"{name}()" for name in missing), *([] if has_state else ["its state"])])
+        raise ConfigError(f"{type(policy).__name__} lacks {lack}: {WANTED}.")
+
+
+def state_of(policy: Any) -> dict[str, Array]:
+    """The state of a policy as arrays of its own at this moment (the policy goes on changing its tensors)."""
+    told = policy.state() if callable(getattr(policy, "state", None)) else policy.state_dict()
+    if not isinstance(told, Mapping):
+        raise ConfigError(
+            f"the state of {type(policy).__name__} is a {type(told).__name__}; it must be a dict of arrays."
+        )
+    return {str(name): _array(str(name), value) for name, value in told.items()}
+
+
+def _array(name: str, value: Any) -> Array:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy()
+    array = np.array(value)
+    if array.dtype.name not in ARRAY_DTYPES:
+        raise ConfigError(
+            f"{name} of a policy's state is {value!r:.80} of {array.dtype}, which does not travel. Use numbers, numpy "
+            f"arrays or tensors of {', '.join(ARRAY_DTYPES)}."
+        )
+    return array
+
+
+def load_state(policy: Any, state: Mapping[str, Array]) -> None:
+    """Gives a policy its state back, in the way that it offers."""
+    if callable(getattr(policy, "load_state", None)):
+        policy.load_state(state)
+    else:
+        policy.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Where the named arrays of a policy's state lie."""
+
+    fields: tuple[Field, ...]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Array]) -> StateLayout:
+        if not state:
+            raise ConfigError(f"the policy's state is empty, so workers could not follow it: {WANTED}.")
+        return cls(place([(name, array.shape, array.dtype) for name, array in state.items()]))
+
+    @property
+    def nbytes(self) -> int:
+        return size_of(self.fields)
+
+    def pack(self, state: Mapping[str, Array]) -> Array:
+        """The arrays of `state`, end to end."""
+        got = {name: (array.shape, array.dtype) for name, array in state.items()}
+        wanted = {f.name: (f.shape, f.dtype) for f in self.fields}
+        if got != wanted:
+            raise ConfigError(f"the policy's state has become {got}; it was {wanted}, and workers go by that.")
+        memory = np.zeros(self.nbytes, np.uint8)
+        for name, view in views_of(self.fields, memory).items():
+            view[...] = state[name]
+        return memory
+
+    def unpack(self, memory: Array) -> dict[str, Array]:
+        """Copies of the arrays in `memory`."""
+        return {name: view.copy() for name, view in views_of(self.fields, memory).items()}
+
+    def to_json(self) -> list[Any]:
+        return [[f.name, list(f.shape), f.dtype.name] for f in self.fields]
+
+    @classmethod
+    def from_json(cls, data: list[Any]) -> StateLayout:
+        return cls(place([(name, tuple(shape), ARRAY_DTYPES[dtype]) for name, shape, dtype in data]))

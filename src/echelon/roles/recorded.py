@@ -1,0 +1,105 @@
+"""Learning from replayed batches on a GPU as one recorded graph of kernels.
+
+A batch is some hundred kernels of a few microseconds each, which take longer to launch than to run. Batches of replay
+have one shape and lie in one place (`BatchMemory`), and so does everything that learning changes; so the kernels are
+recorded once, for every variant of a batch that the rule knows, and launched together from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from echelon.algorithms.protocol import Algorithm
+from echelon.algorithms.replayed import Replayed
+from echelon.config import TrainConfig
+from echelon.roles.account import LossAccount
+from echelon.roles.update import LocalUpdate, learn_once
+from echelon.schema import TransitionBatch
+
+WARM_UP = 4  # batches before the first recording: libraries choose their kernels, optimizers make their state
+
+
+class Learning(Protocol):
+    """Learns from one batch, as `learn_once` does."""
+
+    def __call__(
+        self,
+        batch: Any,
+        account: LossAccount,
+        tick: Callable[[], None],
+        acknowledge: Callable[[Any, torch.Tensor], None],
+    ) -> None: ...
+
+
+def make_learning(config: TrainConfig, algorithm: Algorithm, update: LocalUpdate) -> Learning:
+    """Recorded where every batch is the same operations; a user's network, a schedule or a compiler may change them."""
+    is_fixed = config.network.name == "auto" and config.optimizer.schedule == "constant" and not config.learner.compile
+    if isinstance(algorithm, Replayed) and algorithm.model.device.type == "cuda" and is_fixed:
+        return RecordedLearning(algorithm, update)
+
+    def learn(
+        batch: Any,
+        account: LossAccount,
+        tick: Callable[[], None],
+        acknowledge: Callable[[Any, torch.Tensor], None],
+    ) -> None:
+        learn_once(algorithm, batch, update, account, tick, acknowledge)
+
+    return learn
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The kernels of one variant, and where they leave their results."""
+
+    graph: torch.cuda.CUDAGraph
+    names: tuple[str, ...]
+    values: torch.Tensor
+    priorities: torch.Tensor
+
+
+class RecordedLearning:
+    """`learn_once`, recorded."""
+
+    def __init__(self, algorithm: Replayed, update: LocalUpdate) -> None:
+        self.algorithm, self.update = algorithm, update
+        self.recordings: dict[bool, Recording] = {}
+        self.num_learned = 0
+        self.pool: Any = None  # of memory, which the recordings share: one runs at a time
+
+    def __call__(
+        self,
+        batch: Any,
+        account: LossAccount,
+        tick: Callable[[], None],
+        acknowledge: Callable[[Any, torch.Tensor], None],
+    ) -> None:
+        """Learns from one batch, which must lie where the others did."""
+        self.num_learned += 1
+        if self.num_learned <= WARM_UP:
+            learn_once(self.algorithm, batch, self.update, account, tick, acknowledge)
+            return
+        variant = self.algorithm.variant
+        if variant not in self.recordings:
+            self.recordings[variant] = self._record(batch)
+        recording = self.recordings[variant]
+        recording.graph.replay()
+        self.algorithm.num_learned += 1
+        tick()
+        account.note(recording.names, recording.values)
+        acknowledge(batch.keys, recording.priorities)
+
+    def _record(self, batch: TransitionBatch) -> Recording:
+        """Goes through a batch without computing anything."""
+        graph, account, given = torch.cuda.CUDAGraph(), LossAccount(), list[torch.Tensor]()
+        graph.register_generator_state(self.algorithm.generator)
+        num_learned = self.algorithm.num_learned
+        with torch.cuda.graph(graph, pool=self.pool):
+            learn_once(self.algorithm, batch, self.update, account, acknowledge=lambda keys, found: given.append(found))
+        self.algorithm.num_learned = num_learned
+        self.pool = graph.pool()
+        return Recording(graph, account.names, account.newest, given[0])

@@ -1,0 +1,85 @@
+"""Between memory on the CPU and the learner's device: batches on their way there, results on their way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from echelon.layout import place, size_of
+from echelon.replay.layout import Block, ShardLayout
+from echelon.replay.sampled import Keys, Sampled
+
+Array = np.ndarray[Any, Any]
+
+
+class BatchMemory:
+    """Room for one batch of transitions in one piece of memory, and its fields as tensors."""
+
+    def __init__(self, layout: ShardLayout, size: int, device: torch.device, *, pinned: bool = False) -> None:
+        """`pinned` locks its pages, so that a GPU can read it while the caller goes on."""
+        plan = [(f.name, (size, *f.shape), f.dtype) for f in layout.fields]
+        fields = place([*plan, ("weight", (size,), np.float32)])
+        self.memory = torch.zeros(size_of(fields), dtype=torch.uint8, device=device, pin_memory=pinned)
+        self.tensors: dict[str, torch.Tensor] = {}
+        for f in fields:
+            kind = torch.from_numpy(np.zeros(0, f.dtype)).dtype
+            self.tensors[f.name] = self.memory[f.offset : f.offset + f.nbytes].view(kind).view(f.shape)
+
+
+class TransitionStaging(BatchMemory):
+    """One batch worth of memory on the CPU that items are drawn into, page-locked where a GPU reads it."""
+
+    def __init__(self, layout: ShardLayout, size: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        super().__init__(layout, size, torch.device("cpu"), pinned=is_cuda)
+        self.arrays: dict[str, Array] = {name: tensor.numpy() for name, tensor in self.tensors.items()}
+        # Frames are gathered where they are staged; rows are drawn whole and then parted into their fields.
+        stacks = {f.name: self.arrays[f.name] for f in layout.fields if f.stack}
+        self.block = Block(np.zeros(size, layout.row), stacks)
+        self.rows = [f.name for f in layout.fields if not f.stack]
+        self.keys: Keys
+        self.copied: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Until the device has read what was staged here before."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+    def put(self, sampled: Sampled) -> None:
+        """Takes in what was drawn into `block`."""
+        for name in self.rows:
+            self.arrays[name][...] = sampled.fields[name]
+        self.arrays["weight"][...] = sampled.weights
+        self.keys = sampled.keys
+
+    def move(self, landing: BatchMemory | None) -> dict[str, torch.Tensor]:
+        """The fields on the device: those of `landing`, filled by a copy that goes on while the caller does.
+
+        It is made when the device has done what it was asked before, so what lay there has been learned from. Without
+        `landing` the fields stay where they are.
+        """
+        if landing is None or self.copied is None:
+            return self.tensors
+        landing.memory.copy_(self.memory, non_blocking=True)
+        self.copied.record()
+        return landing.tensors
+
+
+class Reading:
+    """Numbers on their way from the learner's device: nobody waits for it before they are read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._copied = tensor.detach(), None
+        if tensor.device.type == "cuda":
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor.detach(), non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def read(self) -> Array:
+        if self._copied is not None:
+            self._copied.synchronize()
+        array: Array = self._tensor.numpy()
+        return array

@@ -1,0 +1,184 @@
+"""The shard server: answers the learners of other hosts with what lies in the replay shards of this one.
+
+It joins the shards as a learner of this host does, so the actors know nothing of it, and the shard of a dead actor is
+read like any other. It waits for: questions, and while a learner waits for news also for appends. It wakes: the actors
+of this host, as the learners' counts come with their questions. It keeps nothing: a learner whose server died asks its
+successor again. What bounds it: a queue for each connection, and one learner waits for news once. A message that breaks
+the rules costs its sender the connection. If it dies, learners wait for its successor, and in the end drop its shards.
+
+Needs nothing heavier than numpy and pyzmq.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from echelon.replay.limiter import Limiter, LimiterRule
+from echelon.replay.reader import ShardReader
+from echelon.replay.remote import QUEUED_MESSAGES
+from echelon.replay.shard import Shard
+from echelon.replay.wire import MAX_NEWS, MAX_REASON_BYTES, Kind, Question, Stacks, Wire
+from echelon.transport.door import Door, Part
+
+Array = np.ndarray[Any, Any]
+PATIENCE_S = 0.2  # a learner that waits for news hears at least this often that there are none
+BURST = 100  # messages taken in before those who wait for news get their turn
+
+
+class Waiting(NamedTuple):
+    """A learner that waits for news."""
+
+    question: Question
+    until: float
+
+
+class ShardServer:
+    """Answers for some of the shards of a run: those of its host."""
+
+    def __init__(
+        self,
+        folder: Path,
+        wire: Wire,
+        rule: LimiterRule,
+        address: str,
+        secret: str | None = None,
+    ) -> None:
+        """Joins the shards that `wire` is about, in `folder`, and listens; off the loopback only with a secret."""
+        self.wire, self.limiter = wire, Limiter.at(folder, rule)
+        self.readers = [ShardReader(Shard.at(folder, index, wire.layout)) for index in wire.shards]
+        own = np.zeros(wire.num_counts, np.bool_)
+        own[wire.shards] = True
+        self._elsewhere = ~own  # counts that come with questions
+        self._birth = int.from_bytes(hashlib.blake2b(str(folder).encode(), digest_size=7).digest(), "little")
+        self._waiting: dict[bytes, Waiting] = {}
+        self._appended = self.limiter.listen(None)
+        self._door = Door("replay shards", address, secret, wire.question_bytes, QUEUED_MESSAGES)
+        self.address = self._door.address
+        self.num_items = self.num_answers = 0
+        self.wait_s = self.work_s = 0.0
+
+    @property
+    def num_refused(self) -> int:
+        """Messages and handshakes that were refused."""
+        return self._door.num_refused
+
+    def step(self, timeout_s: float) -> bool:
+        """Answers what has come; waits at most `timeout_s` for something."""
+        start = time.perf_counter()
+        self._door.look_at_gate()
+        worked = self._serve()
+        served = time.perf_counter()
+        self.work_s += served - start
+        if worked:
+            return True
+        if self._waiting:
+            until = min(waiting.until for waiting in self._waiting.values())
+            timeout_s = min(timeout_s, max(0.0, until - time.monotonic()))
+        if self._door.sleep(timeout_s, [self._appended.descriptor] if self._waiting else []):
+            self._appended.clear()
+        self.wait_s += time.perf_counter() - served
+        return False
+
+    def _serve(self) -> bool:
+        """Takes in what has come and answers; whether there was anything to do."""
+        worked = False
+        for _ in range(BURST):
+            message = self._door.receive()
+            if message is None:
+                break
+            connection, frames = message
+            self._take(connection, frames[0].buffer if len(frames) == 1 else b"")
+            worked = True
+        for connection, waiting in list(self._waiting.items()):
+            if self._has_news(waiting.question) or time.monotonic() >= waiting.until:
+                del self._waiting[connection]
+                self._answer(connection, waiting.question)
+                worked = True
+        return worked
+
+    def _take(self, connection: bytes, frame: Part) -> None:
+        """One message, from anybody at all."""
+        question = self.wire.understand(frame)
+        if isinstance(question, str):
+            reason = self.wire.header(Kind.REFUSED, 0).tobytes() + question.encode()[:MAX_REASON_BYTES]
+            self._door.refuse(connection, *([reason] if question else []))
+            return
+        self._hear(question.counts)
+        if question.kind == Kind.ASK:
+            self._answer(connection, question)
+        elif question.kind == Kind.WAIT:
+            # Windows are wanted at once by a learner that does not know from where on to ask for news.
+            until = time.monotonic() + PATIENCE_S if (question.since >= 0).any() else 0.0
+            self._waiting[connection] = Waiting(question, until)
+
+    def _hear(self, counts: Array) -> None:
+        """Takes over what is counted elsewhere; a count never goes back."""
+        newer = np.flatnonzero((counts > self.limiter.counts()) & self._elsewhere)
+        num_shards = self.limiter.rule.num_shards
+        for index in newer.tolist():
+            if index < num_shards:
+                self.limiter.note_inserted(index, int(counts[index]))
+            else:
+                self.limiter.note_total(index - num_shards, int(counts[index]))
+
+    def _has_news(self, question: Question) -> bool:
+        heads = [reader.shard.head for reader in self.readers]
+        return any(0 <= since < head for since, head in zip(question.since.tolist(), heads, strict=True))
+
+    def _answer(self, connection: bytes, question: Question) -> None:
+        items, whole = self._items(question.numbers)
+        windows, news, priorities = list[int](), list[int](), list[Array]()
+        for reader, since in zip(self.readers, question.since.tolist(), strict=True):
+            first, values = _news(reader, since)
+            windows += reader.window()
+            news += [first, first + len(values)]
+            priorities.append(values.view(np.int64))
+        header = self.wire.header(Kind.ANSWER, question.id, self._birth)
+        words = np.concatenate([header, np.array(windows + news, np.int64), *priorities])
+        self._door.send(connection, words.tobytes() + whole.tobytes(), *items, copy=False)
+        self.num_answers += 1
+        self.num_items += len(whole)
+
+    def _items(self, numbers: list[Array]) -> tuple[list[Part], Array]:
+        """The items as they travel, and which are whole."""
+        layout, ends = self.wire.layout, np.cumsum([len(wanted) for wanted in numbers]).tolist()
+        whole = np.zeros(ends[-1], np.bool_)
+        if not ends[-1]:
+            return [], whole
+        rows = np.empty(ends[-1], layout.row)
+        parts = [rows[end - len(wanted) : end] for wanted, end in zip(numbers, ends, strict=True)]
+        for reader, wanted, part in zip(self.readers, numbers, parts, strict=True):
+            reader.shard.items.gather(wanted, part)
+        frames = []
+        for ring in self.wire.stacked:
+            needed = [Stacks.of(layout, ring.name, part).numbers for part in parts]
+            frames.append(np.empty(sum(len(wanted) for wanted in needed), ring.row))
+            done, index = 0, layout.rings.index(ring)
+            for reader, wanted in zip(self.readers, needed, strict=True):
+                reader.shard.sides[index].gather(wanted, frames[-1][done : done + len(wanted)])
+                done += len(wanted)
+        for reader, wanted, part, end in zip(self.readers, numbers, parts, ends, strict=True):
+            if not len(wanted):
+                continue
+            is_there = (wanted >= 0) & (wanted < reader.shard.head)  # a learner may know another shard than this
+            whole[end - len(wanted) : end] = is_there & reader.whole(wanted, part)
+        return [array.view(np.uint8).reshape(-1).data for array in (rows, *frames)], whole
+
+    def close(self) -> None:
+        self._door.close()
+
+
+def _news(reader: ShardReader, since: int) -> tuple[int, Array]:
+    """The actor's priorities from number `since` on, and the first number that they are of."""
+    tail, head = reader.window()
+    if since < 0:
+        return tail, np.empty(0)
+    first = min(max(since, tail), head)
+    values = reader.initial(first, min(head, first + MAX_NEWS)) if first < head else np.empty(0)
+    gone = min(max(0, reader.window()[0] - first), len(values))  # overwritten while they were copied
+    return first + gone, values[gone:]

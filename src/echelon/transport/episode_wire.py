@@ -1,0 +1,153 @@
+"""What workers and the door say to each other: messages with whole pieces of episodes, and answers with weights.
+
+A worker has one message under way at a time and numbers those that bring something (`number`, from 1 up): the door
+answers every message once it is dealt with, and one that comes again with its answer alone. So a worker may repeat
+itself until it is answered, whoever was lost meanwhile. Every answer says which message it is for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from echelon.errors import Refused
+from echelon.transport.codec import Buffer, Limits, decode, encode
+
+Array = np.ndarray[Any, Any]
+PROTOCOL = 1  # goes up when a message changes its meaning
+LIMITS = Limits(total_bytes=1 << 30)
+MAX_NAME = 64  # characters of a worker's name
+
+
+class _Message(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True):
+    """One message; its class is its kind."""
+
+
+class Ask(_Message, tag="ask"):
+    """A worker asks what is trained; the answer is `Task`."""
+
+    protocol: int
+
+
+class Arrive(_Message, tag="arrive"):
+    """A worker is there, with environments of these spaces; the answer is `Welcome`."""
+
+    protocol: int
+    worker: str
+    spaces: dict[str, Any]
+    own: bool  # whether it brings a policy object of the user's
+
+
+class Piece(_Message, tag="piece"):
+    """Steps of an episode; the answer is `Next`."""
+
+    worker: str
+    number: int
+    has_version: int  # of the weights that the worker has
+    observation: list[Any]  # leaves (L + 1, ...); a stack of images as {"frames": (F, ...), "numbers": (L + 1, S)}
+    action: Any  # (L, ...)
+    reward: Any  # (L,)
+    version: Any  # (L,) of the weights that chose each action
+    num_old: int  # steps at its start that the piece before it had too
+    terminated: bool
+    truncated: bool
+    episode_return: float  # up to here
+    episode_length: int
+
+
+class Score(_Message, tag="score"):
+    """What an evaluation episode came to; the answer is `Next`."""
+
+    worker: str
+    number: int
+    has_version: int
+    version: int  # of the weights that it began with
+    episode_return: float
+    episode_length: int
+
+
+class Task(_Message, tag="task"):
+    """What is trained: the configuration, and the layout of a user's own policy where it is one."""
+
+    train: dict[str, Any]
+    own: list[Any] | None
+
+
+class Welcome(_Message, tag="welcome"):
+    """A worker may begin; all of its first episodes are learned from."""
+
+    place: int  # counts workers from 0: where it stands on a ladder of exploration
+    version: int
+    weights: Any  # (nbytes,) as the board holds them
+    env_steps: int  # of the run so far
+
+
+class Next(_Message, tag="next"):
+    """What message `number` brought is in the learner's hands; the newest weights, unless the worker has them."""
+
+    number: int
+    evaluates: bool  # whether the next episode is an evaluation
+    version: int
+    weights: Any | None
+    env_steps: int
+
+
+class Wait(_Message, tag="wait"):
+    """Not yet: the learner is still starting."""
+
+
+class Stranger(_Message, tag="stranger"):
+    """This run does not know the worker: the learner was started anew. It has to arrive again."""
+
+
+class Over(_Message, tag="over"):
+    """The run has ended."""
+
+
+class Refusal(_Message, tag="refusal"):
+    """Nothing more is taken from this worker."""
+
+    reason: str
+
+
+FromWorker = Ask | Arrive | Piece | Score
+FromDoor = Task | Welcome | Next | Wait | Stranger | Over | Refusal
+
+
+def socket_name(worker: str) -> bytes:
+    """The name of a worker's socket, which a door that knows the worker finds it by."""
+    return b"w" + hashlib.blake2b(worker.encode(), digest_size=16).digest()
+
+
+def pack(message: FromWorker | FromDoor) -> list[Buffer]:
+    """The frames of `message`; buffers are views of its arrays."""
+    fields = {name: getattr(message, name) for name in message.__struct_fields__}
+    return encode({"kind": message.__struct_config__.tag, **fields}, LIMITS)
+
+
+def from_worker(frames: Sequence[Buffer]) -> FromWorker:
+    """The message of a worker; raises Refused on anything else."""
+    message: FromWorker = _unpack(frames, FromWorker)
+    worker = getattr(message, "worker", "")
+    if len(worker) > MAX_NAME:
+        raise Refused(
+            f"a message of a worker was refused: its name has {len(worker)} characters, {MAX_NAME} are allowed."
+        )
+    return message
+
+
+def from_door(frames: Sequence[Buffer]) -> FromDoor:
+    message: FromDoor = _unpack(frames, FromDoor)
+    return message
+
+
+def _unpack(frames: Sequence[Buffer], kinds: Any) -> Any:
+    tree = decode(frames, LIMITS)
+    try:
+        return msgspec.convert(tree, kinds)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise Refused(f"a message was refused: {error}.") from None

@@ -1,0 +1,102 @@
+"""Both sides of shards over TCP as programs, for the tests: `python shard_peers.py serve|learn JSON`.
+
+A server prints its address, serves until its input ends, and prints what it counted. A learner reads shards of its own
+host in place and others through a server; for every line of its input, {"batches": n}, it learns from so many, drawn
+ahead, and prints how things stand. Every item has a checksum, which is looked at. Writers are those of `replay_roles`.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import select
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echelon.errors import EchelonError
+from echelon.replay.limiter import Limiter
+from echelon.replay.reader import PriorityColumn, Reader, ShardReader
+from echelon.replay.remote import Ear, Link
+from echelon.replay.sharded import Replay
+from echelon.replay.wire import Wire
+from echelon.servers.shards import ShardServer
+from replay_roles import BATCH, CAPACITY, RULE, checksum, layout
+
+HERE, ELSEWHERE = [0, 1], [2, 3]  # shards of the learner's host, and of the other
+
+
+def tell(**words: Any) -> None:
+    print(json.dumps(words), flush=True)
+
+
+def serve(folder: str, address: str, secret: str | None = None) -> None:
+    server = ShardServer(Path(folder), Wire(layout(), ELSEWHERE, RULE), RULE, address, secret)
+    tell(address=server.address)
+    while not any(select.select([sys.stdin], [], [], 0.0)):
+        server.step(0.05)
+    tell(num_refused=server.num_refused, num_items=server.num_items, torch="torch" in sys.modules)
+    server.close()
+
+
+class Learner:
+    """Learns as a learner's source does, with batches under way."""
+
+    def __init__(self, folder: str, address: str, secret: str | None, num_ahead: int, lost_after_s: float) -> None:
+        place = Path(folder)
+        self.limiter, self.num_ahead = Limiter.at(place, RULE), num_ahead
+        columns = [PriorityColumn.at(place, index, CAPACITY) for index in ELSEWHERE]
+        self.link = Link(address, Wire(layout(), ELSEWHERE, RULE), columns, self.limiter, secret, lost_after_s)
+        self.link.arrive(2.0 if secret is None or secret.endswith("!") else 30.0)
+        readers: list[Reader] = [ShardReader.at(place, index, layout()) for index in HERE]
+        self.replay = Replay([*readers, *self.link.readers], alpha=1.0)
+        self.ear = Ear([self.link], self.limiter.listen(0))
+        self.rng, self.drafts = np.random.default_rng(0), collections.deque[Any]()
+        self.lost: list[str] = []
+
+    def take(self) -> bool:
+        """One batch, if it may be drawn and has come."""
+        replay, limiter = self.replay, self.limiter
+        replay.advance()
+        while len(self.drafts) <= self.num_ahead and replay.size >= BATCH and limiter.may_sample(BATCH):
+            limiter.note_sampled(0, BATCH)
+            self.drafts.append(replay.draw(BATCH, 0.4, self.rng))
+        if not self.drafts or not self.drafts[0].is_ready():
+            return False
+        drawn = replay.collect(self.drafts.popleft())
+        np.testing.assert_array_equal(drawn.fields["number"], drawn.keys.number)
+        np.testing.assert_array_equal(drawn.fields["checksum"], checksum(drawn.fields))
+        replay.update(drawn.keys, drawn.fields["priority"])
+        self.drawn += np.bincount(drawn.keys.shard, minlength=RULE.num_shards)
+        return True
+
+    def learn(self, batches: int) -> None:
+        self.drawn = np.zeros(RULE.num_shards, np.int64)
+        while batches:
+            self.ear.listen()
+            if self.take():
+                batches -= 1
+            else:
+                self.ear.wait(1.0)
+        lost, self.replay.lost = self.replay.lost, []
+        tell(
+            drawn=self.drawn.tolist(), sizes=self.replay.sizes, lost=lost,
+            inserted=self.limiter.inserted, sampled=self.limiter.sampled,
+        )  # fmt: skip
+
+
+def learn(folder: str, address: str, secret: str | None = None, num_ahead: int = 2, lost_after_s: float = 10.0) -> None:
+    try:
+        learner = Learner(folder, address, secret, num_ahead, lost_after_s)
+        tell(torch="torch" in sys.modules)
+        for line in sys.stdin:
+            learner.learn(**json.loads(line))
+        learner.link.close()
+    except EchelonError as error:
+        tell(error=type(error).__name__, text=str(error))
+
+
+if __name__ == "__main__":
+    {"serve": serve, "learn": learn}[sys.argv[1]](**json.loads(sys.argv[2]))

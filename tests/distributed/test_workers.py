@@ -1,0 +1,216 @@
+"""A learner and its workers as processes: they come, go and die, and every episode counts once."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon.runs.metrics import read_metrics
+from running import DEADLINE_S, TESTS, Running, Runs, wait_until
+
+FIELDS = {"network.hidden": 16, "replay.min-size": 50, "batch-size": 16, "buffer-size": 20_000, "update-steps": 4}
+FIELDS |= {"eval-freq": 0.25, "run.checkpoint-interval-s": 0.2, "learner.threads": 1}
+
+
+class Worker:
+    """`echelon worker` in the background."""
+
+    def __init__(self, output: Path, address: str, *arguments: str, **environment: str) -> None:
+        path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS), os.environ.get("PYTHONPATH", "")])
+        self.output = output
+        with output.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "echelon.cli.main", "worker", "--learner", address, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+            )
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def code(self) -> int:
+        try:
+            return self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the worker did not leave:\n{self.text()}") from None
+
+    def episodes(self) -> int:
+        """That it brought, once the run is over."""
+        assert self.code() == 0, self.text()
+        found = re.search(r"the run is over; (\d+) episodes came from here", self.text())
+        assert found, self.text()
+        return int(found[1])
+
+
+class Site:
+    """A place where a learner and workers are started; all of them end with the test."""
+
+    def __init__(self, runs: Runs) -> None:
+        self.runs, self.workers = runs, list[Worker]()
+
+    def learner(self, preset: str = "dqn", env: str = "CartPole-v1", port: int = 0, **options: Any) -> Running:
+        words = [f"--{name}={value}" for name, value in {**FIELDS, **options}.items()]
+        folder, shm = self.runs.folder, self.runs.shm_dir
+        places = [f"--run-dir={folder / 'run'}", f"--shm-dir={shm}", f"--address=127.0.0.1:{port}"]
+        run = Running(folder / "run", shm, "learner", preset, env, *places, *words)
+        self.runs.started.append(run)
+        return run
+
+    def address(self, run: Running) -> str:
+        found = run.until(lambda: re.search(r"workers come to (\S+)", run.text()), "the door listens")
+        return found[1]
+
+    def worker(self, address: str, *arguments: str, **environment: str) -> Worker:
+        output = self.runs.folder / f"worker-{len(self.workers)}.txt"
+        self.workers.append(Worker(output, address, *arguments, **environment))
+        return self.workers[-1]
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.process.kill()
+            worker.process.wait()
+
+
+@pytest.fixture
+def site(runs: Runs) -> Iterator[Site]:
+    site = Site(runs)
+    yield site
+    site.close()
+
+
+def epochs_of(run: Running) -> int:
+    rows = run.rows()
+    return int(rows[-1]["epoch"]) if rows else 0
+
+
+def until_epochs(run: Running, more: int) -> None:
+    goal = epochs_of(run) + more
+    run.until(lambda: epochs_of(run) >= goal, f"{goal} epochs are over")
+
+
+def finish(run: Running) -> dict[str, Any]:
+    """Ends a run as a user does, and looks at its record."""
+    run.process.send_signal(signal.SIGINT)
+    assert run.code() == 0, run.text()
+    run.assert_nothing_left()
+    rows = run.rows()
+    for name in ("env_steps", "episodes", "version"):
+        values = [row[name] for row in rows]
+        assert values == sorted(values), f"{name} never goes back"
+    return run.summary()
+
+
+def check_counts(run: Running, summary: dict[str, Any], brought: int) -> None:
+    """Nothing is lost and nothing counted twice."""
+    workers = summary["workers"]
+    assert workers["episodes"] == brought
+    assert workers["evaluations"] <= int(0.25 * brought) <= workers["evaluations"] + 3, "but those under way"
+    rows = [row for row in read_metrics(run.run_dir) if row["kind"] == "evaluation"]
+    assert len(rows) == workers["evaluations"]
+    learned = workers["interactions"] - sum(row["length_mean"] for row in rows)
+    assert workers["transitions"] == learned, "every step of an episode starts one"
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def test_workers_come_and_go_and_one_is_killed(site: Site) -> None:
+    """One waits for the learner to come, one brings three episodes, one dies in the middle; the run is then killed as a
+    whole, and what the first had in hand goes to the run that is resumed."""
+    port = free_port()
+    early = site.worker(f"127.0.0.1:{port}", "--envs", "3")
+    wait_until(lambda: "Trying again" in early.text(), "the early worker says that nobody is there")
+    run = site.learner(port=port, epochs=10**6)
+    few = site.worker(f"127.0.0.1:{port}", "--episodes", "3")
+    doomed = site.worker(f"127.0.0.1:{port}")
+    assert few.code() == 0, few.text()
+    assert "is there again" in early.text()
+    run.until(lambda: run.rows() and run.rows()[-1].get("workers", {}).get("workers") == 3, "all three have come")
+    doomed.process.kill()
+    until_epochs(run, 2)
+    run.until(lambda: list((run.run_dir / "checkpoints").glob("step_*")), "there is a checkpoint")
+    run.process.kill()
+    run.process.wait()
+    wait_until(lambda: early.text().count("Trying again") == 2, "the worker misses the learner")
+    again = Running(run.run_dir, run.shm_dir, "resume", str(run.run_dir))
+    site.runs.started.append(again)
+    wait_until(lambda: early.text().count("is there again") == 2, "the worker found the learner")
+    until_epochs(again, 3)
+    summary = finish(again)
+    assert early.episodes() >= summary["workers"]["episodes"] > 0
+    assert summary["env_steps"] >= summary["workers"]["interactions"], "what came before counts on"
+
+
+@pytest.mark.parametrize(("role", "preset"), [("door", "apex-dqn"), ("learner", "dqn")])
+def test_nothing_is_lost_or_doubled_when_a_process_is_killed(site: Site, role: str, preset: str) -> None:
+    run = site.learner(preset, epochs=10**6, **{"replay.n-step": 1})
+    address = site.address(run)
+    workers = [site.worker(address, "--envs", envs, "--buffer-size", "20") for envs in ("1", "2")]
+    run.until(lambda: list((run.run_dir / "checkpoints").glob("step_*")), "there is a checkpoint")
+    for _ in range(3):
+        until_epochs(run, 3)
+        pid = run.kill(role)
+        assert run.pid(role, besides=pid)
+    until_epochs(run, 3)
+    summary = finish(run)
+    assert summary["restarts"] == 3
+    check_counts(run, summary, sum(worker.episodes() for worker in workers))
+
+
+def test_strangers_are_refused_and_the_rest_goes_on(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another secret, none at all, and other spaces."""
+    monkeypatch.setenv("ECHELON_SECRET", secrets.token_hex(16))
+    run = site.learner(epochs=10**6)
+    address = site.address(run)
+    wrong = site.worker(address, ECHELON_SECRET=secrets.token_hex(16))
+    none = site.worker(address, ECHELON_SECRET="")
+    other = site.worker(address, "--env", "Acrobot-v1")
+    good = site.worker(address)
+    for worker in (wrong, none):
+        assert worker.code() == 1
+        assert "does not let us in" in worker.text() and "Set ECHELON_SECRET to the same value" in worker.text()
+    assert other.code() == 1
+    text = other.text()
+    assert "(6,)" in text and "Discrete(3)" in text and "(4,)" in text and "Discrete(2)" in text and "Give both" in text
+    until_epochs(run, 2)
+    assert "a worker was refused" in run.text()
+    summary = finish(run)
+    assert good.episodes() == summary["workers"]["episodes"] and summary["workers"]["refused"] >= 3
+
+
+def run_own(site: Site, epochs: int, how: str) -> str:
+    command = [sys.executable, str(TESTS / "distributed" / "own_policy.py")]
+    arguments = [str(site.runs.folder / "own"), str(site.runs.shm_dir), str(epochs), how]
+    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_policy_of_the_users_own_learns_is_saved_and_goes_on(site: Site) -> None:
+    """It is never asked for anything but to act, to learn, and for its state; spaces come from the first worker."""
+    text = run_own(site, 10, "new")
+    assert "waiting at" in text and "result finished 40 40 saved 5:20 10:40" in text and "worker left with 0" in text
+    text = run_own(site, 15, "resume")
+    assert "result finished 60 60 saved 15:60" in text, "with the state of the checkpoint"
+    rows = [row for row in read_metrics(site.runs.folder / "own") if row["kind"] == "train"]
+    assert rows[-1]["epoch"] == 15 and rows[-1]["loss"]["loss"] >= 0.0
+    assert not list(site.runs.shm_dir.iterdir())

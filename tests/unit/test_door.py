@@ -1,0 +1,399 @@
+"""The door, stepped by hand: what it takes in, what it refuses, and what it answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import msgspec
+import numpy as np
+import pytest
+
+import toy_envs as toy
+from echelon.asynchronous.lanes import Lanes
+from echelon.config import OwnConfig, replace
+from echelon.envs.make import make_group
+from echelon.envs.vector import StepRows
+from echelon.errors import Refused
+from echelon.replay.pieces import fold
+from echelon.roles.door import EpisodeDoor
+from echelon.roles.lobby import await_spaces
+from echelon.roles.own import StateLayout
+from echelon.schema import Spaces, action_leaf, space_leaves
+from echelon.transport.codec import encode
+from echelon.transport.episode_wire import (
+    PROTOCOL,
+    Arrive,
+    Ask,
+    Next,
+    Over,
+    Piece,
+    Refusal,
+    Score,
+    Stranger,
+    Task,
+    Wait,
+    Welcome,
+    from_door,
+    pack,
+    socket_name,
+)
+from echelon.transport.sockets import connect
+from stage import Stage
+
+Array = np.ndarray[Any, Any]
+MakeStage = Callable[..., Stage]
+DEADLINE_S = 30.0
+GAMMA = 0.5
+FIELDS = {"engine": "local", "workers.address": "tcp://127.0.0.1:0", "workers.max_steps": 64, "replay.n_step": 3}
+FIELDS |= {"replay.capacity": 256, "replay.min_size": 8, "replay.batch": 8, "algorithm.discount": GAMMA}
+
+
+class StackEnv(toy.CounterEnv):
+    """Observes stacks of four small images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = gym.spaces.Box(0, 255, (4, 6, 6), np.uint8)
+
+    def observation(self) -> Any:
+        return np.full((4, 6, 6), self.t, np.uint8)
+
+
+class Entrance:
+    """A door and a worker's socket in one thread."""
+
+    def __init__(self, stage: Stage, *, is_open: bool = True) -> None:
+        self.stage, self.told = stage, dict[str, list[Any]]()
+        for name in ("workers", "evaluation"):
+            stage.world.serve(name, self.told.setdefault(name, []).append)
+        if is_open:
+            self.open()
+        self.door = self.make_door()
+        self.socket = self.connect()
+
+    def connect(self) -> Any:
+        return connect(self.door.door.address, None, 1 << 24, name=socket_name("w"))
+
+    def open(self) -> None:
+        self.stage.plan.replay.tally().open(0, 0)
+
+    def make_door(self, incarnation: int = 0) -> EpisodeDoor:
+        context = dataclasses.replace(self.stage.context, name=f"door-{incarnation}", incarnation=incarnation)
+        return EpisodeDoor(context)
+
+    def raw(self, frames: list[Any]) -> Any:
+        """The answer to `frames`, or None where there is none soon."""
+        self.socket.send_multipart(frames)
+        return self.answer(0.1)
+
+    def answer(self, timeout_s: float = DEADLINE_S) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self.door.step(0.01)
+            if self.socket.poll(0):
+                return from_door([frame.buffer for frame in self.socket.recv_multipart(copy=False)])
+        return None
+
+    def ask(self, message: Any) -> Any:
+        self.socket.send_multipart(pack(message))
+        return self.answer()
+
+    def arrive(self, name: str = "w", spaces: Spaces | None = None) -> Any:
+        return self.ask(Arrive(PROTOCOL, name, (spaces or self.stage.context.spaces).to_json(), False))
+
+    def items(self) -> dict[str, Array]:
+        return items_of(self.stage)
+
+    @property
+    def head(self) -> int:
+        return self.door.intake.writer.head
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+        self.door.close()
+
+
+@pytest.fixture
+def make_entrance(make_stage: MakeStage) -> Iterator[Callable[..., Entrance]]:
+    made: list[Entrance] = []
+
+    def make(env: Any = toy.CounterEnv, *, is_open: bool = True, **fields: Any) -> Entrance:
+        name = fields.pop("name", "dqn")
+        made.append(Entrance(make_stage(env, name, **{**FIELDS, **fields}), is_open=is_open))
+        return made[-1]
+
+    yield make
+    for entrance in made:
+        entrance.close()
+
+
+def piece(length: int = 5, number: int = 1, **changes: Any) -> Piece:
+    """An episode of the counter that terminates."""
+    t = np.arange(length + 1)
+    fields: dict[str, Any] = {
+        "worker": "w",
+        "number": number,
+        "has_version": 1,
+        "observation": [np.stack([np.full(length + 1, number), t, t * 0 + 7], 1).astype(np.float32)],
+        "action": np.zeros(length, np.int64),
+        "reward": (100 * number + t[1:]).astype(np.float32),
+        "version": np.ones(length, np.int64),
+        "num_old": 0,
+        "terminated": True,
+        "truncated": False,
+        "episode_return": 10.0,
+        "episode_length": length,
+    }
+    return Piece(**{**fields, **changes})
+
+
+def test_an_episode_becomes_transitions_and_is_answered_with_new_weights(make_entrance: Any) -> None:
+    entrance = make_entrance()
+    task = entrance.ask(Ask(PROTOCOL))
+    assert isinstance(task, Task) and task.train["algorithm"]["name"] == "dqn" and task.own is None
+    welcome = entrance.arrive()
+    assert isinstance(welcome, Welcome) and (welcome.version, welcome.place, welcome.env_steps) == (1, 0, 0)
+    first = entrance.ask(piece(5, 1))
+    assert isinstance(first, Next) and first.number == 1 and first.weights is None and first.env_steps == 5
+    model = entrance.stage.plan.model
+    model.parameters += 1.0
+    entrance.stage.board.publish(model.parts(), 2)
+    second = entrance.ask(piece(5, 2, version=np.full(5, 99)))
+    assert second.version == 2 and bytes(second.weights) == b"".join(part.tobytes() for part in model.parts())
+    found = entrance.items()
+    np.testing.assert_array_equal(found["observation"][:, 1], [0, 1, 2, 3, 4] * 2)
+    np.testing.assert_array_equal(found["next_observation"][:, 1], [3, 4, 5, 5, 5] * 2)
+    np.testing.assert_allclose(found["discount"], [0.125, 0.125, 0.0, 0.0, 0.0] * 2)
+    assert found["reward"][0] == 101 + 102 / 2 + 103 / 4
+    assert found["version"].tolist() == [1] * 5 + [2] * 5, "no version is above the newest"
+    tally = entrance.stage.plan.replay.tally()
+    assert (tally.env_steps, tally.episodes) == (10, 2) and tally.ended(0, 0).tolist() == [[10.0, 5.0]] * 2
+    assert entrance.stage.plan.replay.limiter().inserted == 10
+
+
+def test_what_comes_again_is_answered_and_not_taken_again(make_entrance: Any) -> None:
+    entrance = make_entrance(**{"workers.evaluation": 0.5})
+    entrance.arrive()
+    assert not entrance.ask(piece(number=1)).evaluates
+    for _ in range(3):
+        assert entrance.ask(piece(number=2)).evaluates, "the same answer"
+    assert entrance.head == 10 and entrance.door.journal.totals()["repeated"] == 2
+    score = Score("w", 3, 1, 1, -3.5, 40)
+    for _ in range(2):
+        assert not entrance.ask(score).evaluates
+    assert entrance.head == 10, "an evaluation is not learned from"
+    entrance.stage.world.poll(0.0)
+    assert [(told["return_mean"], told["length_mean"], told["worker"]) for told in entrance.told["evaluation"]] == [
+        (-3.5, 40.0, "w")
+    ]
+    totals = entrance.door.journal.totals()
+    assert totals == {"episodes": 3, "evaluations": 1, "interactions": 50, "repeated": 3}
+
+
+def test_a_successor_knows_the_workers_and_what_they_brought(make_entrance: Any) -> None:
+    entrance = make_entrance()
+    entrance.arrive()
+    entrance.ask(piece(number=1))
+    address = entrance.door.door.address
+    entrance.door.close()
+    entrance.door = entrance.make_door(incarnation=1)
+    assert entrance.door.door.address == address
+    assert isinstance(entrance.ask(piece(number=1)), Next) and entrance.head == 5
+    assert isinstance(entrance.ask(piece(number=2)), Next) and entrance.head == 10
+
+
+def test_strangers_arrive_first_and_nobody_before_the_learner(make_entrance: Any) -> None:
+    entrance = make_entrance(is_open=False)
+    assert isinstance(entrance.arrive(), Wait) and isinstance(entrance.ask(piece()), Wait)
+    entrance.open()
+    assert isinstance(entrance.ask(piece()), Stranger) and entrance.head == 0
+    assert isinstance(entrance.arrive(), Welcome) and isinstance(entrance.ask(piece()), Next)
+    entrance.door.station.stop_requested = True
+    entrance.door.step(0.0)
+    assert isinstance(entrance.answer(), Over) and entrance.door.finished
+
+
+SPACE = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (Ask(PROTOCOL + 1), f"speaks protocol {PROTOCOL + 1}, the learner {PROTOCOL}"),
+        (Arrive(PROTOCOL, "w", Spaces(SPACE, gym.spaces.Discrete(2)).to_json(), False), r"\(4,\).*\(3,\).*Give both"),
+        (Arrive(PROTOCOL, "w", {"observation": {"kind": "dict"}, "action": {}}, False), "spaces cannot be read"),
+        (Arrive(PROTOCOL, "w", {"observation": {"kind": "box", "shape": "x"}}, False), "spaces cannot be read"),
+        (Arrive(PROTOCOL, "w" * 100, {}, False), "its name has 100 characters"),
+        (Arrive(PROTOCOL, "w", {}, True), "but the worker brings a policy of its own"),
+        (Score("w", 9, 1, 1, float("nan"), 5), "returned nan"),
+        (Score("w", 9, 1, 1, 1.0, 0), "an episode of 0 steps"),
+        (piece(65), "65 steps was refused: 1 to 64"),
+        (piece(reward=np.zeros(0, np.float32)), "0 steps was refused"),
+        (piece(reward=[1.0]), "0 steps was refused"),
+        (piece(reward=np.array([1, 2, np.nan, 4, 5], np.float32)), "reward is nan at step 2"),
+        (piece(observation=[np.full((6, 3), np.inf, np.float32)]), "observation is inf at step 0"),
+        (piece(observation=[np.zeros((5, 3), np.float32)]), r"observation is \(5, 3\)"),
+        (piece(observation=[np.zeros((6, 3))]), "of float64 where"),
+        (piece(observation=[]), "it has 0 leaves, 1 are observed"),
+        (piece(observation=[{"frames": 1}]), "observation is dict"),
+        (piece(action=np.full(5, 2)), "action holds 2; its space is 0 to 1"),
+        (piece(action=np.full(5, -1)), "action holds -1"),
+        (piece(action=np.zeros(5, np.int32)), "action is .* of int32"),
+        (piece(version=np.zeros(4, np.int64)), "version is"),
+        (piece(num_old=3), "3 of them cannot have come before"),
+        (piece(num_old=-1), "-1 of them"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(make_entrance: Any, message: Any, words: str) -> None:
+    entrance = make_entrance()
+    entrance.arrive()
+    entrance.ask(piece(number=1))
+    if isinstance(message, Piece | Score):
+        message = msgspec.structs.replace(message, number=2)
+    answer = entrance.ask(message)
+    assert isinstance(answer, Refusal), answer
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(answer.reason)
+    assert entrance.head == 5 and entrance.door.journal.totals()["episodes"] == 1
+    assert entrance.raw(pack(piece(number=3))) is None, "nothing more is taken from that connection"
+    entrance.socket.close(linger=0)
+    entrance.socket = connect(entrance.door.door.address, None, 1 << 24)  # another process of that worker's
+    assert isinstance(entrance.ask(piece(number=3)), Next) and entrance.head == 10
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"\xc1" * 40],
+        [b"GET / HTTP/1.1\r\n\r\n"],
+        encode({"kind": "piece"}),
+        encode({"kind": "ask", "protocol": PROTOCOL, "more": 1}),
+        encode([1, 2, 3]),
+        [*encode(1), b"left over"],
+    ],
+    ids=["empty", "no msgpack", "http", "half", "too much", "a list", "frames"],
+)
+def test_hostile_frames_cost_the_connection(make_entrance: Any, frames: list[Any]) -> None:
+    entrance = make_entrance()
+    entrance.socket.send_multipart(frames)
+    assert isinstance(entrance.answer(), Refusal)
+    assert entrance.raw(pack(Ask(PROTOCOL))) is None
+    assert entrance.door.door.num_refused == 1 and entrance.head == 0
+
+
+def test_stacked_images_lie_once(make_entrance: Any) -> None:
+    entrance = make_entrance(StackEnv, **{"replay.frames": "stacked"})
+    space = entrance.stage.context.spaces.observation
+    rng = np.random.default_rng(0)
+    frames = rng.integers(0, 255, (9, *space.shape[1:]), np.uint8)
+    size = space.shape[0]
+    stacks = np.array([frames[t : t + size] for t in range(6)])
+    folded = fold(stacks)
+    sent = {"frames": folded.frames, "numbers": folded.numbers}
+    entrance.arrive()
+    actions = np.zeros(5, np.int64)
+    assert isinstance(entrance.ask(piece(5, 1, observation=[sent], action=actions)), Next)
+    found = entrance.items()
+    np.testing.assert_array_equal(found["observation"], stacks[:5])
+    np.testing.assert_array_equal(found["next_observation"], stacks[[3, 4, 5, 5, 5]])
+    bad = {"frames": folded.frames, "numbers": folded.numbers + 1}
+    answer = entrance.ask(piece(5, 2, observation=[bad], action=actions))
+    assert isinstance(answer, Refusal) and "numbers of observation holds" in answer.reason
+
+
+def test_priorities_start_with_the_largest_so_far(make_entrance: Any) -> None:
+    entrance = make_entrance(**{"replay.prioritized": True})
+    entrance.arrive()
+    entrance.ask(piece(number=1))
+    entrance.door.tally.raise_top(7.5)
+    entrance.ask(piece(number=2))
+    assert entrance.items()["priority"].tolist() == [1.0] * 5 + [7.5] * 5
+
+
+def test_the_door_brings_the_transitions_that_an_actor_would(make_entrance: Any, tmp_path: Path) -> None:
+    """Episodes of the counter, as an actor's own steps make them and as a worker sends them, in small pieces."""
+    kwargs = {"env.kwargs": {"length": 11, "truncate": True}, "actor.envs": 2, "workers.max_steps": 5}
+    entrance = make_entrance(**kwargs)
+    config = replace(entrance.stage.context.train, **{"engine": "inline", "workers.address": "", "actor.trajectory": 1})
+    (tmp_path / "actor").mkdir()
+    stage = Stage(tmp_path / "actor", replace(config, **{"actor.num_actors": 1, "replay.samples_per_insert": 0.0}))
+    stage.plan.replay.tally().open(0, 0)
+    actor = stage.actor()
+    entrance.arrive()
+    group = make_group(config.env, list(actor.seeds))
+    flags = [np.zeros(2, np.bool_) for _ in range(3)]
+    rows = StepRows([np.zeros((2, 3), np.float32)], np.zeros(2, np.float32), *flags)
+    leaf, action = space_leaves(group.spaces.observation), action_leaf(group.spaces.action)
+    lanes, number = Lanes(2, 5, 3, leaf, action), 0
+    group.reset(rows.observation)
+    lanes.begin(np.arange(2), rows.observation)
+    for _ in range(50):  # four episodes, and two steps of a fifth
+        assert actor.step(0.0)
+        group.step(np.zeros(2, np.int64), rows)
+        for stretch in lanes.step(np.zeros(2, np.int64), 1, rows):
+            number += 1
+            names = ("action", "reward", "version", "num_old", "terminated", "truncated")
+            fields = {name: getattr(stretch, name) for name in (*names, "episode_return", "episode_length")}
+            answer = entrance.ask(piece(number=number, observation=stretch.leaves(set()), **fields))
+            assert isinstance(answer, Next), answer
+            if stretch.ended:
+                lanes.end(stretch.lane, evaluates=False)
+            else:
+                lanes.go_on(stretch.lane)
+    mine, theirs = entrance.items(), items_of(stage)
+    stage.close()
+    for name in ("observation", "next_observation", "reward", "discount", "version", "priority"):
+        np.testing.assert_array_equal(mine[name][order(mine)], theirs[name][order(theirs)], err_msg=name)
+    tally = stage.plan.replay.tally()
+    assert entrance.door.tally.counts_of(0)[1] == tally.counts_of(0)[1] == 8
+    np.testing.assert_array_equal(entrance.door.tally.ended(0, 0), tally.ended(0, 0))
+
+
+def items_of(stage: Stage) -> dict[str, Array]:
+    reader = stage.plan.replay.readers()[0]
+    start, head = reader.window()
+    block = reader.layout.block(head - start)
+    assert reader.read(np.arange(start, head), block).all()
+    return {**block.fields, "priority": reader.initial(start, head)}
+
+
+def order(items: dict[str, Array]) -> Array:
+    """Transitions of whole episodes, by the draw and the step that they start with."""
+    seen = items["observation"]
+    rows = np.flatnonzero(seen[:, 0] <= 4)
+    return rows[np.lexsort(seen[rows].T)]
+
+
+def test_the_lobby_learns_the_spaces_of_the_first_worker(make_stage: MakeStage) -> None:
+    stage = make_stage(toy.CounterEnv, "dqn", **FIELDS)
+    told: list[str] = []
+    layout = StateLayout.of({"w": np.zeros(3, np.float32)})
+    sockets: list[Any] = []
+
+    def tell(text: str) -> None:
+        """The lobby is open: a stranger, somebody hostile and a worker come, all before it looks."""
+        told.append(text)
+        address = "tcp://" + text.split()[2]
+        for frames in ([b"x"], pack(piece()), pack(Ask(PROTOCOL)), pack(arrival)):
+            sockets.append(connect(address, None, 1 << 20))
+            sockets[-1].send_multipart(frames)
+
+    arrival = Arrive(PROTOCOL, "w", stage.context.spaces.to_json(), True)
+    config = dataclasses.replace(stage.context.train, algorithm=OwnConfig())
+    spaces, address = await_spaces(config, layout, tell)
+    assert spaces.observation == stage.context.spaces.observation and address.rpartition(":")[2] != "0"
+    for socket in sockets:
+        socket.close(linger=0)
+    assert json.dumps(layout.to_json()) and "waiting at" in told[0]
+
+
+def test_refused_is_what_the_wire_says() -> None:
+    with pytest.raises(Refused, match="kind"):
+        from_door(encode({"kind": "piece"}))
