@@ -68,7 +68,7 @@ class DqnConfig:
     epsilon_start: float = 1.0  # chance of a random action at the first step ...
     epsilon_end: float = 0.05
     epsilon_steps: int = 10_000  # ... falls in a straight line over so many environment steps
-    epsilon_ladder: bool = False  # environment i of N: 0.4^(1 + 7i/(N-1)) in place of the schedule (Ape-X)
+    epsilon_ladder: bool = False  # environment i of N ends at 0.4^(1 + 7i/(N-1)) instead (Ape-X)
     reward_clip: float = 0.0  # of single rewards, before they are summed over n steps
 
     def __post_init__(self) -> None:

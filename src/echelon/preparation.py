@@ -18,7 +18,7 @@ from echelon.roles.choice import Choice, choose_acting
 from echelon.roles.context import Context
 from echelon.roles.lobby import await_spaces
 from echelon.roles.own import StateLayout, state_of
-from echelon.roles.placement import pick_device
+from echelon.roles.placement import learner_device, pick_device
 from echelon.roles.plan import Plan
 from echelon.runs.checkpoint import find_weights
 from echelon.runs.folder import default_run_dir
@@ -95,7 +95,7 @@ def _choose(
 ) -> tuple[Context, Choice]:
     """Checks what depends on the model, and chooses who acts."""
     config, model = context.train, Plan(context).model
-    pick_device(config.learner.device, model.parameters.numel())
+    learner_device(config, model.parameters.numel())
     if config.run.init_from and context.epoch == 0:
         model.load_weights(find_weights(config.run.init_from), config.run.init_from)
     choice = choose_acting(context, engine, model)

@@ -226,7 +226,14 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
     replayed = context.train.experience == "replay"
     limit = ""
     if shares and not context.train.has_workers:
-        limit = bottleneck(shares, num_cores=cores, num_processes=processes, lag_bounded=bounded, replayed=replayed)
+        limit = bottleneck(
+            shares,
+            num_cores=cores,
+            num_processes=processes,
+            lag_bounded=bounded,
+            replayed=replayed,
+            on_gpu=str(figures["device"]).startswith("cuda"),
+        )
     return {
         "status": status,
         **figures,

@@ -141,10 +141,10 @@ def test_the_shard_of_a_dead_actor_stays_and_that_of_a_lost_host_is_dropped(clus
     told = learner.learn(100)
     while not told["lost"]:
         told = learner.learn(20)
-    assert [text.partition(" with ")[0] for text in told["lost"]] == [
+    assert sorted(text.partition(" with ")[0] for text in told["lost"]) == [
         f"replay shard {index} at {cluster.address} is lost" for index in ELSEWHERE
     ]
-    assert told["lost"][-1].endswith("Training goes on with 2 shards.") and told["sizes"][2:] == [0, 0]
+    assert "Training goes on with 2 shards." in told["lost"][-1] and told["sizes"][2:] == [0, 0]
     told = learner.learn(100)
     assert min(told["drawn"][:2]) > 0 and told["drawn"][2:] == [0, 0] and told["lost"] == []
     cluster.serve(cluster.address)  # the host is back, and so is what lies in its memory

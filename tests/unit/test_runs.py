@@ -459,6 +459,17 @@ def test_bottleneck(roles: dict[str, dict[str, float]], num_cores: int, sentence
     assert sentence in bottleneck(roles, num_cores=num_cores, num_processes=len(roles))
 
 
+def test_a_gpu_that_learns_is_not_recommended() -> None:
+    roles = {"learner": {"learn": 0.97, "wait": 0.03}, "actor-0": {"env": 0.3, "wait": 0.7}}
+    for replayed in (False, True):
+        told = [
+            bottleneck(roles, num_cores=8, num_processes=2, replayed=replayed, on_gpu=on_gpu)
+            for on_gpu in (False, True)
+        ]
+        assert "GPU" in told[0] and "GPU" not in told[1]
+        assert all("the learner (busy 97%" in text for text in told)
+
+
 def test_no_more_actors_where_no_core_is_free() -> None:
     roles = {"learner": shares(learn=0.1, wait=0.9), "actor-0": shares(env=0.9, wait=0.1), "actor-1": shares(env=0.5)}
     assert "More actors" not in bottleneck(roles, num_cores=3, num_processes=3)

@@ -335,6 +335,17 @@ def test_a_successor_goes_on_where_a_checkpoint_was_written(name: str, tmp_path:
         assert torch.equal(tensor, flats(other)[key]), key
 
 
+def test_a_checkpoint_of_another_kind_of_device_brings_all_but_its_random_numbers() -> None:
+    one, other = (make(*RULES["sac"], seed=seed) for seed in (1, 2))
+    learn(one, updater(one), batch_of(CONTINUOUS))
+    state = one.state_dict()
+    state["generator"] = state["generator"][:16]  # as a GPU's generator has it
+    other.load_state_dict(state)
+    assert other.num_learned == 1
+    assert torch.equal(other.critic.parameters, one.critic.parameters)
+    learn(other, updater(other), batch_of(CONTINUOUS))
+
+
 @pytest.mark.parametrize(("name", "published"), [("dqn", 1), ("ddpg", 1), ("ddpg valued", 2), ("sac", 1)])
 def test_only_what_acts_is_published_and_a_mirror_acts_alike(name: str, published: int, tmp_path: Path) -> None:
     config, spaces = RULES[name]
@@ -406,10 +417,17 @@ def test_the_ladders_of_ape_x() -> None:
     assert found == pytest.approx([0.4 ** (1 + 7 * i / 7) for i in range(8)], rel=1e-5)
     assert epsilon_ladder(1).tolist() == pytest.approx([0.4])
     assert noise_ladder(3, 0.4, 0.1).tolist() == pytest.approx([0.4, 0.2, 0.1])
-    explorer = Explorer(DqnConfig(epsilon_ladder=True), range(2, 4), 8)
-    exploration = explorer.at(0)
-    assert exploration is not None and exploration.random is not None
-    assert exploration.random.tolist() == pytest.approx(found[2:4])
+    for epsilon_steps, env_steps, done in (
+        (0, 0, 1.0),
+        (100, 0, 0.0),
+        (100, 25, 0.25),
+        (100, 100, 1.0),
+        (100, 500, 1.0),
+    ):
+        explorer = Explorer(DqnConfig(epsilon_ladder=True, epsilon_steps=epsilon_steps), range(2, 4), 8)
+        exploration = explorer.at(env_steps)
+        assert exploration is not None and exploration.random is not None
+        assert exploration.random.tolist() == pytest.approx([1.0 + done * (rung - 1.0) for rung in found[2:4]])
 
 
 def exploration_at(config: AlgorithmConfig, env_steps: int) -> dict[str, list[float] | None] | None:

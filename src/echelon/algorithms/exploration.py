@@ -46,8 +46,9 @@ class Explorer:
         self.config = config
         self.ones = torch.ones(len(envs))
         rows = torch.tensor(envs)
-        self.ladder = epsilon_ladder(num_envs)[rows]
-        self.noise = self.ones
+        self.random = self.noise = self.ones
+        if isinstance(config, DqnConfig):  # the chance of a random action that each ends at
+            self.random = epsilon_ladder(num_envs)[rows] if config.epsilon_ladder else self.ones * config.epsilon_end
         if isinstance(config, DdpgConfig):
             last = config.noise_ladder or config.noise
             self.noise = noise_ladder(num_envs, config.noise, last)[rows] if config.noise else 0.0 * self.ones
@@ -55,10 +56,9 @@ class Explorer:
     def at(self, env_steps: int) -> Exploration | None:
         """What holds after `env_steps` steps of all environments together; None: the policy itself explores."""
         match self.config:
-            case DqnConfig() if self.config.epsilon_ladder:
-                return Exploration(self.ladder)
             case DqnConfig():
-                return Exploration(self.ones * epsilon(self.config, env_steps))
+                first = self.config.epsilon_start * self.ones
+                return Exploration(torch.lerp(first, self.random, fallen(self.config, env_steps)))
             case DdpgConfig():
                 return Exploration(self.ones if env_steps < self.config.random_steps else None, self.noise)
             case SacConfig() if env_steps < self.config.random_steps:
@@ -67,7 +67,6 @@ class Explorer:
                 return None
 
 
-def epsilon(config: DqnConfig, env_steps: int) -> float:
-    """The chance of a random action after `env_steps` steps of the run."""
-    done = min(env_steps / config.epsilon_steps, 1.0) if config.epsilon_steps else 1.0
-    return config.epsilon_start + done * (config.epsilon_end - config.epsilon_start)
+def fallen(config: DqnConfig, env_steps: int) -> float:
+    """How far the chance of a random action has come from its first value (0) to its last (1)."""
+    return min(env_steps / config.epsilon_steps, 1.0) if config.epsilon_steps else 1.0

@@ -24,7 +24,7 @@ class Replayed(ABC):
         self.model = model
         self.groups: dict[str, Group] = {}
         self.targets: dict[str, Target] = {}
-        self.generator = torch.Generator(model.device).manual_seed(seed)
+        self.seed, self.generator = seed, torch.Generator(model.device).manual_seed(seed)
         self.num_learned = 0  # batches
         self.errors = torch.zeros(0)  # of the last minibatch: (B,), or (N, B) of N critics
 
@@ -70,7 +70,10 @@ class Replayed(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_learned = state["num_learned"]
-        self.generator.set_state(state["generator"])
+        if state["generator"].shape == self.generator.get_state().shape:
+            self.generator.set_state(state["generator"])
+        else:  # of another kind of device, which draws other numbers: a stream that nothing was drawn from
+            self.generator.manual_seed(self.seed + self.num_learned)
         for name, group in self.groups.items():
             group.module.load_weights(state["groups"][name], f"the checkpoint's {name}")
         for name, target in self.targets.items():

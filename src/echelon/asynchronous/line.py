@@ -120,7 +120,8 @@ class Line:
                     self._num_failed = 0
                     continue
                 self._failing_since = self._failing_since if self._num_failed else now
-                self._num_failed += 1
+                # One that breaks off may be an accident; one that breaks the rules is none, and is not tried again.
+                self._num_failed += 1 if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else MAX_HANDSHAKES
         if self._num_failed >= MAX_HANDSHAKES and now - self._failing_since > FAILING_S:
             raise Refused(f"the learner at {self.address} does not answer: {why_silent(self.address)}")
 

@@ -1,4 +1,4 @@
-"""The learner's stage of a training that replays: drawing, learning and publishing, over shards that are filled once."""
+"""The learner's stage of a training that replays: drawing, learning and publishing, over shards filled once."""
 
 from __future__ import annotations
 

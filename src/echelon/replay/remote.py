@@ -99,8 +99,11 @@ class RemoteReader:
         self.link.send()
 
     def hear(self, answer: Answer, inserted: int) -> int:
-        """Takes in what an answer says of this shard, of which `inserted` items were known; returns how many are."""
-        column, (tail, head) = self.column, answer.windows[self.place].tolist()
+        """Takes in what an answer says of this shard; returns how many items count as inserted, `inserted` so far.
+
+        Those are the ones whose priorities came: the limiter lets a learner draw no sooner than it can.
+        """
+        column, tail = self.column, int(answer.windows[self.place, 0])
         if answer.birth != column.birth:
             self.known = -(-self.known // self.layout.capacity) * self.layout.capacity
             column.renew(answer.birth, self.known, inserted if column.birth else 0)
@@ -110,7 +113,7 @@ class RemoteReader:
             for slots, rows in spans(first, stop, self.layout.capacity):
                 self._initial[slots] = answer.priorities[self.place][rows]
             self.known = stop
-        return int(head) + column.past
+        return self.known - column.offset + column.past
 
 
 class Link:

@@ -37,7 +37,7 @@ from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, ProcessSpec
 from echelon.errors import ConfigError
 from echelon.roles.context import Context
-from echelon.roles.placement import pick_device
+from echelon.roles.placement import learner_device, pick_device
 from echelon.roles.plan import act_layout, num_groups
 from echelon.roles.rehearsal import RESULT, Measured, round_rows
 from echelon.roles.supervisor import cause_of
@@ -163,7 +163,7 @@ def choose_acting(context: Context, engine: InlineEngine | LocalEngine, model: M
     num_parameters = model.parameters.numel()
     on_cpu = {
         pick_device(config.acting.device, num_parameters, "--acting.device"),
-        pick_device(config.learner.device, num_parameters),
+        learner_device(config, num_parameters),
     } == {"cpu"}
     if isinstance(engine, InlineEngine):
         return Choice("local", "one process does everything, so there is nobody to share a forward pass with")

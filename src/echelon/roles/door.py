@@ -47,6 +47,7 @@ Array = np.ndarray[Any, Any]
 REPORT_S = 1.0
 HEARD_S = 300.0  # a worker is counted that said something within this time
 QUEUED_MESSAGES = 4  # of a worker, which has one under way and may repeat it
+GOODBYE_S = 2.0  # longer than a worker takes to connect again
 BURST = 16  # messages between two looks at the rest of the world
 
 
@@ -95,8 +96,7 @@ class EpisodeDoor:
 
     def step(self, timeout_s: float) -> bool:
         if self.station.stop_requested:
-            for name in self.journal.sockets():
-                self.door.send(name, *pack(Over()))
+            self._say_goodbye()
             self.finished = True
             return False
         self.door.look_at_gate()
@@ -118,6 +118,16 @@ class EpisodeDoor:
         self.station.progress += 1
         self.station.tick(now)
         return True
+
+    def _say_goodbye(self) -> None:
+        """Tells all workers that the run is over; one that is just coming back from an accident is waited for."""
+        untold, deadline = self.journal.sockets(HEARD_S), time.monotonic() + GOODBYE_S
+        while untold and time.monotonic() < deadline:
+            untold = [name for name in untold if not self.door.send(name, *pack(Over()))]
+            if untold:
+                self.door.sleep(0.05)
+                while (message := self.door.receive()) is not None:
+                    self.door.send(message[0], *pack(Over()))
 
     def _deal(self, connection: bytes, frames: list[memoryview]) -> bool:
         """One message, from anybody at all; whether it brought steps of an episode."""
@@ -204,7 +214,7 @@ class EpisodeDoor:
         self.next_report = now + REPORT_S
         totals, seconds = self.journal.totals(), self.journal.seconds
         per_hour = 3600.0 * totals["interactions"] / seconds if seconds else 0.0
-        figures = {"workers": self.journal.num_heard(HEARD_S), **totals, "interactions_per_hour": per_hour}
+        figures = {"workers": len(self.journal.sockets(HEARD_S)), **totals, "interactions_per_hour": per_hour}
         figures |= {"transitions": self.intake.writer.head, "refused": self.door.num_refused}
         figures |= self.handling.figures()
         self.station.report("workers", figures)

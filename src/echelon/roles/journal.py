@@ -120,9 +120,10 @@ class Journal:
         self._rows[name] = row
         return row
 
-    def sockets(self) -> list[bytes]:
-        """The names of the sockets of all workers that are remembered."""
-        return list(self._rows)
+    def sockets(self, seconds: float) -> list[bytes]:
+        """The names of the sockets of workers that said something lately."""
+        heard = self._workers["heard"] > time.monotonic() - seconds
+        return [name for name, row in self._rows.items() if heard[row]]
 
     def last(self, row: int) -> int:
         """The number of the worker's last message that is in."""
@@ -187,8 +188,3 @@ class Journal:
     def seconds(self) -> float:
         """Since the first worker arrived."""
         return time.time() - float(self._began[0]) if self._began[0] else 0.0
-
-    def num_heard(self, seconds: float) -> int:
-        """Workers that said something lately."""
-        workers = self._workers
-        return int((workers["known"] & (workers["heard"] > time.monotonic() - seconds)).sum())

@@ -12,15 +12,22 @@ from echelon.config import TrainConfig
 from echelon.errors import ConfigError
 
 MIN_GPU_PARAMETERS = 200_000  # of a large network: worth a GPU, or every core
+MIN_REPLAY_PARAMETERS = 60_000  # of one that learns from replay, recorded: two layers of 256 gain ninefold
 
 
-def pick_device(name: str, num_parameters: int, option: str = "--device") -> str:
+def learner_device(config: TrainConfig, num_parameters: int) -> str:
+    """Where a network of that size learns."""
+    least = MIN_REPLAY_PARAMETERS if config.experience == "replay" else MIN_GPU_PARAMETERS
+    return pick_device(config.learner.device, num_parameters, least=least)
+
+
+def pick_device(name: str, num_parameters: int, option: str = "--device", *, least: int = MIN_GPU_PARAMETERS) -> str:
     """The device that `name`, the value of `option`, stands for; ConfigError if it is not there.
 
-    `auto` takes a GPU for networks that are large enough: small ones are faster where their data already is.
+    `auto` takes a GPU for networks of `least` parameters: small ones are faster where their data already is.
     """
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() and num_parameters >= MIN_GPU_PARAMETERS else "cpu"
+        return "cuda" if torch.cuda.is_available() and num_parameters >= least else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={name}, but torch {torch.__version__} sees no GPU here. Use {option} cpu or auto.")
     if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:

@@ -14,7 +14,7 @@ from echelon.errors import ConfigError
 from echelon.roles.account import LossAccount
 from echelon.roles.context import Context
 from echelon.roles.own import load_state, state_of
-from echelon.roles.placement import learner_threads, pick_device
+from echelon.roles.placement import learner_device, learner_threads
 from echelon.roles.plan import Plan
 from echelon.roles.recorded import make_learning
 from echelon.roles.update import LocalUpdate
@@ -67,7 +67,7 @@ class ModelPupil:
     def __init__(self, context: Context) -> None:
         config: TrainConfig = context.train
         plan = Plan(context)
-        device = pick_device(config.learner.device, plan.model.parameters.numel())
+        device = learner_device(config, plan.model.parameters.numel())
         if device != "cpu":
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.benchmark = True  # shapes stay the same from batch to batch

@@ -27,7 +27,7 @@ from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
 from echelon.networks import action_mask
 from echelon.roles.context import Context
-from echelon.roles.placement import learner_threads, pick_device, server_threads
+from echelon.roles.placement import learner_device, learner_threads, pick_device, server_threads
 from echelon.roles.plan import Plan, num_groups
 from echelon.schema import Tree, map_tree, space_leaves, unflatten
 
@@ -224,7 +224,7 @@ class Rehearsal:
     def _learn(self, act: Cost) -> Cost:
         """What learning from one step costs here: nothing where a GPU learns."""
         learner, model, actor = self.config.learner, self.model, self.config.actor
-        if pick_device(learner.device, model.parameters.numel()) != "cpu":
+        if learner_device(self.config, model.parameters.numel()) != "cpu":
             return Cost(0.0, 0.0)
         rows = actor.envs * (actor.trajectory if act.cpu_s < SHORT_S else 1)
         [forward] = measure(self._forward(rows).evaluate)

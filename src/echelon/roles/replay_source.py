@@ -100,7 +100,7 @@ class ReplaySource:
 
     def _draw(self) -> None:
         """Draws the next batch, and those that are to be under way after it, as far as the limiter allows."""
-        if self.drafts or self.limiter.may_sample(self.batch_size):
+        if self.links or self.limiter.may_sample(self.batch_size):  # counts of other hosts come with their news
             self.replay.advance()
         if self.replay.size < self.batch_size:
             self.drafts.clear()  # a host was lost: what is left does not fill a batch

@@ -25,11 +25,12 @@ def bottleneck(
     num_processes: int,
     lag_bounded: bool = True,
     replayed: bool = False,
+    on_gpu: bool = False,
 ) -> str:
     """One sentence naming the bottleneck and one naming the remedy.
 
     `roles` maps names such as "actor-0", "inference-0" and "learner" to phase shares; `num_processes` is how many run
-    on `num_cores`; `replayed` where a limiter paces actors and learner.
+    on `num_cores`; `replayed` where a limiter paces actors and learner; `on_gpu` where a GPU learns.
     """
     actors, servers, learners = (
         [shares for name, shares in roles.items() if name.startswith(kind)]
@@ -55,11 +56,17 @@ def bottleneck(
     if servers_busy >= max(learner_busy, actors_busy):
         return _inference(servers_busy, len(servers), _mean(actors, "wait"), num_cores - num_processes)
     if learner_busy >= actors_busy:
-        less = "Larger batches (--learner.batch), a GPU (--device cuda) or fewer epochs would help."
-        if replayed:
-            less = "A GPU (--device cuda), a smaller network or a lower --replay.samples-per-insert would help."
+        less = _less_learning(replayed, on_gpu)
         return f"bottleneck: the learner (busy {learner_busy:.0%}; actors wait {_mean(actors, 'wait'):.0%}). {less}"
     return _acting(actors, learners, num_cores - num_processes)
+
+
+def _less_learning(replayed: bool, on_gpu: bool) -> str:
+    if replayed:
+        first = "Smaller batches (--replay.batch)" if on_gpu else "A GPU (--device cuda)"
+        return f"{first}, a smaller network or a lower --replay.samples-per-insert would help."
+    gpu = "" if on_gpu else ", a GPU (--device cuda)"
+    return f"Larger batches (--learner.batch){gpu} or fewer epochs would help."
 
 
 def _inference(busy: float, num_servers: int, actors_wait: float, free_cores: int) -> str:
