@@ -71,14 +71,15 @@ def train_shortly(folder: Path, shm_dir: Path, name: str, engine: str, **changes
 class Running:
     """`echelon ARGUMENTS` in the background, with a shared memory folder of its own."""
 
-    def __init__(self, run_dir: Path, shm_dir: Path, *arguments: str) -> None:
+    def __init__(self, run_dir: Path, shm_dir: Path, *arguments: str, before: tuple[str, ...] = ()) -> None:
+        """`before` are words to put before the command."""
         self.run_dir, self.shm_dir = run_dir, shm_dir
         self.mark = secrets.token_hex(8)
         self.output = run_dir.with_name(f"{run_dir.name}-{self.mark}.txt")
         path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS), os.environ.get("PYTHONPATH", "")])
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "echelon.cli.main", *arguments],
+                [*before, sys.executable, "-m", "echelon.cli.main", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

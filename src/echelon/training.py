@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from echelon.config import StopConfig, TrainConfig
+from echelon.config import OwnConfig, StopConfig, TrainConfig
 from echelon.engines.hosted import HostedEngine
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
@@ -214,7 +214,7 @@ def _base(context: Context) -> dict[str, Any]:
 
 
 def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dict[str, Any]:
-    from echelon.runs.bottleneck import bottleneck
+    from echelon.runs.bottleneck import bottleneck, workers_bottleneck
 
     reached = {"steps": "finished", "minutes": "finished", "epochs": "finished", "return": "solved"}
     status = reached.get(figures["reason"], "stopped")
@@ -225,7 +225,9 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
     bounded = context.train.learner.max_lag is not None
     replayed = context.train.experience == "replay"
     limit = ""
-    if shares and not context.train.has_workers:
+    if context.train.has_workers:
+        limit = workers_bottleneck(shares["learner"]) if "learner" in shares else ""
+    elif shares:
         limit = bottleneck(
             shares,
             num_cores=cores,
@@ -274,6 +276,8 @@ def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1) -> dict[
     if episodes < 1:
         raise ConfigError(f"episodes={episodes} must be at least 1.")
     config = _read_config(RunFolder.open(Path(run_dir)))
+    if isinstance(config.algorithm, OwnConfig):
+        raise ConfigError(f"{run_dir} trained a policy of its user's own: evaluate it where it is at home.")
     torch.set_num_threads(1)
     model = Model(config.network, probe_spaces(config.env), config.algorithm, seed=config.seed)
     model.load_weights(find_weights(str(run_dir)), str(run_dir))

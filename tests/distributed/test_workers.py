@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from echelon.runs.metrics import read_metrics
+from hosts import NEAR, as_another_host
 from running import DEADLINE_S, TESTS, Running, Runs, wait_until
 
 FIELDS = {"network.hidden": 16, "replay.min-size": 50, "batch-size": 16, "buffer-size": 20_000, "update-steps": 4}
@@ -25,12 +26,15 @@ FIELDS |= {"eval-freq": 0.25, "run.checkpoint-interval-s": 0.2, "learner.threads
 class Worker:
     """`echelon worker` in the background."""
 
-    def __init__(self, output: Path, address: str, *arguments: str, **environment: str) -> None:
+    def __init__(
+        self, output: Path, address: str, *arguments: str, before: tuple[str, ...] = (), **environment: str
+    ) -> None:
+        """`before` are words to put before the command."""
         path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS), os.environ.get("PYTHONPATH", "")])
         self.output = output
         with output.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "echelon.cli.main", "worker", "--learner", address, *arguments],
+                [*before, sys.executable, "-m", "echelon.cli.main", "worker", "--learner", address, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -60,11 +64,13 @@ class Site:
     def __init__(self, runs: Runs) -> None:
         self.runs, self.workers = runs, list[Worker]()
 
-    def learner(self, preset: str = "dqn", env: str = "CartPole-v1", port: int = 0, **options: Any) -> Running:
-        words = [f"--{name}={value}" for name, value in {**FIELDS, **options}.items()]
+    def learner(self, preset: str = "dqn", *, before: tuple[str, ...] = (), **options: Any) -> Running:
+        """On CartPole-v1; `before` are words to put before the command."""
+        options = {"address": "127.0.0.1:0", **FIELDS, **options}
+        words = [f"--{name}={value}" for name, value in options.items()]
         folder, shm = self.runs.folder, self.runs.shm_dir
-        places = [f"--run-dir={folder / 'run'}", f"--shm-dir={shm}", f"--address=127.0.0.1:{port}"]
-        run = Running(folder / "run", shm, "learner", preset, env, *places, *words)
+        places = [f"--run-dir={folder / 'run'}", f"--shm-dir={shm}"]
+        run = Running(folder / "run", shm, "learner", preset, "CartPole-v1", *places, *words, before=before)
         self.runs.started.append(run)
         return run
 
@@ -72,9 +78,9 @@ class Site:
         found = run.until(lambda: re.search(r"workers come to (\S+)", run.text()), "the door listens")
         return found[1]
 
-    def worker(self, address: str, *arguments: str, **environment: str) -> Worker:
+    def worker(self, address: str, *arguments: str, **options: Any) -> Worker:
         output = self.runs.folder / f"worker-{len(self.workers)}.txt"
-        self.workers.append(Worker(output, address, *arguments, **environment))
+        self.workers.append(Worker(output, address, *arguments, **options))
         return self.workers[-1]
 
     def close(self) -> None:
@@ -135,7 +141,7 @@ def test_workers_come_and_go_and_one_is_killed(site: Site) -> None:
     port = free_port()
     early = site.worker(f"127.0.0.1:{port}", "--envs", "3")
     wait_until(lambda: "Trying again" in early.text(), "the early worker says that nobody is there")
-    run = site.learner(port=port, epochs=10**6)
+    run = site.learner(address=f"127.0.0.1:{port}", epochs=10**6)
     few = site.worker(f"127.0.0.1:{port}", "--episodes", "3")
     doomed = site.worker(f"127.0.0.1:{port}")
     assert few.code() == 0, few.text()
@@ -215,3 +221,21 @@ def test_a_policy_of_the_users_own_learns_is_saved_and_goes_on(site: Site) -> No
     rows = [row for row in read_metrics(site.runs.folder / "own") if row["kind"] == "train"]
     assert rows[-1]["epoch"] == 15 and rows[-1]["loss"]["loss"] >= 0.0
     assert not list(site.runs.shm_dir.iterdir())
+
+
+@pytest.mark.full
+def test_a_worker_on_another_host_outlives_a_cut_cable(
+    site: Site, two_hosts: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = two_hosts
+    monkeypatch.setenv("ECHELON_SECRET", secrets.token_hex(16))
+    run = site.learner(address=f"{NEAR}:0", before=near, epochs=10**6)
+    worker = site.worker(site.address(run), before=far)
+    until_epochs(run, 3)
+    assert as_another_host(*near, "ip", "link", "set", "cable0", "down").returncode == 0
+    wait_until(lambda: "Trying again" in worker.text(), "the worker misses the learner")
+    assert as_another_host(*near, "ip", "link", "set", "cable0", "up").returncode == 0
+    wait_until(lambda: "is there again" in worker.text(), "the worker found the learner")
+    until_epochs(run, 3)
+    summary = finish(run)
+    check_counts(run, summary, worker.episodes())

@@ -21,6 +21,7 @@ class Reservation:
     """A port that is kept for a listener of this host: bound, and open to whoever listens there next with it."""
 
     def __init__(self, host: str, port: int) -> None:
+        host = numeric(f"tcp://{host}:0").removeprefix("tcp://").removesuffix(":0")
         self._socket = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM)
         self._socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)  # as the listener does: both may bind
         try:
@@ -69,45 +70,31 @@ class AsyncLearningNode:
             )
         if resume and not run_dir:
             raise ConfigError("resume=True goes on with a run: name its folder with run_dir.")
-        self._reserved = Reservation(numeric(f"tcp://{server_address[0]}:0")[6:-2], server_address[1])
+        own = None if isinstance(policy, TrainConfig) else policy
+        if own is not None:
+            check_policy(own, "update")
+        base = policy if isinstance(policy, TrainConfig) else _own_config(discount, n_step)
+        changes = {
+            "workers.updates": update_steps,
+            "workers.evaluation": eval_freq,
+            "workers.max_steps": min(base.workers.max_steps, buffer_size),
+            "replay.capacity": buffer_size,
+            "replay.batch": batch_size,
+            "replay.min_size": max(batch_size, min(base.replay.min_size, buffer_size)),
+            "run.dir": str(run_dir) or base.run.dir,
+            "stop": StopConfig(epochs=epochs),
+        }
+        self._reserved = Reservation(*server_address)
         self.address = (server_address[0], self._reserved.port)
-        if isinstance(policy, TrainConfig):
-            self.config, own = policy, None
-        else:
-            check_policy(policy, "update")
-            self.config, own = _own_config(discount, n_step), policy
+        address = f"tcp://{self.address[0]}:{self.address[1]}"
         given = Spaces(*spaces) if isinstance(spaces, tuple) else spaces
-        self._brought = Brought(own, save_func, save_freq or 0, given, f"tcp://{server_address[0]}:{self.address[1]}")
+        self._brought = Brought(own, save_func, save_freq or 0, given, address)
         self._resume, self._output = resume, output
-        self.config = self._configured(
-            update_steps=update_steps,
-            batch_size=batch_size,
-            epochs=epochs,
-            buffer_size=buffer_size,
-            eval_freq=eval_freq,
-            run_dir=str(run_dir),
-        )
-
-    def _configured(
-        self, *, update_steps: int, batch_size: int, epochs: int, buffer_size: int, eval_freq: float, run_dir: str
-    ) -> TrainConfig:
-        config = self.config
-        workers = WorkersConfig(
-            address=self._brought.address,
-            updates=update_steps,
-            evaluation=eval_freq,
-            max_steps=min(config.workers.max_steps, buffer_size),
-            spaces=config.workers.spaces,
-        )
-        replay = {"capacity": buffer_size, "batch": batch_size}
-        min_size = max(batch_size, min(config.replay.min_size, buffer_size))
-        return replace(
-            config,
-            workers=workers,
-            stop=StopConfig(epochs=epochs),
-            **{f"replay.{name}": value for name, value in replay.items()},
-            **{"replay.min_size": min_size, "run.dir": run_dir or config.run.dir},
-        )
+        try:
+            self.config = replace(base, **changes, **{"workers.address": address})
+        except ConfigError:
+            self.close()
+            raise
 
     def learn(self) -> RunResult:
         """Learns for as many epochs as it was told, or until it is interrupted."""
@@ -117,7 +104,11 @@ class AsyncLearningNode:
                 return resume(folder, epochs=epochs, output=self._output, brought=self._brought)
             return run(self.config, output=self._output, brought=self._brought)
         finally:
-            self._reserved.close()
+            self.close()
+
+    def close(self) -> None:
+        """Gives its port up; `learn` does it at its end."""
+        self._reserved.close()
 
 
 def _own_config(discount: float, n_step: int) -> TrainConfig:

@@ -113,12 +113,14 @@ class Intake:
         count = len(spans.start)
         if count == 0:
             return
-        version = np.clip(piece.version[spans.start], 0, newest)
-        fields: dict[str, Array] = {"action": piece.action[spans.start], "version": version}
+        version = np.clip(piece.version[:count], 0, newest)
+        fields: dict[str, Array] = {"action": piece.action[:count], "version": version}
         fields |= {"reward": spans.reward, "discount": spans.discount}
+        # Every step in turn starts one, so views will do; so they do for the ends where all are one step on.
+        ends = slice(1, count + 1) if self.n_step == 1 else spans.stop
         for leaf, value in zip(self.leaves, piece.observation, strict=True):
             rows = self._store(leaf, value) if leaf.path in self.stacks else value
-            fields[leaf.path], fields[f"next_{leaf.path}"] = rows[spans.start], rows[spans.stop]
+            fields[leaf.path], fields[f"next_{leaf.path}"] = rows[:count], rows[ends]
         first = self.tally.top_priority if self.prioritized else 1.0
         self.writer.append(fields, np.full(count, first))
 

@@ -69,6 +69,17 @@ def _less_learning(replayed: bool, on_gpu: bool) -> str:
     return f"Larger batches (--learner.batch){gpu} or fewer epochs would help."
 
 
+def workers_bottleneck(learner: Shares) -> str:
+    """The same of a run with workers, which are elsewhere: either they keep the learner busy, or they do not."""
+    busy = 1.0 - learner.get("wait", 0.0)
+    if busy >= BUSY:
+        return (
+            f"bottleneck: the learner (busy {busy:.0%}); episodes wait for their updates. A GPU (--device cuda), a "
+            "smaller network, or fewer or smaller updates (--update-steps, --batch-size) would help."
+        )
+    return f"bottleneck: the workers (the learner is busy {busy:.0%}); more of them would bring more episodes."
+
+
 def _inference(busy: float, num_servers: int, actors_wait: float, free_cores: int) -> str:
     who = "the inference server" if num_servers == 1 else f"the {num_servers} inference servers"
     more = f"More of them (--acting.servers, {free_cores} cores are free), a" if free_cores > 0 else "A"

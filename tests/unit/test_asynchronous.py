@@ -1,0 +1,307 @@
+"""What a learner and its workers are given and refuse, without processes."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import echelon
+from echelon.asynchronous.acting import NUM_RUNGS, ModelActing, OwnActing, rungs
+from echelon.asynchronous.learner import AsyncLearningNode
+from echelon.asynchronous.line import Line, address_of
+from echelon.asynchronous.worker import AsyncWorker
+from echelon.cli.learner import OPTIONS, with_address
+from echelon.cli.main import main
+from echelon.cli.train import make_parser, parse_config
+from echelon.config import OwnConfig, TrainConfig, WorkersConfig, replace
+from echelon.errors import ConfigError, EnvError, Refused, TransportTimeout
+from echelon.presets import preset
+from echelon.roles.handling import Handling
+from echelon.roles.own import StateLayout, check_policy, load_state, state_of
+from echelon.runs.bottleneck import workers_bottleneck
+from echelon.runs.console import Status, plain_line
+from echelon.schema import Spaces
+from echelon.transport.episode_wire import PROTOCOL, Ask, Task
+
+Array = np.ndarray[Any, Any]
+CART_POLE = Spaces(gym.spaces.Box(-np.inf, np.inf, (4,), np.float32), gym.spaces.Discrete(2))
+
+
+class Plain:
+    """A policy without torch."""
+
+    def __init__(self) -> None:
+        self.weight, self.count = np.zeros((4, 2), np.float32), 3
+
+    def act(self, observation: Any, *, explore: bool) -> Any:
+        return 1 if explore else int((observation @ self.weight).argmax())
+
+    def update(self, batch: Any) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {"weight": self.weight, "count": self.count}
+
+    def load_state(self, state: Any) -> None:
+        self.weight, self.count = state["weight"], int(state["count"])
+
+
+# The configuration.
+
+
+def test_workers_need_a_rule_that_replays_processes_and_their_own_actions() -> None:
+    address = {"workers.address": "tcp://127.0.0.1:0"}
+    with pytest.raises(ConfigError, match="impala learns from what its newest weights did"):
+        replace(preset("impala", "CartPole-v1"), **address)
+    for changes, words in (
+        ({"engine": "inline"}, "needs processes"),
+        ({"acting.mode": "central"}, "every worker chooses its own actions"),
+        ({"workers.max_steps": 4, "replay.n_step": 5}, "no transition would fit"),
+        ({"workers.evaluation": 1.0}, "some episodes must be learned from"),
+        ({"workers.address": "127.0.0.1:4444"}, r"workers.address=127.0.0.1:4444 is no address"),
+        ({"workers.updates": 0}, "at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            replace(preset("dqn", "CartPole-v1"), **{**address, **changes})
+    with pytest.raises(ConfigError, match=r"stop\.epochs=5 counts what workers bring, and there are none"):
+        replace(preset("dqn", "CartPole-v1"), **{"stop.epochs": 5})
+    config = replace(preset("apex-dqn", "CartPole-v1"), **address)
+    assert config.has_workers and config.num_shards == 1 and config.actor.num_actors == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "address"),
+    [
+        ([], "tcp://127.0.0.1:4444"),
+        (["--address", "0.0.0.0:1"], "tcp://0.0.0.0:1"),
+        (["--address=host:7"], "tcp://host:7"),
+        (["--workers.address", "tcp://h:9"], "tcp://h:9"),
+    ],
+)
+def test_the_learner_command_has_an_address(words: list[str], address: str) -> None:
+    arguments = ["sac", "Pendulum-v1", "--epochs", "7", "--update-steps=3", "--eval-freq", "0.5", *words]
+    config = parse_config(make_parser("echelon learner", "", (), OPTIONS), with_address(arguments), OPTIONS)
+    assert config.workers == WorkersConfig(address=address, updates=3, evaluation=0.5) and config.stop.epochs == 7
+
+
+def test_commands_tell_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["learner", "sac", "Pendulum-v1"], "give --epochs E, --steps N"),
+        (["learner", "ppo", "CartPole-v1", "--epochs", "1"], "ppo learns from what its newest weights did"),
+        (["worker"], "--learner"),
+        (["worker", "--learner", "nowhere"], "'nowhere' is no address of a learner. Write HOST:PORT"),
+        (["worker", "--learner", "10.1.2.3:4444"], "there is no secret"),
+        (["learner", "sac", "Pendulum-v1", "--epochs", "1", "--address", "0.0.0.0:0"], "there is no secret"),
+        (["worker", "--learner", "127.0.0.1:1", "--policy", "math:pi"], "is 3.14159"),
+        (["worker", "--learner", "127.0.0.1:1", "--envs", "0"], "must each be at least 1"),
+    ):
+        assert main(arguments) == 2
+        assert words in capsys.readouterr().err
+
+
+# The node.
+
+
+def make_node(policy: Any, **options: Any) -> AsyncLearningNode:
+    node = AsyncLearningNode(policy, **{"server_address": ("127.0.0.1", 0), **options})
+    node.close()
+    return node
+
+
+def test_a_node_of_a_preset_has_what_it_was_given() -> None:
+    node = make_node(
+        echelon.preset("sac", "Pendulum-v1"), update_steps=5, batch_size=2_000, epochs=9, buffer_size=9_999
+    )
+    config = node.config
+    assert config.workers == WorkersConfig(node_address(node), updates=5, evaluation=0.08)
+    assert (config.replay.capacity, config.replay.batch, config.replay.min_size) == (9_999, 2_000, 2_000)
+    assert config.stop.epochs == 9 and config.algorithm.name == "sac" and config.env.id == "Pendulum-v1"
+
+
+def node_address(node: AsyncLearningNode) -> str:
+    host, port = node.address
+    assert host == "127.0.0.1" and port > 0
+    return f"tcp://{host}:{port}"
+
+
+def test_a_node_of_an_own_policy_takes_spaces_from_its_first_worker() -> None:
+    config = make_node(Plain(), discount=0.5, n_step=3).config
+    assert config.algorithm == OwnConfig(discount=0.5) and config.replay.n_step == 3 and not config.replay.prioritized
+    assert config.workers.spaces == "worker" and config.env.id == "" and config.replay.min_size == 128
+
+
+def test_a_node_keeps_its_port() -> None:
+    node = AsyncLearningNode(Plain(), server_address=("127.0.0.1", 0))
+    with socket.socket() as other, pytest.raises(OSError):  # a listener of somebody else's
+        other.bind(node.address)
+    with socket.socket() as door:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind(node.address)
+        door.listen()
+        with pytest.raises(ConfigError, match=r"server_address=.* cannot be used"):
+            AsyncLearningNode(Plain(), server_address=node.address)
+    node.close()
+
+
+def test_a_node_refuses_what_cannot_be() -> None:
+    for policy, options, words in (
+        (object(), {}, r"object lacks update\(\), its state: a policy of your own has act"),
+        (Plain(), {"save_freq": 3}, "save_freq=3"),
+        (Plain(), {"save_func": print}, "save_freq=None"),
+        (Plain(), {"save_func": print, "save_freq": 0}, "save_freq=0"),
+        (Plain(), {"resume": True}, "name its folder with run_dir"),
+        (Plain(), {"eval_freq": 1.5}, "workers.evaluation=1.5"),
+        (Plain(), {"epochs": -1}, "stop.epochs=-1"),
+        (Plain(), {"server_address": ("256.1.1.1", 0)}, "cannot be used"),
+        (echelon.preset("impala", "CartPole-v1"), {}, "impala learns from what"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make_node(policy, **options)
+
+
+# Policies of the user's own.
+
+
+def test_the_state_of_a_policy_crosses_as_named_arrays() -> None:
+    theirs, mine = Plain(), Plain()
+    theirs.weight = np.arange(8, dtype=np.float32).reshape(4, 2)
+    theirs.count = 11
+    layout = StateLayout.from_json(StateLayout.of(state_of(theirs)).to_json())
+    load_state(mine, layout.unpack(layout.pack(state_of(theirs))))
+    np.testing.assert_array_equal(mine.weight, theirs.weight)
+    assert mine.count == 11
+    module, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    layout = StateLayout.of(state_of(module))
+    load_state(other, layout.unpack(layout.pack(state_of(module))))
+    assert torch.equal(other.weight, module.weight) and other.weight.data_ptr() != module.weight.data_ptr()
+    state = state_of(module)
+    with torch.no_grad():
+        module.weight += 1.0
+    assert not np.array_equal(state["weight"], module.weight.detach().numpy()), "as it was when it was asked for"
+
+
+def test_states_that_cannot_travel_are_refused() -> None:
+    layout = StateLayout.of({"w": np.zeros(3)})
+    with pytest.raises(ConfigError, match="the policy's state has become"):
+        layout.pack({"w": np.zeros(4)})
+    with pytest.raises(ConfigError, match="state is empty"):
+        StateLayout.of({})
+
+    class Odd(Plain):
+        told: Any = None
+
+        def state(self) -> Any:
+            return self.told
+
+    for told, words in (
+        ([1], "is a list; it must be a dict"),
+        ({"name": "text"}, "name of a policy's state is 'text'"),
+    ):
+        odd = Odd()
+        odd.told = told
+        with pytest.raises(ConfigError, match=words):
+            state_of(odd)
+    with pytest.raises(ConfigError, match=r"Linear lacks act\(\)"):
+        check_policy(nn.Linear(1, 1), "act")
+
+
+def test_an_own_policy_acts_for_one_environment_at_a_time() -> None:
+    policy = Plain()
+    acting = OwnActing(policy, StateLayout.of(state_of(policy)), CART_POLE)
+    policy.weight[:, 0] = 1.0
+    memory = acting.layout.pack(state_of(policy))
+    policy.weight = np.zeros((4, 2), np.float32)
+    acting.load(memory, 4)
+    assert acting.version == 4 and policy.weight[0, 0] == 1.0
+    observation = [np.ones((2, 4), np.float32)]
+    assert acting.act(observation, np.array([True, False]), 0).tolist() == [0, 1]
+    with pytest.raises(Refused, match="where its layout has"):
+        acting.load(memory[:-1], 5)
+    policy.act = lambda observation, *, explore: np.zeros(2)  # type: ignore[method-assign]
+    with pytest.raises(EnvError, match=r"Plain.act returned \(2,\) of float64"):
+        acting.act(observation, np.array([True, False]), 0)
+
+
+# Workers.
+
+
+def test_workers_spread_over_the_ladder_however_many_there_are() -> None:
+    for num_workers in (2, 8, 32):
+        places = sorted(rung for place in range(num_workers) for rung in rungs(place, 1))
+        gaps = np.diff([*places, NUM_RUNGS])
+        assert len(set(places)) == num_workers and gaps.max() == NUM_RUNGS // num_workers
+    assert len({rung for place in range(4) for rung in rungs(place, 8)}) == 32
+
+
+def test_a_worker_is_greedy_where_it_evaluates() -> None:
+    config = preset("apex-dqn", "CartPole-v1")
+    acting = ModelActing(config, CART_POLE, 0, 4, seed=0)
+    model = acting.model
+    memory = acting.mirror.memory.copy()
+    model.network.get_parameter("advantage_head.bias").data[1] = 100.0
+    strayed = np.zeros(4)
+    evaluates = np.array([False, True, False, True])
+    for _ in range(200):
+        strayed += acting.act([np.zeros((4, 4), np.float32)], evaluates, 0) != 1
+    assert strayed[0] > 10 and not strayed[evaluates].any(), "the first stands at the top of the ladder"
+    assert acting.act([np.zeros((4, 4), np.float32)], np.ones(4, np.bool_), 0).tolist() == [1] * 4
+    acting.load(memory, 7)
+    assert acting.version == 7 and float(model.network.get_parameter("advantage_head.bias").data[1]) == 0.0
+    with pytest.raises(Refused, match="Install the same versions"):
+        acting.load(memory[:-8], 8)
+
+
+def test_a_worker_gives_a_silent_learner_up_after_its_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.asynchronous.line.FIRST_REPEAT_S", 0.01)
+    told: list[str] = []
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        line = Line(f"tcp://127.0.0.1:{nobody.getsockname()[1]}", "w", None, 0.05, told.append)
+        with pytest.raises(TransportTimeout, match="was silent for 0 s: nobody listens there"):
+            line.ask(Ask(PROTOCOL), Task)
+        line.close()
+
+
+def test_addresses_of_learners() -> None:
+    assert address_of(("127.0.0.1", 4444)) == address_of("127.0.0.1:4444") == "tcp://127.0.0.1:4444"
+    assert address_of("tcp://learner:1") == "tcp://learner:1"
+    for bad in ("learner", "learner:", ":1", "learner:0", "learner:70000", "learner:x"):
+        with pytest.raises(ConfigError, match="is no address of a learner"):
+            address_of(bad)
+
+
+def test_a_worker_refuses_a_policy_that_cannot_act() -> None:
+    with pytest.raises(ConfigError, match=r"Linear lacks act\(\)"):
+        AsyncWorker("127.0.0.1:1", policy=nn.Linear(2, 2))
+
+
+# What is told.
+
+
+def test_three_figures_are_told() -> None:
+    handling = Handling()
+    assert handling.figures() == {}
+    for ms in range(1, 101):
+        handling.note(1e-3 * ms, is_episode=True)
+    handling.note(9.0, is_episode=False)
+    figures = handling.figures()
+    assert figures["handling_mean_ms"] == pytest.approx(50.5) and figures["handling_p95_ms"] == pytest.approx(95.05)
+    assert figures["handling_max_ms"] == pytest.approx(100.0)
+    workers = {"workers": 3, "interactions_per_hour": 1_420_000.0, **figures}
+    line = plain_line(Status(1, 1.0, 1.0, workers=workers, roles={"learner": {"wait": 0.58, "learn": 0.42}}))
+    assert "workers 3 | 1,420,000 steps/h | learner 42% busy | handled in 50.5 ms (p95 95.0)" in line
+    assert "the workers (the learner is busy 42%)" in workers_bottleneck({"wait": 0.58})
+    assert "the learner (busy 95%)" in workers_bottleneck({"wait": 0.05})
+
+
+def test_configurations_with_workers_rest_and_return() -> None:
+    from echelon import config_io
+
+    config = make_node(Plain()).config
+    assert config_io.from_json(config_io.to_json(config)) == config
+    assert isinstance(config, TrainConfig)
