@@ -40,9 +40,13 @@ class SmallCamera(gym.ObservationWrapper[Any, Any, Any]):
 
 
 def policy(*, camera: bool) -> TrainConfig:
-    """What is trained; the environment is the workers' affair."""
-    changes: dict[str, Any] = {"env.id": "", "workers.spaces": "worker", "replay.min_size": 5_000}
-    changes |= {"network.normalize_observation": True} if camera else {"replay.frames": "stacked"}
+    """What is trained; only workers make the environment, and `echelon eval`."""
+    changes: dict[str, Any] = {"workers.spaces": "worker"}
+    if camera:
+        changes |= {"env.id": "echelon.envs.racing:Racing", "env.wrappers": (f"{__file__}:SmallCamera",)}
+        changes |= {"network.normalize_observation": True}
+    else:
+        changes |= {"env.id": "echelon.envs.racing:Pixels", "replay.frames": "stacked"}
     return replace(echelon.preset("sac", "CarRacing-v3"), **changes)
 
 
@@ -53,6 +57,7 @@ def learn(options: argparse.Namespace) -> None:
         update_steps=options.update_steps,
         epochs=options.epochs,
         buffer_size=100_000,
+        min_size=5_000,
         server_address=(host, int(port)),
         save_func=lambda *, epoch, policy: print(
             f"epoch {epoch}: {sum(p.numel() for p in policy.parameters()):,} weights"

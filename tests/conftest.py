@@ -15,6 +15,7 @@ import toy_envs as toy
 from echelon.cli.main import main
 from echelon.config import replace
 from echelon.presets import preset
+from entrance import make_entrance as make_entrance
 from hosts import two_hosts as two_hosts
 from running import Runs
 from stage import Stage

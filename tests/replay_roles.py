@@ -77,7 +77,7 @@ def write(folder: Path, index: int, head: int) -> None:
 
 def learn_once(limiter: Limiter, replay: Replay, rng: np.random.Generator, is_learned: bool = False) -> bool:
     """Draws a batch, once it may; every item in it must be whole. Gives it back the priorities it had, or others."""
-    if not limiter.wait_to_sample(BATCH, 0.05):
+    if not limiter.wait_for_items(lambda: limiter.may_sample(BATCH), 0.05):
         return False
     replay.advance()
     drawn = replay.sample(BATCH, 0.4, rng)

@@ -33,3 +33,7 @@ def __getattr__(name: str) -> Any:
     if name in LATE:
         return getattr(import_module(LATE[name]), name)
     raise AttributeError(f"module 'echelon' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

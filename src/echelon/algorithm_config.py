@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from echelon.bounds import above_zero, at_least, fractions, require
+from echelon.bounds import above_zero, at_least, fractions, parts, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,8 @@ class DdpgConfig:
         fractions(self, "algorithm", "discount")
         at_least(self, "algorithm", num_critics=1, policy_delay=1, target_noise=0, target_noise_clip=0, huber=0)
         at_least(self, "algorithm", noise=0, noise_ladder=0, random_steps=0, reward_clip=0)
-        above_zero(self, "algorithm", "target_tau", "critic_learning_rate")
+        above_zero(self, "algorithm", "critic_learning_rate")
+        parts(self, "algorithm", "target_tau")
         require(
             self.noise_ladder <= self.noise,
             f"algorithm.noise_ladder={self.noise_ladder} exceeds algorithm.noise={self.noise}, from which it falls.",
@@ -130,7 +132,12 @@ class SacConfig:
     def __post_init__(self) -> None:
         fractions(self, "algorithm", "discount")
         at_least(self, "algorithm", num_critics=1, random_steps=0, reward_clip=0)
-        above_zero(self, "algorithm", "target_tau", "temperature", "critic_learning_rate", "temperature_learning_rate")
+        above_zero(self, "algorithm", "temperature", "critic_learning_rate", "temperature_learning_rate")
+        parts(self, "algorithm", "target_tau")
+        require(
+            self.target_entropy is None or math.isfinite(self.target_entropy),
+            f"algorithm.target_entropy={self.target_entropy} must be a finite number, or none for the usual one.",
+        )
 
 
 @dataclass(frozen=True, slots=True)

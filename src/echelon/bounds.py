@@ -31,6 +31,13 @@ def above_zero(config: Any, section: str, *names: str) -> None:
         require(value > 0, f"{section}.{name}={value} must be above 0.")
 
 
+def parts(config: Any, section: str, *names: str) -> None:
+    """Each named field must be above 0 and at most 1."""
+    for name in names:
+        value = getattr(config, name)
+        require(0 < value <= 1, f"{section}.{name}={value} must be above 0 and at most 1.")
+
+
 def tcp_address(address: str, name: str) -> None:
     """`address`, the value of `name`, must be tcp://HOST:PORT."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")

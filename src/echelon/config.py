@@ -130,7 +130,7 @@ class ReplayConfig:
     alpha: float = 0.6  # priority = error^alpha; 0: uniform
     beta_start: float = 0.4  # how far importance weights undo the priorities, at first ...
     beta_end: float = 1.0  # ... and at the end of the run
-    frames: Literal["auto", "stacked", "whole"] = "auto"  # stacked: frames of stacked images lie once; auto: for ALE/
+    frames: Literal["auto", "stacked", "whole"] = "auto"  # stacked: frames lie once; auto: where known
     publish_every: int = 1  # updates from one version of the weights to the next
     checkpoint: bool = False  # its content is part of the checkpoints
     transport: Literal["shm", "tcp"] = "shm"  # how the learner reads shards: in place, or through a shard server
@@ -261,6 +261,11 @@ class TrainConfig:
             "replay.transport=tcp needs actors in processes of their own: use --engine local without workers, or "
             "--replay.transport shm.",
         )
+        require(
+            self.replay.transport == "shm" or self.replay.lost_after_s + 2.0 <= self.supervision.hang_timeout_s,
+            f"replay.lost_after_s={self.replay.lost_after_s:g} must be 2 or more below supervision.hang_timeout_s="
+            f"{self.supervision.hang_timeout_s:g}: a learner that waits for a silent host would be taken for hung.",
+        )
         require(0 <= self.seed < 1 << 63, f"seed={self.seed} must be a number from 0 to 2**63 - 1.")
         require(
             self.experience == "queue" or self.learner.max_lag is None,
@@ -268,8 +273,8 @@ class TrainConfig:
         )
         require(
             self.has_workers or not self.stop.epochs,
-            f"stop.epochs={self.stop.epochs} counts what workers bring, and there are none. Use --workers.address, or "
-            "--steps.",
+            f"stop.epochs={self.stop.epochs} counts what workers bring, and there are none. Use `echelon "
+            "learner`, or --steps.",
         )
         if self.has_workers:
             self._check_workers()

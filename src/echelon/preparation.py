@@ -20,12 +20,12 @@ from echelon.roles.lobby import await_spaces
 from echelon.roles.own import StateLayout, state_of
 from echelon.roles.placement import learner_device, pick_device
 from echelon.roles.plan import Plan
+from echelon.room import check_room, free_memory
 from echelon.runs.checkpoint import find_weights
-from echelon.runs.folder import default_run_dir
+from echelon.runs.folder import check_new, default_run_dir
 from echelon.schema import Spaces
 from echelon.transport.secret import check_secret, secret_from_environment
 from echelon.transport.segments import check_platform
-from echelon.transport.session import check_room
 
 
 def prepare(
@@ -50,6 +50,8 @@ def prepare(
     spaces, config = _find_spaces(config, own, brought, tell)
     short = text if ".py:" not in text else Path(text).name.replace(".py:", "-")
     run_dir = Path(config.run.dir) if config.run.dir else default_run_dir(config.preset, short)
+    if epoch == 0:
+        check_new(run_dir)
     context = Context(
         name="coordinator",
         index=0,
@@ -98,6 +100,8 @@ def _choose(
     learner_device(config, model.parameters.numel())
     if config.run.init_from and context.epoch == 0:
         model.load_weights(find_weights(config.run.init_from), config.run.init_from)
+    if config.experience == "replay":
+        Plan(context).replay.check()
     choice = choose_acting(context, engine, model)
     if choice.mode != config.acting.mode and not config.has_workers:
         tell(f"acting: {choice.mode} ({choice.reason})")
@@ -113,9 +117,8 @@ def _choose(
 
 def _make_memory(context: Context, tell: Callable[[str], None]) -> None:
     plan = Plan(context)
-    if context.train.experience == "replay":
-        plan.replay.check()
-    check_room(context.session, plan.shared_bytes())
+    sizes = "--envs-per-actor, --actor.trajectory or --actor.slots"
+    check_room(plan.shared_bytes(), "the run's shared memory", free_memory(context.session.parent), sizes)
     for text in plan.make():
         tell(text)
 

@@ -96,11 +96,11 @@ def dqn(env: str = "CartPole-v1") -> TrainConfig:
         preset="dqn",
         env=EnvConfig(id=env),
         actor=ActorConfig(num_actors=1, envs=8, trajectory=1),
-        network=NetworkConfig(normalize_observation=True),
+        network=NetworkConfig(hidden=(128, 128), normalize_observation=True),
         # Squared errors: returns far above 1 would make Huber's loss a median, deaf to the rare end of an episode.
         algorithm=DqnConfig(huber=0.0, target_period=100, epsilon_end=0.04, epsilon_steps=8_000),
         replay=ReplayConfig(capacity=50_000, batch=128, n_step=3, samples_per_insert=32.0),
-        optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=10.0),
+        optimizer=OptimizerConfig(learning_rate=1e-3, schedule="linear", clip_norm=10.0),
     )
 
 
@@ -109,11 +109,12 @@ def apex_dqn(env: str = "CartPole-v1") -> TrainConfig:
     config = dqn(env)
     assert isinstance(config.algorithm, DqnConfig)
     algorithm = replace(config.algorithm, epsilon_ladder=True)
-    replay = replace(config.replay, prioritized=True, n_step=3, beta_end=config.replay.beta_start)
+    replay = replace(config.replay, prioritized=True, n_step=3)
     optimizer = config.optimizer
     if is_atari(env):  # batches of 128 learn faster than the paper's 512: a GPU waits for their frames
         algorithm = replace(algorithm, target_period=1_000, epsilon_steps=0)
-        replay, optimizer = replace(replay, batch=128), replace(optimizer, learning_rate=2e-4)
+        replay = replace(replay, batch=128, beta_end=replay.beta_start)
+        optimizer = replace(optimizer, learning_rate=2e-4)
     return replace(
         config,
         preset="apex-dqn",

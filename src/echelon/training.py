@@ -25,6 +25,7 @@ from echelon.transport.session import create_session
 if TYPE_CHECKING:
     from echelon.roles.brought import Brought
     from echelon.roles.context import Context
+    from echelon.roles.interrupts import Interrupts
     from echelon.runs.folder import RunFolder
 
 PRELOAD = ("echelon.roles.learner", "echelon.roles.inference", "echelon.roles.actor", "echelon.roles.evaluator")
@@ -73,7 +74,7 @@ def resume(
     brought: Brought | None = None,
 ) -> RunResult:
     """Goes on with the run in `run_dir` from its newest checkpoint; what is given replaces the old stop condition."""
-    from echelon.roles.learner import stop_reason
+    from echelon.roles.stopping import stop_reason
     from echelon.runs.checkpoint import load_checkpoint, newest_intact
     from echelon.runs.folder import RunFolder
 
@@ -163,23 +164,29 @@ def _train_in(
     context: Context, engine: InlineEngine | LocalEngine, past: Past, acting: dict[str, str], output: TextIO
 ) -> RunResult:
     from echelon import config_io
+    from echelon.roles.interrupts import Interrupts
     from echelon.runs.console import final_summary
     from echelon.runs.folder import SUMMARY, RunFolder
 
     config = context.train
     config_json = config_io.to_json(config, text_of(config.env.id))
     folder = RunFolder.open(context.run_dir) if past.epoch else RunFolder.create(context.run_dir)
-    with folder.held():
+    with folder.held(), Interrupts() as interrupts:  # to the end: a run's record is whole whenever the user stops it
         folder.write_config(config_json)
         (folder.path / SUMMARY).unlink(missing_ok=True)  # of the part that is being gone on with
-        figures = {**_coordinate(context, engine, folder, past, output), "acting": acting}
+        figures = {**_coordinate(context, engine, folder, past, output, interrupts), "acting": acting}
         folder.write_summary(figures)
     final_summary(figures, output)
     return RunResult(figures["status"], folder.path, figures)
 
 
 def _coordinate(
-    context: Context, engine: InlineEngine | LocalEngine, folder: RunFolder, past: Past, output: TextIO
+    context: Context,
+    engine: InlineEngine | LocalEngine,
+    folder: RunFolder,
+    past: Past,
+    output: TextIO,
+    interrupts: Interrupts,
 ) -> dict[str, Any]:
     """Runs the coordinator; returns the summary, and writes it should the run fail."""
     from echelon.roles.coordinator import Coordinator
@@ -190,7 +197,7 @@ def _coordinate(
     console = Console(f"{context.train.preset} on {_place(context.train)}", context.run_dir, output)
     world = World.host(context.address)
     metrics = MetricsWriter(folder.path, append=past.epoch > 0)
-    coordinator = Coordinator(context, engine, world, console, metrics)
+    coordinator = Coordinator(context, engine, world, console, metrics, interrupts)
     coordinator.row = past.row
     try:
         figures = coordinator.run()
@@ -219,7 +226,6 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
     reached = {"steps": "finished", "minutes": "finished", "epochs": "finished", "return": "solved"}
     status = reached.get(figures["reason"], "stopped")
     shares = coordinator.shares()
-    evaluation = coordinator.evaluation
     inline = context.train.engine == "inline"
     cores, processes = (1, 1) if inline else (len(os.sched_getaffinity(0)), len(shares))
     bounded = context.train.learner.max_lag is not None
@@ -240,7 +246,7 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
         "status": status,
         **figures,
         "wall_s": time.time() - context.started_at,
-        "evaluation_return": evaluation["return_mean"] if evaluation else None,
+        "evaluation_return": coordinator.evaluation_return,
         "restarts": coordinator.restarts,
         "env_restarts": coordinator.env_restarts,
         "time": shares,
@@ -263,8 +269,8 @@ def _curve(run_dir: Path) -> str | None:
         return None
 
 
-def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1) -> dict[str, Any]:
-    """Plays greedy episodes with the newest weights of a run; returns their statistics."""
+def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1, env: str | None = None) -> dict[str, Any]:
+    """Plays greedy episodes with the newest weights of a run, in its environment or in `env`; returns statistics."""
     import torch
 
     from echelon.algorithms.model import Model
@@ -278,6 +284,10 @@ def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1) -> dict[
     config = _read_config(RunFolder.open(Path(run_dir)))
     if isinstance(config.algorithm, OwnConfig):
         raise ConfigError(f"{run_dir} trained a policy of its user's own: evaluate it where it is at home.")
+    if env is not None:
+        config = replace(config, env=replace(config.env, id=env, kwargs={}, wrappers=()))
+    if not config.env.id:
+        raise ConfigError(f"{run_dir} names no environment, as its workers brought theirs: give one with --env (env=).")
     torch.set_num_threads(1)
     model = Model(config.network, probe_spaces(config.env), config.algorithm, seed=config.seed)
     model.load_weights(find_weights(str(run_dir)), str(run_dir))

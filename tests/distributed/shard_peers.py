@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from echelon.errors import EchelonError
+from echelon.replay.ear import Ear
 from echelon.replay.limiter import Limiter
 from echelon.replay.reader import PriorityColumn, Reader, ShardReader
-from echelon.replay.remote import Ear, Link
+from echelon.replay.remote import Link
 from echelon.replay.sharded import Replay
 from echelon.replay.wire import Wire
 from echelon.servers.shards import ShardServer

@@ -6,11 +6,13 @@ import io
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 
 import echelon
 from echelon.config import TrainConfig, replace
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, DivergedError
 from echelon.presets import REPLAY_PRESETS, preset
 from echelon.runs.metrics import read_metrics
 
@@ -45,6 +47,38 @@ def test_samples_per_insert_is_kept_within_a_hundredth(tmp_path: Path, shm_dir: 
     replay = train(name, tmp_path, shm_dir, "local", **changes)["replay"]
     assert replay["samples_per_insert"] == pytest.approx(ratio, rel=0.01)
     assert replay["size"] == 2_000 < replay["inserted"] and replay["sampled"] % 32 == 0
+
+
+@pytest.mark.parametrize("engine", ["inline", "local"])
+def test_a_divergence_is_told_as_one(tmp_path: Path, shm_dir: Path, engine: str) -> None:
+    changes = {"optimizer.learning_rate": 1e30, "replay.publish_every": 1}
+    with pytest.raises(DivergedError, match=r"Lower --optimizer\.learning-rate \(now 1e\+30\)"):
+        train("apex-dqn", tmp_path, shm_dir, engine, **changes)
+
+
+class Noise(gym.Env[Any, Any]):
+    """Shows four images that are new at every step: they look like a stack and are none."""
+
+    observation_space = gym.spaces.Box(0, 255, (4, 8, 8), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self.np_random.integers(0, 256, (4, 8, 8), np.uint8), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self.reset()[0], 1.0, False, False, {}
+
+
+def test_shards_that_cannot_fill_a_batch_are_told_and_nothing_counts_as_drawn(tmp_path: Path, shm_dir: Path) -> None:
+    changes = {"env.id": Noise, "replay.frames": "stacked", "replay.capacity": 300, "actor.num_actors": 1}
+    changes |= {"replay.batch": 100, "network.hidden": ()}
+    output = io.StringIO()
+    config = config_of("dqn", tmp_path, shm_dir, "inline", **changes)
+    summary = echelon.train(config, output=output).summary
+    assert summary["updates"] == summary["replay"]["sampled"] == summary["replay"]["samples_per_insert"] == 0
+    assert summary["replay"]["written_off"] > 1_000
+    assert output.getvalue().count("too few for a batch of 100") == 1, output.getvalue()
 
 
 def test_the_record_tells_of_the_replay(tmp_path: Path, shm_dir: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from echelon.runs.metrics import read_metrics
 from hosts import NEAR, as_another_host
-from running import DEADLINE_S, TESTS, Running, Runs, wait_until
+from running import DEADLINE_S, MARK, TESTS, Running, Runs, processes_marked, wait_until
 
 FIELDS = {"network.hidden": 16, "replay.min-size": 50, "batch-size": 16, "buffer-size": 20_000, "update-steps": 4}
 FIELDS |= {"eval-freq": 0.25, "run.checkpoint-interval-s": 0.2, "learner.threads": 1}
@@ -51,9 +51,14 @@ class Worker:
             raise AssertionError(f"the worker did not leave:\n{self.text()}") from None
 
     def episodes(self) -> int:
-        """That it brought, once the run is over."""
-        assert self.code() == 0, self.text()
-        found = re.search(r"the run is over; (\d+) episodes came from here", self.text())
+        """That it brought to a run that was stopped, which it waits for until it is told to end."""
+        wait_until(lambda: "was stopped; trying again until it is resumed" in self.text(), "the worker waits")
+        self.process.terminate()
+        assert self.code() == 130, self.text()
+        return self.brought("leaving")
+
+    def brought(self, why: str) -> int:
+        found = re.search(rf"{why}; (\d+) episodes came from here", self.text())
         assert found, self.text()
         return int(found[1])
 
@@ -125,6 +130,8 @@ def check_counts(run: Running, summary: dict[str, Any], brought: int) -> None:
     assert workers["evaluations"] <= int(0.25 * brought) <= workers["evaluations"] + 3, "but those under way"
     rows = [row for row in read_metrics(run.run_dir) if row["kind"] == "evaluation"]
     assert len(rows) == workers["evaluations"]
+    newest = [row["return_mean"] for row in rows[-10:]]
+    assert summary["evaluation_return"] == pytest.approx(sum(newest) / len(newest))
     learned = workers["interactions"] - sum(row["length_mean"] for row in rows)
     assert workers["transitions"] == learned, "every step of an episode starts one"
 
@@ -137,7 +144,7 @@ def free_port() -> int:
 
 def test_workers_come_and_go_and_one_is_killed(site: Site) -> None:
     """One waits for the learner to come, one brings three episodes, one dies in the middle; the run is then killed as a
-    whole, and what the first had in hand goes to the run that is resumed."""
+    whole, and what the first had in hand goes to the run that is resumed. That is stopped, and resumed to its end."""
     port = free_port()
     early = site.worker(f"127.0.0.1:{port}", "--envs", "3")
     wait_until(lambda: "Trying again" in early.text(), "the early worker says that nobody is there")
@@ -145,8 +152,10 @@ def test_workers_come_and_go_and_one_is_killed(site: Site) -> None:
     few = site.worker(f"127.0.0.1:{port}", "--episodes", "3")
     doomed = site.worker(f"127.0.0.1:{port}")
     assert few.code() == 0, few.text()
-    assert "is there again" in early.text()
-    run.until(lambda: run.rows() and run.rows()[-1].get("workers", {}).get("workers") == 3, "all three have come")
+    assert "is there again" in early.text() and "CartPole-v1, dqn" in early.text() and few.brought("leaving") == 3
+    run.until(lambda: re.search(r"worker \w+ left", run.text()), "one has left")
+    run.until(lambda: run.text().count(" came (") == 3, "all three came")
+    run.until(lambda: run.rows() and run.rows()[-1].get("workers", {}).get("workers") == 2, "two are left")
     doomed.process.kill()
     until_epochs(run, 2)
     run.until(lambda: list((run.run_dir / "checkpoints").glob("step_*")), "there is a checkpoint")
@@ -159,7 +168,12 @@ def test_workers_come_and_go_and_one_is_killed(site: Site) -> None:
     wait_until(lambda: early.text().count("is there again") == 2, "the worker found the learner")
     until_epochs(again, 3)
     summary = finish(again, since=seen)
-    assert early.episodes() >= summary["workers"]["episodes"] > 0
+    wait_until(lambda: "was stopped; trying again until it is resumed" in early.text(), "the worker waits")
+    last = Running(run.run_dir, run.shm_dir, "resume", str(run.run_dir), f"--epochs={epochs_of(again) + 3}")
+    site.runs.started.append(last)
+    assert last.code() == 0, last.text()
+    assert early.code() == 0, early.text()
+    assert early.brought("the run is over") >= summary["workers"]["episodes"] > 0
     assert summary["env_steps"] >= summary["workers"]["interactions"], "what came before counts on"
 
 
@@ -195,7 +209,7 @@ def test_strangers_are_refused_and_the_rest_goes_on(site: Site, monkeypatch: pyt
     text = other.text()
     assert "(6,)" in text and "Discrete(3)" in text and "(4,)" in text and "Discrete(2)" in text and "Give both" in text
     until_epochs(run, 2)
-    assert "a worker was refused" in run.text()
+    run.until(lambda: "a worker was refused" in run.text() and "somebody was not let in" in run.text(), "that is told")
     summary = finish(run)
     assert good.episodes() == summary["workers"]["episodes"] and summary["workers"]["refused"] >= 3
 
@@ -204,10 +218,15 @@ def run_own(site: Site, epochs: int, how: str) -> str:
     command = [sys.executable, str(TESTS / "distributed" / "own_policy.py")]
     arguments = [str(site.runs.folder / "own"), str(site.runs.shm_dir), str(epochs), how]
     path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False
-    )
+    mark = secrets.token_hex(8)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: mark}
+    try:
+        done = subprocess.run(
+            [*command, *arguments], env=environment, capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False
+        )
+    finally:
+        for pid in processes_marked(mark):  # its worker, should it have failed
+            os.kill(pid, signal.SIGKILL)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

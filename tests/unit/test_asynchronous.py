@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import socket
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -12,6 +14,8 @@ import torch
 from torch import nn
 
 import echelon
+from echelon import config_io
+from echelon.algorithms.model import Model
 from echelon.asynchronous.acting import NUM_RUNGS, ModelActing, OwnActing, rungs
 from echelon.asynchronous.learner import AsyncLearningNode
 from echelon.asynchronous.line import Line, address_of
@@ -24,8 +28,11 @@ from echelon.errors import ConfigError, EnvError, Refused, TransportTimeout
 from echelon.presets import preset
 from echelon.roles.handling import Handling
 from echelon.roles.own import StateLayout, check_policy, load_state, state_of
+from echelon.roles.rate import EPISODES_WINDOW_S, Rate
 from echelon.runs.bottleneck import workers_bottleneck
-from echelon.runs.console import Status, plain_line
+from echelon.runs.checkpoint import save_weights
+from echelon.runs.console import Status, final_summary, plain_line
+from echelon.runs.folder import RunFolder
 from echelon.schema import Spaces
 from echelon.transport.episode_wire import PROTOCOL, Ask, Task
 
@@ -99,9 +106,37 @@ def test_commands_tell_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None
         (["learner", "sac", "Pendulum-v1", "--epochs", "1", "--address", "0.0.0.0:0"], "there is no secret"),
         (["worker", "--learner", "127.0.0.1:1", "--policy", "math:pi"], "is 3.14159"),
         (["worker", "--learner", "127.0.0.1:1", "--envs", "0"], "must each be at least 1"),
+        (["learner", "dqn", "CartPole-v1", "--actors", "3"], "--actors: a learner has no actors: workers bring"),
+        (["learner", "dqn", "CartPole-v1", "--actor.envs=3"], "a learner has no actors: workers bring"),
+        (["learner", "dqn", "CartPole-v1", "--address", "4480"], "--address 4480 is no address. Write HOST:PORT"),
+        (["learner", "dqn", "CartPole-v1", "--address=host:x"], "--address host:x is no address"),
+        (["train", "dqn", "CartPole-v1", "--workers.address", "tcp://127.0.0.1:0"], "use echelon learner"),
+        (["bench", "train", "dqn", "CartPole-v1", "--workers.address=tcp://127.0.0.1:0"], "use echelon learner"),
     ):
         assert main(arguments) == 2
         assert words in capsys.readouterr().err
+
+
+def test_the_help_of_the_learner_shows_presets_that_replay(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["learner", "--help"])
+    text = capsys.readouterr().out
+    assert "dqn, apex-dqn, ddpg, apex-ddpg, sac" in text and "`echelon learner sac --help`" in text
+    assert "ppo" not in text and "impala" not in text
+    with pytest.raises(SystemExit):
+        main(["worker", "--help"])
+    assert "(default: never)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_without_an_environment_is_played_in_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = replace(preset("dqn", "CartPole-v1"), **{"env.id": "", "network.hidden": (8,)})
+    RunFolder.create(tmp_path / "run").write_config(config_io.to_json(config))
+    model = Model(config.network, CART_POLE, config.algorithm, seed=0)
+    save_weights(tmp_path / "run" / "weights.safetensors", model.weights(), {})
+    assert main(["eval", str(tmp_path / "run")]) == 2
+    assert "names no environment, as its workers brought theirs: give one with --env" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path / "run"), "--env", "CartPole-v1", "--episodes", "2"]) == 0
+    assert "over 2 episodes" in capsys.readouterr().out
 
 
 # The node.
@@ -120,6 +155,7 @@ def test_a_node_of_a_preset_has_what_it_was_given() -> None:
     config = node.config
     assert config.workers == WorkersConfig(node_address(node), updates=5, evaluation=0.08)
     assert (config.replay.capacity, config.replay.batch, config.replay.min_size) == (9_999, 2_000, 2_000)
+    assert make_node(echelon.preset("sac", "Pendulum-v1"), min_size=777).config.replay.min_size == 777
     assert config.stop.epochs == 9 and config.algorithm.name == "sac" and config.env.id == "Pendulum-v1"
 
 
@@ -150,6 +186,7 @@ def test_a_node_keeps_its_port() -> None:
 
 def test_a_node_refuses_what_cannot_be() -> None:
     for policy, options, words in (
+        ("sac", {}, r'is a name; give what it stands for: echelon.preset\("sac", ENV\)'),
         (object(), {}, r"object lacks update\(\), its state: a policy of your own has act"),
         (Plain(), {"save_freq": 3}, "save_freq=3"),
         (Plain(), {"save_func": print}, "save_freq=None"),
@@ -227,6 +264,15 @@ def test_an_own_policy_acts_for_one_environment_at_a_time() -> None:
         acting.act(observation, np.array([True, False]), 0)
 
 
+def test_what_an_own_policy_does_is_what_is_learned_from() -> None:
+    policy = Plain()
+    spaces = Spaces(CART_POLE.observation, gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 1])))
+    policy.act = lambda observation, *, explore: np.array([5.0, -3.0])  # type: ignore[method-assign]
+    acting = OwnActing(policy, StateLayout.of(state_of(policy)), spaces)
+    action = acting.act([np.ones((2, 4), np.float32)], np.zeros(2, np.bool_), 0)
+    assert action.tolist() == acting.to_env(action).tolist() == [[2.0, 0.0]] * 2 and action.dtype == np.float32
+
+
 # Workers.
 
 
@@ -295,13 +341,23 @@ def test_three_figures_are_told() -> None:
     workers = {"workers": 3, "interactions_per_hour": 1_420_000.0, **figures}
     line = plain_line(Status(1, 1.0, 1.0, workers=workers, roles={"learner": {"wait": 0.58, "learn": 0.42}}))
     assert "workers 3 | 1,420,000 steps/h | learner 42% busy | handled in 50.5 ms (p95 95.0)" in line
+    summary = io.StringIO()
+    final_summary({"workers": workers, "time": {"learner": {"wait": 0.58}}}, summary)
+    assert summary.getvalue().startswith("workers     3 | 1,420,000 steps/h")
     assert "the workers (the learner is busy 42%)" in workers_bottleneck({"wait": 0.58})
     assert "the learner (busy 95%)" in workers_bottleneck({"wait": 0.05})
 
 
-def test_configurations_with_workers_rest_and_return() -> None:
-    from echelon import config_io
+def test_the_rate_of_lumps_is_taken_over_many() -> None:
+    rate, short = Rate(EPISODES_WINDOW_S), Rate()
+    for second in range(0, 60, 5):  # an episode of 500 steps, learned from in 20 batches
+        for batch in range(20):
+            rate.note(second + 0.1 * batch, 500 * second // 5)
+            short.note(second + 0.1 * batch, 500 * second // 5)
+    assert short.recent() == 0.0 and rate.recent() == pytest.approx(100.0, rel=0.15)
 
+
+def test_configurations_with_workers_rest_and_return() -> None:
     config = make_node(Plain()).config
     assert config_io.from_json(config_io.to_json(config)) == config
     assert isinstance(config, TrainConfig)

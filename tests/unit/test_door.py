@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +12,11 @@ import pytest
 
 import toy_envs as toy
 from echelon.asynchronous.lanes import Lanes
-from echelon.config import OwnConfig, replace
+from echelon.config import replace
 from echelon.envs.make import make_group
 from echelon.envs.vector import StepRows
 from echelon.errors import Refused
 from echelon.replay.pieces import fold
-from echelon.roles.door import EpisodeDoor
-from echelon.roles.lobby import await_spaces
-from echelon.roles.own import StateLayout
 from echelon.schema import Spaces, action_leaf, space_leaves
 from echelon.transport.codec import encode
 from echelon.transport.episode_wire import (
@@ -31,7 +24,6 @@ from echelon.transport.episode_wire import (
     Arrive,
     Ask,
     Next,
-    Over,
     Piece,
     Refusal,
     Score,
@@ -41,17 +33,12 @@ from echelon.transport.episode_wire import (
     Welcome,
     from_door,
     pack,
-    socket_name,
 )
 from echelon.transport.sockets import connect
+from entrance import items_of, piece
 from stage import Stage
 
 Array = np.ndarray[Any, Any]
-MakeStage = Callable[..., Stage]
-DEADLINE_S = 30.0
-GAMMA = 0.5
-FIELDS = {"engine": "local", "workers.address": "tcp://127.0.0.1:0", "workers.max_steps": 64, "replay.n_step": 3}
-FIELDS |= {"replay.capacity": 256, "replay.min_size": 8, "replay.batch": 8, "algorithm.discount": GAMMA}
 
 
 class StackEnv(toy.CounterEnv):
@@ -63,94 +50,6 @@ class StackEnv(toy.CounterEnv):
 
     def observation(self) -> Any:
         return np.full((4, 6, 6), self.t, np.uint8)
-
-
-class Entrance:
-    """A door and a worker's socket in one thread."""
-
-    def __init__(self, stage: Stage, *, is_open: bool = True) -> None:
-        self.stage, self.told = stage, dict[str, list[Any]]()
-        for name in ("workers", "evaluation"):
-            stage.world.serve(name, self.told.setdefault(name, []).append)
-        if is_open:
-            self.open()
-        self.door = self.make_door()
-        self.socket = self.connect()
-
-    def connect(self) -> Any:
-        return connect(self.door.door.address, None, 1 << 24, name=socket_name("w"))
-
-    def open(self) -> None:
-        self.stage.plan.replay.tally().open(0, 0)
-
-    def make_door(self, incarnation: int = 0) -> EpisodeDoor:
-        context = dataclasses.replace(self.stage.context, name=f"door-{incarnation}", incarnation=incarnation)
-        return EpisodeDoor(context)
-
-    def raw(self, frames: list[Any]) -> Any:
-        """The answer to `frames`, or None where there is none soon."""
-        self.socket.send_multipart(frames)
-        return self.answer(0.1)
-
-    def answer(self, timeout_s: float = DEADLINE_S) -> Any:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            self.door.step(0.01)
-            if self.socket.poll(0):
-                return from_door([frame.buffer for frame in self.socket.recv_multipart(copy=False)])
-        return None
-
-    def ask(self, message: Any) -> Any:
-        self.socket.send_multipart(pack(message))
-        return self.answer()
-
-    def arrive(self, name: str = "w", spaces: Spaces | None = None) -> Any:
-        return self.ask(Arrive(PROTOCOL, name, (spaces or self.stage.context.spaces).to_json(), False))
-
-    def items(self) -> dict[str, Array]:
-        return items_of(self.stage)
-
-    @property
-    def head(self) -> int:
-        return self.door.intake.writer.head
-
-    def close(self) -> None:
-        self.socket.close(linger=0)
-        self.door.close()
-
-
-@pytest.fixture
-def make_entrance(make_stage: MakeStage) -> Iterator[Callable[..., Entrance]]:
-    made: list[Entrance] = []
-
-    def make(env: Any = toy.CounterEnv, *, is_open: bool = True, **fields: Any) -> Entrance:
-        name = fields.pop("name", "dqn")
-        made.append(Entrance(make_stage(env, name, **{**FIELDS, **fields}), is_open=is_open))
-        return made[-1]
-
-    yield make
-    for entrance in made:
-        entrance.close()
-
-
-def piece(length: int = 5, number: int = 1, **changes: Any) -> Piece:
-    """An episode of the counter that terminates."""
-    t = np.arange(length + 1)
-    fields: dict[str, Any] = {
-        "worker": "w",
-        "number": number,
-        "has_version": 1,
-        "observation": [np.stack([np.full(length + 1, number), t, t * 0 + 7], 1).astype(np.float32)],
-        "action": np.zeros(length, np.int64),
-        "reward": (100 * number + t[1:]).astype(np.float32),
-        "version": np.ones(length, np.int64),
-        "num_old": 0,
-        "terminated": True,
-        "truncated": False,
-        "episode_return": 10.0,
-        "episode_length": length,
-    }
-    return Piece(**{**fields, **changes})
 
 
 def test_an_episode_becomes_transitions_and_is_answered_with_new_weights(make_entrance: Any) -> None:
@@ -214,9 +113,6 @@ def test_strangers_arrive_first_and_nobody_before_the_learner(make_entrance: Any
     entrance.open()
     assert isinstance(entrance.ask(piece()), Stranger) and entrance.head == 0
     assert isinstance(entrance.arrive(), Welcome) and isinstance(entrance.ask(piece()), Next)
-    entrance.door.station.stop_requested = True
-    entrance.door.step(0.0)
-    assert isinstance(entrance.answer(), Over) and entrance.door.finished
 
 
 SPACE = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
@@ -236,6 +132,7 @@ SPACE = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
         (piece(65), "65 steps was refused: 1 to 64"),
         (piece(reward=np.zeros(0, np.float32)), "0 steps was refused"),
         (piece(reward=[1.0]), "0 steps was refused"),
+        (piece(reward=np.full(5, 3e38, np.float32)), "a sum that float32 cannot hold"),
         (piece(reward=np.array([1, 2, np.nan, 4, 5], np.float32)), "reward is nan at step 2"),
         (piece(observation=[np.full((6, 3), np.inf, np.float32)]), "observation is inf at step 0"),
         (piece(observation=[np.zeros((5, 3), np.float32)]), r"observation is \(5, 3\)"),
@@ -356,42 +253,11 @@ def test_the_door_brings_the_transitions_that_an_actor_would(make_entrance: Any,
     np.testing.assert_array_equal(entrance.door.tally.ended(0, 0), tally.ended(0, 0))
 
 
-def items_of(stage: Stage) -> dict[str, Array]:
-    reader = stage.plan.replay.readers()[0]
-    start, head = reader.window()
-    block = reader.layout.block(head - start)
-    assert reader.read(np.arange(start, head), block).all()
-    return {**block.fields, "priority": reader.initial(start, head)}
-
-
 def order(items: dict[str, Array]) -> Array:
     """Transitions of whole episodes, by the draw and the step that they start with."""
     seen = items["observation"]
     rows = np.flatnonzero(seen[:, 0] <= 4)
     return rows[np.lexsort(seen[rows].T)]
-
-
-def test_the_lobby_learns_the_spaces_of_the_first_worker(make_stage: MakeStage) -> None:
-    stage = make_stage(toy.CounterEnv, "dqn", **FIELDS)
-    told: list[str] = []
-    layout = StateLayout.of({"w": np.zeros(3, np.float32)})
-    sockets: list[Any] = []
-
-    def tell(text: str) -> None:
-        """The lobby is open: a stranger, somebody hostile and a worker come, all before it looks."""
-        told.append(text)
-        address = "tcp://" + text.split()[2]
-        for frames in ([b"x"], pack(piece()), pack(Ask(PROTOCOL)), pack(arrival)):
-            sockets.append(connect(address, None, 1 << 20))
-            sockets[-1].send_multipart(frames)
-
-    arrival = Arrive(PROTOCOL, "w", stage.context.spaces.to_json(), True)
-    config = dataclasses.replace(stage.context.train, algorithm=OwnConfig())
-    spaces, address = await_spaces(config, layout, tell)
-    assert spaces.observation == stage.context.spaces.observation and address.rpartition(":")[2] != "0"
-    for socket in sockets:
-        socket.close(linger=0)
-    assert json.dumps(layout.to_json()) and "waiting at" in told[0]
 
 
 def test_refused_is_what_the_wire_says() -> None:

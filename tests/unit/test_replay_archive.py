@@ -136,6 +136,34 @@ def test_room_for_two_is_asked_for_at_the_start(full_disk: Path) -> None:
     archive.check_room(nbytes * 5 // 8)  # what is there already will make room
 
 
+@pytest.mark.parametrize("dies_after", [1, 2])
+def test_one_that_is_replaced_is_there_until_the_new_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_after: int
+) -> None:
+    """A run that is gone on with, and makes no step, writes a snapshot of the same name; it dies at each rename."""
+    archive, renames, rename = Archive(tmp_path), list[Path](), os.rename
+    archive.begin(FIRST, full_replay(), LIMITER)
+    assert archive.wait(60.0)
+
+    class Killed(BaseException):
+        """Nobody cleans up after it."""
+
+    def dying(source: Path, target: Path) -> None:
+        rename(source, target)
+        renames.append(target)
+        if len(renames) == dies_after:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", dying)
+        with pytest.raises(Killed):
+            Snapshot(archive.folder / FIRST, full_replay(200)).write()
+    (there,) = Archive(tmp_path).newest_first()
+    assert restored(there) == (4_000 if dies_after == 1 else 200)
+    archive.begin(SECOND, full_replay(), LIMITER)
+    assert archive.wait(60.0) and names(tmp_path) == [SECOND]
+
+
 def test_a_mistake_of_ours_is_raised_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("a bug")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 from test_bad_input import HERE as GIVING
 
+from echelon.config import replace
 from echelon.errors import ConfigError
+from echelon.presets import preset
 from echelon.replay.layout import ReplayError, item_layout
 from echelon.replay.reader import ShardReader
 from echelon.replay.sampled import Keys
@@ -56,6 +59,10 @@ VALUES: dict[str, tuple[str, list[str]]] = {
         "--replay.capacity 1000000000000",
         ["replay.capacity=1000000000000 needs", "GB", "are free. Lower replay.capacity"],
     ),
+    "patience": (
+        "--engine local --replay.transport tcp --replay.lost-after-s 29",
+        ["replay.lost_after_s=29", "supervision.hang_timeout_s=30", "taken for hung"],
+    ),
     "hosts": ("--replay.checkpoint true --replay.transport tcp", ["replay.checkpoint=true", "replay.transport=tcp"]),
 }
 
@@ -79,6 +86,18 @@ def test_a_disk_without_room_for_the_checkpoints_is_told(command: Command, monke
 
 
 # What an environment must not give.
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        *[(name, "target_tau", value) for name in ("sac", "ddpg") for value in (5.0, 0.0, math.nan)],
+        *[("sac", "target_entropy", value) for value in (math.nan, math.inf)],
+    ],
+)
+def test_targets_out_of_bounds_are_refused(name: str, field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm\.{field}={value} must be"):
+        replace(preset(name, "Pendulum-v1"), **{f"algorithm.{field}": value})
 
 
 @pytest.mark.parametrize("engine", ["inline", "local"])
@@ -178,6 +197,13 @@ MISTAKES: dict[str, tuple[Callable[[Buffer], Any], str]] = {
     "odd": (lambda b: b.replay.update(keys([0, 0], [9, 9]), np.ones(1)), "1 priorities for 2 keys"),
     "large batch": (lambda b: drawn(b, 17), "a batch of 17 cannot be drawn from 16 items.*lower the batch size"),
     "no batch": (lambda b: drawn(b, 0), "a batch of 0 cannot be drawn"),
+    **{
+        f"beta {beta}": (
+            lambda b, beta=beta: b.replay.sample(4, beta, np.random.default_rng(0)),
+            f"beta={beta} must be a number from 0",
+        )
+        for beta in (np.nan, -0.1, np.inf)
+    },
 }
 
 

@@ -51,6 +51,13 @@ def test_the_last_episodes_that_fit_are_drawn_whole(
             assert drawn[index][name].dtype == expected.dtype
 
 
+def test_lists_are_as_good_as_arrays() -> None:
+    buffer = EpisodeBuffer(20, 10)
+    buffer.append({"reward": [1.0, 2.0, 3.0], "action": [0, 1, 0]})
+    drawn = buffer.sample(1, 0.4, np.random.default_rng(0))[0]
+    assert drawn["reward"].tolist() == [1.0, 2.0, 3.0] and drawn["action"].tolist() == [0, 1, 0]
+
+
 def test_priorities_choose() -> None:
     buffer = EpisodeBuffer(100, 10, alpha=1.0)
     for number in range(4):
@@ -73,7 +80,10 @@ def test_bad_input_is_refused_and_the_buffer_unharmed() -> None:
     for number in range(4):
         buffer.append(episode(number, 5))
     good = episode(4, 5)
-    bad: list[tuple[dict[str, Array], float, str]] = [
+    bad: list[tuple[dict[str, Any], float, str]] = [
+        ({**good, "reward": 1.0}, 1.0, r"reward is 1\.0; it must be an array"),
+        ({**good, "reward": [[1.0], [1.0, 2.0]]}, 1.0, "reward is no array"),
+        ({**good, "reward": ["a"] * 5}, 1.0, "an episode has"),
         (episode(4, 21), 1.0, r"have \[21\] steps; .* from 1 to the 20"),
         (episode(4, 0), 1.0, r"have \[0\] steps"),
         ({}, 1.0, r"have \[\] steps"),

@@ -12,6 +12,7 @@ import torch
 
 import toy_envs as toy
 from echelon.config import replace
+from echelon.envs import racing
 from echelon.envs.make import probe_spaces
 from echelon.errors import ConfigError, DivergedError
 from echelon.objectives.values import PRIORITY_FLOOR
@@ -21,8 +22,9 @@ from echelon.replay.reader import ShardReader
 from echelon.replay.shard import RINGS
 from echelon.roles.actor import Actor
 from echelon.roles.inference import Inference
-from echelon.roles.replay_plan import transition_layout
+from echelon.roles.replay_plan import stack_leaves, transition_layout
 from echelon.roles.tally import NUM_KEPT, Tally
+from echelon.schema import Spaces
 from stage import Stage
 
 Array = np.ndarray[Any, Any]
@@ -98,7 +100,7 @@ def test_central_acting_brings_the_same_transitions(make_stage: MakeStage, name:
 def test_central_acting_strays_row_by_row(make_stage: MakeStage) -> None:
     """On the ladder of four environments the first takes a random action often and the last hardly ever."""
     fields = {"acting.mode": "central", "actor.envs": 4, "env.kwargs": {"length": 10_000}, "replay.n_step": 1}
-    stage = make_open(make_stage, name="apex-dqn", **fields)
+    stage = make_open(make_stage, name="apex-dqn", **fields, **{"algorithm.epsilon_steps": 0})
     model = stage.plan.model
     model.network.get_parameter("advantage_head.bias").data[1] = 100.0  # action 1 is the policy's, always
     stage.board.publish(model.parts(), 2)
@@ -224,6 +226,30 @@ def test_what_is_not_finite_is_refused_with_its_environment(make_stage: MakeStag
         play(stage.actor(), 10)
 
 
+def test_rewards_whose_sum_cannot_be_stored_are_refused(make_stage: MakeStage) -> None:
+    class Rich(toy.CounterEnv):
+        def step(self, action: Any) -> toy.Step:
+            observation, _, *rest = super().step(action)
+            return observation, 3e38, *rest  # type: ignore[return-value]
+
+    stage = make_open(make_stage, Rich, **{"replay.n_step": 3, "env.kwargs": {"length": 50}})
+    with pytest.raises(DivergedError, match=r"rewards over 3 steps is inf after a step of actor 0, environment 0"):
+        play(stage.actor(), 10)
+
+
+def test_a_batch_that_is_fetched_ahead_is_counted_with_the_version_it_is_learned_at(make_stage: MakeStage) -> None:
+    stage = make_stage(name="dqn", **{"actor.num_actors": 1, **FREE, "replay.publish_every": 3})
+    learner, actor = stage.learner(), stage.actor()
+    source, ahead, at = learner.source, list[int](), list[int]()
+    take = source.take
+    source.prefetch = ahead.append  # type: ignore[method-assign]
+    source.take = lambda version: at.append(version) or take(version)  # type: ignore[func-returns-value, method-assign]
+    play(actor, 20)
+    for _ in range(7):
+        assert learner.step(0.0)
+    assert ahead[:-1] == at[1:] and len(set(at)) == 3
+
+
 class Film(gym.Env[Any, Any]):
     """Shows its last four frames; frame i of the whole film is filled with i, and a scene starts with one frame."""
 
@@ -276,6 +302,51 @@ def test_a_layout_that_cannot_be_is_refused() -> None:
         ConfigError, match=r"replay\.capacity=100 gives each of 4 shards 25 transitions.*Raise it to 160"
     ):
         shaped(**fields)
+
+
+def spaces_of(*shape: int) -> Spaces:
+    return Spaces(gym.spaces.Box(0, 255, shape, np.uint8), gym.spaces.Discrete(2))
+
+
+def found_stacks(id: Any, spaces: Spaces, frames: str = "auto", **kwargs: Any) -> bool:
+    config = replace(preset("dqn", "CartPole-v1"), **{"env.id": id, "env.kwargs": kwargs, "replay.frames": frames})
+    return bool(stack_leaves(config, spaces))
+
+
+def test_stacks_are_found_where_they_are_known_to_be() -> None:
+    stack, image = spaces_of(4, 84, 84), spaces_of(210, 160, 3)
+    for id in ("ALE/Pong-v5", "envpool:Pong-v5", "echelon.envs.racing:PixelPool", racing.Pixels):
+        assert found_stacks(id, stack) and not found_stacks(id, image) and not found_stacks(id, stack, "whole"), id
+    assert found_stacks("echelon.envs.racing:Pixels", spaces_of(2, 84, 84), stack=2)
+    assert not found_stacks("envpool:Pong-v5", spaces_of(12, 84, 84), gray_scale=False), "colours, not frames"
+    assert not found_stacks("envpool:CoinrunEasy-v0", spaces_of(3, 64, 64)) and not found_stacks(Film, stack)
+    assert found_stacks("ALE/Pong-v5", spaces_of(4, 84, 84, 3), grayscale=False)
+
+
+@pytest.mark.parametrize("shape", [(48, 48, 3), (84, 84, 4), (210, 160, 1)])
+def test_an_image_with_its_colours_last_is_no_stack(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"replay\.frames=stacked, but no observation is a stack"):
+        found_stacks(Film, spaces_of(*shape), "stacked")
+    assert found_stacks(Film, spaces_of(4, *shape), "stacked") and found_stacks(Film, spaces_of(4, 84, 84), "stacked")
+
+
+def test_frames_of_too_few_transitions_are_refused() -> None:
+    fields = {"replay.frames": "stacked", "replay.capacity": 400, "replay.min_size": 400, "replay.batch": 8}
+    fields |= {"actor.num_actors": 2, "actor.trajectory": 1, "replay.n_step": 3, "actor.envs": 4}
+    config = replace(preset("dqn", "CartPole-v1"), **fields)
+    assert transition_layout(config, spaces_of(4, 8, 8)).rings
+    with pytest.raises(ConfigError, match=r"at most 194 transitions.*4 environments stack 20 frames over 3 steps"):
+        transition_layout(replace(config, **{"replay.capacity": 200, "replay.min_size": 200}), spaces_of(20, 8, 8))
+
+
+def test_values_that_are_lost_are_a_divergence(make_stage: MakeStage) -> None:
+    stage = make_open(make_stage, name="apex-dqn", **{"replay.n_step": 1, "optimizer.learning_rate": 0.125})
+    actor = stage.actor()
+    play(actor, 3)
+    stage.plan.model.network.get_parameter("advantage_head.bias").data[:] = torch.inf
+    stage.board.publish(stage.plan.model.parts(), 2)
+    with pytest.raises(DivergedError, match=r"the policy of version 2 values.*learning-rate \(now 0\.125\)"):
+        play(actor, 3)
 
 
 def test_more_episodes_than_are_kept_are_counted_all_the_same() -> None:

@@ -14,11 +14,12 @@ import zmq
 from echelon.errors import ConfigError, Refused, TransportTimeout
 from echelon.replay import remote as remote_module
 from echelon.replay import wire as wire_module
+from echelon.replay.ear import Ear
 from echelon.replay.frames import FrameWriter
 from echelon.replay.layout import ShardLayout, item_layout
 from echelon.replay.limiter import Limiter, LimiterRule
 from echelon.replay.reader import PriorityColumn, Reader, ShardReader
-from echelon.replay.remote import Ear, Link
+from echelon.replay.remote import Link
 from echelon.replay.sampled import Mass, Sampled
 from echelon.replay.shard import Shard, ShardWriter
 from echelon.replay.sharded import Replay
@@ -239,7 +240,7 @@ class TestDrawing:
         scene.fill(np.random.default_rng(0))
         scene.link().arrive(30.0)
         (link,) = scene.links
-        read = link.ask(1, np.array([-5, 0, 49, 50, 10**15]))
+        read = link.readers[1].ask(np.array([-5, 0, 49, 50, 10**15]))
         link.send()
         assert read.into(link.wire.layout.block(5)).tolist() == [False, True, True, False, False]
 
@@ -297,7 +298,7 @@ class TestLimiter:
         near.note_sampled(0, BATCH)
         scene.near.append(0, [1.0])
         link.tell()
-        wait_until(lambda: far.counts().tolist() == [51, 50, 50, BATCH], "the actors know what was drawn")
+        wait_until(lambda: far.counts().tolist() == [51, 50, 50, BATCH, 0], "the actors know what was drawn")
 
     def test_an_actor_that_waits_is_woken(self, scene: Scene) -> None:
         scene.fill(np.random.default_rng(0))
@@ -383,7 +384,7 @@ class TestDeaths:
         wait_until(lambda: replay.advance() or replay.sizes == [50, 60, 0], "it is taken in")
         mass = scene.in_place().mass.total
         assert replay.mass.total == pytest.approx(mass, rel=1e-12)
-        assert scene.near.limiter.counts().tolist() == [50, 50 + 60, 50, 0], "what was there before counts on"
+        assert scene.near.limiter.counts().tolist() == [50, 50 + 60, 50, 0, 0], "what was there before counts on"
         there = int((old.keys.shard == 0).sum())
         assert replay.update(old.keys, np.ones(BATCH)) == there, "late priorities for what is no more change nothing"
         for again in (replay, None):
@@ -395,6 +396,24 @@ class TestDeaths:
             np.testing.assert_array_equal(drawn.fields["shard"], drawn.keys.shard)
             is_anew = drawn.keys.shard == 1
             np.testing.assert_array_equal(drawn.fields["number"][is_anew] + CAPACITY, drawn.keys.number[is_anew])
+
+    def test_items_that_were_asked_for_before_it_was_made_anew_are_drawn_again(self, scene: Scene) -> None:
+        scene.fill(np.random.default_rng(0))
+        link = scene.link(lost_after_s=60.0)
+        link.arrive(30.0)
+        replay = Replay([ShardReader(scene.near.shards[0], scene.columns[0]), *link.readers], ALPHA)
+        caught_up(scene, replay)
+        scene.far.close()
+        draft = replay.draw(BATCH, 0.4, np.random.default_rng(0))
+        assert (draft.drawn.shard == 1).any()
+        address, scene.far = scene.far.address, Host(scene.folder / "anew", [1, 2], scene.far.wire.layout)
+        scene.far.address = address
+        scene.far.append(1, np.full(60, 2.0))
+        scene.far.open()
+        drawn = replay.collect(draft)
+        is_anew = drawn.keys.shard == 1
+        np.testing.assert_array_equal(drawn.fields["number"][is_anew] + CAPACITY, drawn.keys.number[is_anew])
+        assert not replay.lost and (drawn.keys.shard < 2).all(), "nothing is left in the other shard"
 
     def test_a_learner_that_slept_long_does_not_take_that_for_silence(
         self, scene: Scene, monkeypatch: pytest.MonkeyPatch
@@ -414,7 +433,9 @@ class TestStrangers:
         caught_up(scene, replay)
         wire, server = scene.far.wire, scene.far.server
         assert server is not None
-        good = wire.question(wire_module.Question(1, 5, np.zeros(4, np.int64), np.array([-1, -1]), [np.arange(2)] * 2))
+        good = wire.question(
+            wire_module.Question(1, 5, np.zeros(wire.num_counts, np.int64), np.array([-1, -1]), [np.arange(2)] * 2)
+        )
         bad = [b"", b"junk", good[:-8], good + bytes(8), good[:8] + bytes(8) + good[16:], [good, b"more"]]
         with zmq.Context() as context:
             for refused, message in enumerate(bad, 1):

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from echelon.config import TrainConfig, replace
+from echelon.errors import DivergedError
 from echelon.presets import preset
 from echelon.replay.shard import TAIL, ShardWriter
 from echelon.roles.context import Context
+from echelon.roles.episode_source import EpisodeSource
 from echelon.roles.replay_plan import ReplayPlan
 from echelon.roles.replay_source import ReplaySource
 from echelon.schema import Spaces, TransitionBatch
@@ -122,6 +124,8 @@ def test_shards_that_lost_too_much_for_a_batch_are_filled_again_and_nobody_spins
     shard.words[TAIL] = shard.head - 3  # all but three are gone
     assert not scene.limiter.may_insert(4) and scene.limiter.may_sample(BATCH), "actors wait for the learner"
     assert scene.source.take(1) is None and scene.limiter.may_insert(4), "and the learner for actors"
+    figures = scene.source.figures()
+    assert figures["sampled"] == 0 and figures["samples_per_insert"] == 0.0 < figures["written_off"]
     spent_s = time.thread_time()
     scene.source.wait(Waiting(), 0.5)  # type: ignore[arg-type]
     assert time.thread_time() - spent_s < 0.1, "it sleeps until they have appended"
@@ -129,6 +133,47 @@ def test_shards_that_lost_too_much_for_a_batch_are_filled_again_and_nobody_spins
         scene.write(1, 4)
         batch = scene.source.take(1)
     assert batch is not None
+
+
+def test_what_is_appended_after_the_look_at_the_limiter_is_not_written_off(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.write(0, MIN_SIZE - 1)
+    limiter = scene.source.limiter
+    look = limiter.may_sample
+
+    def look_and_append(count: int) -> bool:
+        may = look(count)
+        if scene.writers[0].head < MIN_SIZE:
+            scene.write(0, 9)
+        return may
+
+    limiter.may_sample = look_and_append  # type: ignore[method-assign]
+    assert scene.source.take(1) is None and limiter.balance > 0.0 == limiter.written_off
+    assert scene.source.take(1) is not None
+
+
+def test_an_episode_source_sleeps_where_the_shards_cannot_fill_a_batch(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    source = EpisodeSource(scene.plan, torch.device("cpu"))
+    source.admit()
+    scene.tally.note(0, 40, np.array([1.0]), np.array([40]))
+    scene.write(0, 40)
+    shard = scene.writers[0].shard
+    shard.words[TAIL] = shard.head - 3
+    assert source.take(1) is None and scene.limiter.may_sample(BATCH)
+    looks, look = list[bool](), source._may_draw
+    source._may_draw = lambda: looks.append(look()) or looks[-1]  # type: ignore[func-returns-value, method-assign]
+    source.wait(Waiting(), 0.05)  # type: ignore[arg-type]
+    assert looks and not any(looks), "it asks for both: an episode that is due, and a batch"
+
+
+@pytest.mark.parametrize("lost", [float("nan"), float("inf")])
+def test_td_errors_that_are_lost_are_a_divergence(tmp_path: Path, lost: float) -> None:
+    scene = Scene(tmp_path, **{"optimizer.learning_rate": 0.125})
+    scene.write(0, 50)
+    batch = scene.take()
+    with pytest.raises(DivergedError, match=rf"became {lost}.*learning-rate \(now 0\.125\)"):
+        scene.source.acknowledge(batch.keys, torch.where(torch.arange(BATCH) == 3, lost, 1.0))
 
 
 def test_priorities_that_are_given_back_decide_what_is_drawn_next(tmp_path: Path) -> None:

@@ -183,6 +183,7 @@ def test_without_any_host_it_waits_until_one_is_back(make_scene: Callable[..., S
         assert scene.source.take(1) is None or not scene.source.links[0].lost
         scene.source.wait(StillStation(), 0.05)
         told.extend(scene.source.news())
+        assert len(told) <= 2, told
         return len(told) == 2
 
     wait_until(is_lost, "the shards are lost")

@@ -23,7 +23,7 @@ STACKED = Wire(item_layout(FIELDS, 50, {"eye": "frames"}), [0, 2], RULE)
 
 def question(kind: Kind = Kind.ASK, numbers: tuple[list[int], list[int]] = ([1, 2], [3])) -> Question:
     wanted = [np.array(n, np.int64) for n in numbers]
-    return Question(kind, 7, np.arange(4), np.array([-1, 5]), wanted)
+    return Question(kind, 7, np.arange(5), np.array([-1, 5]), wanted)
 
 
 def words_of(frame: bytes) -> Array:
@@ -46,7 +46,7 @@ class TestQuestions:
         asked = question(kind, data.draw(st.tuples(numbers, numbers)))
         found = WIRE.understand(WIRE.question(asked))
         assert isinstance(found, Question) and (found.kind, found.id) == (kind, 7)
-        assert found.counts.tolist() == [0, 1, 2, 3] and found.since.tolist() == [-1, 5]
+        assert found.counts.tolist() == [0, 1, 2, 3, 4] and found.since.tolist() == [-1, 5]
         assert [part.tolist() for part in found.numbers] == [part.tolist() for part in asked.numbers]
         assert len(WIRE.question(asked)) <= WIRE.question_bytes
 
@@ -65,7 +65,7 @@ class TestQuestions:
 
     def test_what_breaks_the_rules_is_told_why(self) -> None:
         good = words_of(WIRE.question(question()))
-        lengths = NUM_WORDS + 4 + 2
+        lengths = NUM_WORDS + WIRE.num_counts + 2
 
         def changed(place: int, value: int) -> bytes:
             words = good.copy()

@@ -13,8 +13,9 @@ import pytest
 
 from echelon.cli.main import main
 from echelon.errors import ConfigError
+from echelon.room import check_room, free_memory
 from echelon.transport import session
-from echelon.transport.session import OWNER, check_room, create_session, leftovers, sweep
+from echelon.transport.session import OWNER, create_session, leftovers, sweep
 
 
 @pytest.fixture
@@ -133,12 +134,12 @@ def tiny_shm(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_too_small_a_mount_is_told_before_anything_is_made(
     tiny_shm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check_room(tiny_shm, 1000)
-    with pytest.raises(ConfigError, match=r"needs 2.0 MiB of shared memory, but .* has \d.\d MiB free. Lower --envs"):
-        check_room(tiny_shm / ".", 2 << 20)
+    check_room(1000, "a run", free_memory(tiny_shm))
+    with pytest.raises(ConfigError, match=r"a run needs 2.1 MB in .*, where [\d.]+ MB are free. Lower --envs, enlarge"):
+        check_room(2 << 20, "a run", free_memory(tiny_shm), "--envs")
     run_dir = tmp_path / "run"
     options = [f"--shm-dir={tiny_shm}", f"--run-dir={run_dir}", "--actor.envs=2000", "--steps=10"]
     assert main(["train", "impala", "CartPole-v1", *options]) == 2
-    assert "MiB of shared memory, but" in capsys.readouterr().err
+    assert "the run's shared memory needs" in capsys.readouterr().err
     assert not run_dir.exists()
     assert not list(tiny_shm.iterdir())

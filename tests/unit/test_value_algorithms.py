@@ -34,7 +34,7 @@ from echelon.config import (
 )
 from echelon.errors import ConfigError
 from echelon.objectives.values import PRIORITY_FLOOR
-from echelon.presets import REPLAY_PRESETS
+from echelon.presets import REPLAY_PRESETS, preset
 from echelon.roles.update import LocalUpdate
 from echelon.runs.checkpoint import load_checkpoint, save_checkpoint
 from echelon.schema import Spaces, TransitionBatch
@@ -428,6 +428,12 @@ def test_the_ladders_of_ape_x() -> None:
         exploration = explorer.at(env_steps)
         assert exploration is not None and exploration.random is not None
         assert exploration.random.tolist() == pytest.approx([1.0 + done * (rung - 1.0) for rung in found[2:4]])
+
+
+def test_on_atari_the_ladder_holds_from_the_first_step() -> None:
+    exploration = Explorer(preset("apex-dqn", "ALE/Pong-v5").algorithm, range(4), 4).at(0)
+    assert exploration is not None and exploration.random is not None
+    assert torch.equal(exploration.random, epsilon_ladder(4))
 
 
 def exploration_at(config: AlgorithmConfig, env_steps: int) -> dict[str, list[float] | None] | None:

@@ -107,12 +107,12 @@ class OwnActing:
                     f"{self.action_space} takes {self.leaf.shape} of {self.leaf.dtype}."
                 )
             action[row] = one
+        if isinstance(self.action_space, gym.spaces.Box):  # what was done is what is learned from
+            action = np.clip(action, self.action_space.low, self.action_space.high)
         return action
 
     def _row(self, observation: list[Array], row: int) -> Tree:
         return unflatten(self.space, iter([leaf[row].copy() for leaf in observation]))
 
     def to_env(self, action: Array) -> Array:
-        if isinstance(self.action_space, gym.spaces.Box):
-            return np.clip(action, self.action_space.low, self.action_space.high).astype(self.action_space.dtype)
-        return action
+        return action.astype(self.action_space.dtype)

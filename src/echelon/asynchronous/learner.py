@@ -53,6 +53,7 @@ class AsyncLearningNode:
         spaces: Spaces | tuple[gym.Space[Any], gym.Space[Any]] | None = None,
         discount: float = 0.99,
         n_step: int = 1,
+        min_size: int | None = None,
         run_dir: str | Path = "",
         resume: bool = False,
         output: TextIO | None = None,
@@ -62,7 +63,8 @@ class AsyncLearningNode:
         updates of `batch_size` transitions, then new weights. A part `eval_freq` of all episodes is an evaluation.
         `save_func(epoch=, policy=)` is called every `save_freq` epochs. `spaces` of the first worker are taken where
         neither these nor an environment says more. `discount` and `n_step` are for a policy of one's own; a preset has
-        them. `resume` goes on with the run in `run_dir`.
+        them. Learning begins with `min_size` transitions (None: the preset's; one batch for a policy of one's own).
+        `resume` goes on with the run in `run_dir`.
         """
         if (save_func is None) != (save_freq is None) or (save_freq is not None and save_freq < 1):
             raise ConfigError(
@@ -71,6 +73,8 @@ class AsyncLearningNode:
         if resume and not run_dir:
             raise ConfigError("resume=True goes on with a run: name its folder with run_dir.")
         own = None if isinstance(policy, TrainConfig) else policy
+        if isinstance(policy, str):
+            raise ConfigError(f'policy={policy!r} is a name; give what it stands for: echelon.preset("{policy}", ENV).')
         if own is not None:
             check_policy(own, "update")
         base = policy if isinstance(policy, TrainConfig) else _own_config(discount, n_step)
@@ -80,7 +84,9 @@ class AsyncLearningNode:
             "workers.max_steps": min(base.workers.max_steps, buffer_size),
             "replay.capacity": buffer_size,
             "replay.batch": batch_size,
-            "replay.min_size": max(batch_size, min(base.replay.min_size, buffer_size)),
+            "replay.min_size": max(batch_size, min(base.replay.min_size, buffer_size))
+            if min_size is None
+            else min_size,
             "run.dir": str(run_dir) or base.run.dir,
             "stop": StopConfig(epochs=epochs),
         }

@@ -1,7 +1,8 @@
 """The line to a learner: one message under way at a time, repeated until it is answered, whoever is lost meanwhile.
 
-The worker waits here for its answers. A learner that is gone is waited for with growing patience, and the user is told
-once when it is lost and once when it is back. One that does not let this worker in (another secret) is an error.
+The worker waits here for its answers. A learner that is gone, or was stopped, is waited for with growing patience, and
+the user is told once when it is lost and once when it is back. One that does not let this worker in (another secret) is
+an error.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from echelon.transport.episode_wire import (
     FromWorker,
     Over,
     Refusal,
+    Stopped,
     Wait,
     from_door,
     pack,
     socket_name,
 )
 from echelon.transport.secret import check_secret
-from echelon.transport.sockets import connect, why_silent
+from echelon.transport.sockets import LINGER_MS, connect, why_silent
 
 FIRST_REPEAT_S, MAX_REPEAT_S = 2.0, 15.0  # when an unanswered message is sent again
 WAIT_S = 0.2  # between two looks at a learner that is still starting
-TOLD_AFTER_S = 4.0  # of silence
+TOLD_AFTER_S = 4.0  # of silence ...
+STARTING_S = 60.0  # ... or of one that said it was still starting: it opens its door soon
 MAX_HANDSHAKES, FAILING_S = (
     3,
     3.0,
@@ -60,6 +63,8 @@ class Line:
         check_secret(address, secret)
         self.address, self._patience_s, self._tell = address, patience_s, tell
         self._is_lost, self._num_failed, self._failing_since = False, 0, 0.0
+        self._told_after_s, self._is_stopped = TOLD_AFTER_S, False
+        self.last_sent = 0.0  # when, by the monotonic clock
         self.round_trips: collections.deque[float] = collections.deque(maxlen=WINDOW)  # seconds to the newest answers
         self._socket = connect(address, secret, LIMITS.total_bytes, QUEUED_MESSAGES, socket_name(name))
         self._events: Any = self._socket.get_monitor_socket(FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -77,18 +82,24 @@ class Line:
             answer = self._await(number, kinds, pause_s)
             now = time.monotonic()
             if isinstance(answer, Wait):
-                heard = now
+                heard, self._told_after_s = now, STARTING_S
                 time.sleep(WAIT_S)
             elif answer is not None:
                 self._tell_back()
+                self._told_after_s = TOLD_AFTER_S
                 self.round_trips.append(now - start)
                 return answer
             else:
                 self._check_silence(now - heard)
                 pause_s = min(2.0 * pause_s, MAX_REPEAT_S)
 
+    def say(self, message: FromWorker) -> None:
+        """Sends what has no answer; it is lost with a learner that is not there."""
+        self._send(pack(message))
+
     def _send(self, frames: list[Buffer]) -> None:
         """Queues a message, unless others that nobody took up still wait there."""
+        self.last_sent = time.monotonic()
         with suppress(zmq.Again):
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
@@ -104,6 +115,8 @@ class Line:
                 raise RunOver
             if isinstance(answer, Refusal):
                 raise Refused(f"the learner at {self.address} refused this worker: {answer.reason}")
+            if isinstance(answer, Stopped):
+                self._tell_stopped()
             if isinstance(answer, kinds) and getattr(answer, "number", number) == number:
                 return answer
             if isinstance(answer, Wait):
@@ -130,19 +143,25 @@ class Line:
             raise TransportTimeout(
                 f"the learner at {self.address} was silent for {silent_s:.0f} s: {why_silent(self.address)}"
             )
-        if silent_s > TOLD_AFTER_S and not self._is_lost:
+        if silent_s > self._told_after_s and not self._is_lost:
             self._is_lost = True
             self._tell(f"no answer from the learner at {self.address}: {why_silent(self.address)} Trying again.")
 
+    def _tell_stopped(self) -> None:
+        """Once, though every message until it is gone is answered so."""
+        if not self._is_stopped:
+            self._is_lost = self._is_stopped = True
+            self._tell(f"the learner at {self.address} was stopped; trying again until it is resumed")
+
     def _tell_back(self) -> None:
         if self._is_lost:
-            self._is_lost = False
+            self._is_lost = self._is_stopped = False
             self._tell(f"the learner at {self.address} is there again")
 
     def close(self) -> None:
         self._socket.disable_monitor()
         self._events.close(linger=0)
-        self._socket.close(linger=0)
+        self._socket.close(linger=LINGER_MS)  # for the last words
 
 
 def address_of(learner: str | tuple[str, int]) -> str:

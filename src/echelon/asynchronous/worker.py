@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TextIO
@@ -21,18 +22,33 @@ from echelon import config_io
 from echelon.asynchronous.acting import ModelActing, OwnActing, WorkerActing
 from echelon.asynchronous.lanes import Lanes, Stretch
 from echelon.asynchronous.line import Line, RunOver, address_of
+from echelon.asynchronous.trust import check_names
 from echelon.config import EnvConfig
 from echelon.envs.make import env_seeds, make_group
-from echelon.envs.vector import Group, StepRows
+from echelon.envs.vector import StepRows
 from echelon.errors import ConfigError
+from echelon.names import text_of
 from echelon.roles.own import StateLayout, check_policy
 from echelon.roles.replay_plan import stack_leaves
 from echelon.schema import action_leaf, space_leaves
-from echelon.transport.episode_wire import PROTOCOL, Arrive, Ask, Next, Piece, Score, Stranger, Task, Welcome
+from echelon.transport.episode_wire import (
+    PROTOCOL,
+    Arrive,
+    Ask,
+    Leave,
+    Next,
+    Piece,
+    Score,
+    Sign,
+    Stranger,
+    Task,
+    Welcome,
+)
 from echelon.transport.secret import secret_from_environment
 
 Wrapper = Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]
 SAME = ("preset", "env", "network", "algorithm", "replay", "workers")  # what a worker is made by
+SIGN_S = 20.0  # a worker whose episode takes longer says that it is alive
 
 
 class TaskChanged(Exception):
@@ -53,29 +69,32 @@ class AsyncWorker:
         policy: Any = None,
         seed: int | None = None,
         patience_s: float = float("inf"),
+        trust_learner: bool = False,
         output: TextIO | None = None,
     ) -> None:
         """`buffer_size` steps are sent at once at most. `env` (an id, a factory or an EnvConfig) takes the place of the
         learner's; `env_wrapper` wraps each single environment; `envs` are stepped together. `policy` is an object of
-        the user's own, where the learner trains one. A learner that is silent for `patience_s` is given up.
+        the user's own, where the learner trains one. A learner that is silent for `patience_s` is given up. Only with
+        `trust_learner` an environment, wrapper or network is imported that the learner names and others wrote.
         """
         if buffer_size < 1 or envs < 1:
             raise ConfigError(f"buffer_size={buffer_size} and envs={envs} must each be at least 1.")
         if policy is not None:
             check_policy(policy, "act")
         self.buffer_size, self.env, self.env_wrapper, self.num_envs = buffer_size, env, env_wrapper, envs
-        self.policy, self.name = policy, secrets.token_hex(8)
+        self.policy, self.name, self.trust_learner = policy, secrets.token_hex(8), trust_learner
         self.seed = secrets.randbits(31) if seed is None else seed
         self.num_episodes = 0  # in the learner's hands
         self._output = output or sys.stdout
         self._number = 0  # of messages
-        self.line = Line(address_of(learner_address), self.name, secret_from_environment(), patience_s, self._tell)
+        self.line = Line(address_of(learner_address), self.name, secret_from_environment(), patience_s, self.tell)
 
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         print(f"worker {self.name}: {text}", file=self._output, flush=True)
 
     def work(self, episodes: int = 0) -> int:
         """Works until the run is over, or `episodes` are in the learner's hands; returns how many are."""
+        why = "leaving"
         try:
             while True:
                 task = self.line.ask(Ask(PROTOCOL), Task)
@@ -85,13 +104,15 @@ class AsyncWorker:
                         stage.step()
                     return self.num_episodes
                 except TaskChanged:
-                    self._tell("the learner trains something else by now; beginning anew")
+                    self.tell("the learner trains something else by now; beginning anew")
                 finally:
                     stage.close()
         except RunOver:
-            self._tell(f"the run is over; {self.num_episodes} episodes came from here")
+            why = "the run is over"
             return self.num_episodes
         finally:
+            self.line.say(Leave(self.name))
+            self.tell(f"{why}; {self.num_episodes} episodes came from here")
             self.line.close()
 
     def next_number(self) -> int:
@@ -105,7 +126,10 @@ class Stage:
     def __init__(self, worker: AsyncWorker, task: Task) -> None:
         self.worker, self.line, self.task = worker, worker.line, task
         self.config = config = config_io.from_json(task.train)
-        self.group = self._make_group()
+        self.env = self._find_env()
+        if not worker.trust_learner:
+            check_names(config, env=worker.env is None)
+        self.group = make_group(self.env, env_seeds(worker.seed, 0, 0, worker.num_envs), worker.env_wrapper)
         try:
             spaces = self.group.spaces
             leaves, action = space_leaves(spaces.observation), action_leaf(spaces.action)
@@ -121,22 +145,22 @@ class Stage:
             self.rows = StepRows(self.observation, np.zeros(num_envs, np.float32), *flags)
             self.env_steps = 0  # of the run, as far as is known here
             self.acting = self._make_acting(self._arrive())
+            worker.tell(f"at {self.line.address.removeprefix('tcp://')}, {text_of(self.env.id)}, {config.preset}")
             self.group.reset(self.observation)
             self.lanes.begin(np.arange(num_envs), self.observation)
         except BaseException:
             self.close()
             raise
 
-    def _make_group(self) -> Group:
+    def _find_env(self) -> EnvConfig:
         env, config = self.worker.env, self.config.env
         if isinstance(env, EnvConfig):
-            config = env
-        elif env is not None:
-            config = replace(config, id=env, kwargs={}, wrappers=())
-        elif not config.id:
+            return env
+        if env is not None:
+            return replace(config, id=env, kwargs={}, wrappers=())
+        if not config.id:
             raise ConfigError("the learner names no environment: give the worker one (env=..., or --env).")
-        seeds = env_seeds(self.worker.seed, 0, 0, self.worker.num_envs)
-        return make_group(config, seeds, self.worker.env_wrapper)
+        return config
 
     def _arrive(self) -> Welcome:
         spaces, own = self.group.spaces.to_json(), self.worker.policy is not None
@@ -167,6 +191,8 @@ class Stage:
                 lanes.end(stretch.lane, evaluates=evaluates)
             else:
                 lanes.go_on(stretch.lane)
+        if time.monotonic() - self.line.last_sent > SIGN_S:
+            self.line.say(Sign(self.worker.name))
 
     def _bring(self, stretch: Stretch) -> bool:
         """Puts steps into the learner's hands, once, however often it takes; whether an evaluation comes next."""

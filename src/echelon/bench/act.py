@@ -28,6 +28,7 @@ from echelon.engines.local import LocalEngine
 from echelon.engines.process import ProcessSpec
 from echelon.errors import ConfigError, RunError
 from echelon.roles.placement import pick_device
+from echelon.room import check_room, free_memory
 from echelon.schema import Spaces
 from echelon.servers.cuda import CudaAnswerer, CudaServer
 from echelon.servers.inference import InferenceServer, PolicyAnswerer
@@ -35,7 +36,7 @@ from echelon.servers.lane import Timings
 from echelon.transport.act_board import ActBoard
 from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.segments import check_platform
-from echelon.transport.session import check_room, create_session
+from echelon.transport.session import create_session
 from echelon.transport.shared_memory import WeightsBoard
 
 Tell = Callable[[str], None]
@@ -134,7 +135,7 @@ class Serving:
         rows = batch // setting.feeders
         self.feed = Feed(tuple(space.shape), str(space.dtype), rows, setting.feeders, setting.spin_us)
         self.setting, self.session, self.layout = setting, session, self.feed.layout
-        check_room(session, self.layout.nbytes)
+        check_room(self.layout.nbytes, f"a batch of {batch}", free_memory(session.parent), "--batch")
         self.board = ActBoard(session, self.layout)
         weights = WeightsBoard(session, model.nbytes)
         weights.publish(model.parts(), 1)

@@ -15,9 +15,10 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="the run folder")
     parser.add_argument("--episodes", type=int, default=10, metavar="N", help="how many (default 10)")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of the environments (default 1)")
+    parser.add_argument("--env", metavar="ENV", help="in place of the run's: an id, module:factory or envpool:ID")
     parser.add_argument("--json", action="store_true", help="print JSON")
     known = parser.parse_args(list(arguments))
-    score = evaluate(known.run, episodes=known.episodes, seed=known.seed)
+    score = evaluate(known.run, episodes=known.episodes, seed=known.seed, env=known.env)
     if known.json:
         print(json.dumps(score))
     else:

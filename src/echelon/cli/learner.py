@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from echelon.cli.train import SHORT, make_parser, parse_config
+from echelon.errors import ConfigError
+from echelon.presets import REPLAY_PRESETS
 
 DEFAULT_ADDRESS = "127.0.0.1:4444"
 NOT_HERE = ("actors", "envs-per-actor", "acting", "engine")
 OPTIONS = {
-    "address": ("workers.address", "HOST:PORT", f"where workers come to (default {DEFAULT_ADDRESS})"),
+    "address": ("workers.address", "HOST:PORT", f"where workers come to (default {DEFAULT_ADDRESS}; port 0: any)"),
     "epochs": ("stop.epochs", "N", "stop after N episodes that were learned from"),
     "update-steps": ("workers.updates", "N", "updates of every such episode"),
     "batch-size": ("replay.batch", "N", "transitions of every update"),
@@ -23,9 +25,17 @@ def run(arguments: Sequence[str]) -> int:
     from echelon.training import train
 
     about = "Learn from the episodes that workers bring (`echelon worker --learner HOST:PORT`)."
-    parser = make_parser("echelon learner", about, arguments, OPTIONS)
+    parser = make_parser("echelon learner", about, arguments, OPTIONS, REPLAY_PRESETS)
+    _refuse_actors(arguments)
     train(parse_config(parser, with_address(arguments), OPTIONS))
     return 0
+
+
+def _refuse_actors(arguments: Sequence[str]) -> None:
+    for word in arguments:
+        name = word.partition("=")[0]
+        if name in ("--actors", "--envs-per-actor") or name.startswith("--actor."):
+            raise ConfigError(f"{name}: a learner has no actors: workers bring the experience. Drop it.")
 
 
 def with_address(arguments: Sequence[str]) -> list[str]:
@@ -34,10 +44,20 @@ def with_address(arguments: Sequence[str]) -> list[str]:
     if not any(word.startswith("--workers.address") or word == "--address" for word in words):
         words += ["--address", DEFAULT_ADDRESS]
     for place, word in enumerate(words[:-1]):
-        if word == "--address" and "://" not in words[place + 1]:
-            words[place + 1] = f"tcp://{words[place + 1]}"
+        if word == "--address":
+            words[place + 1] = _whole(words[place + 1])
     return words
 
 
 def _parted(word: str) -> list[str]:
     return ["--address", word.removeprefix("--address=")] if word.startswith("--address=") else [word]
+
+
+def _whole(address: str) -> str:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError(
+            f"--address {address} is no address. Write HOST:PORT, as {DEFAULT_ADDRESS}, or 0.0.0.0:4444 for workers of "
+            "other hosts; port 0 takes a free one."
+        )
+    return f"tcp://{host}:{port}"

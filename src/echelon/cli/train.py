@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from echelon.cli.main import Parser
 from echelon.config import TrainConfig
@@ -31,26 +31,30 @@ SHORT: Options = {
 
 
 def make_parser(
-    prog: str, description: str, arguments: Sequence[str] = (), options: Options = SHORT
+    prog: str,
+    description: str,
+    arguments: Sequence[str] = (),
+    options: Options = SHORT,
+    presets: Collection[str] = tuple(PRESETS),
 ) -> argparse.ArgumentParser:
     """A parser with the positional arguments and `options` of a training; its help shows the preset it finds."""
+    shown = next((word for word in arguments if word in presets), next(iter(presets)))
     parser = Parser(
         prog=prog,
         description=description,
-        epilog=_fields_help(next((word for word in arguments if word in PRESETS), "impala")),
+        epilog=_fields_help(shown, [f"`{prog} {other} --help`" for other in presets if other != shown]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("preset", metavar="PRESET", help=", ".join(PRESETS))
+    parser.add_argument("preset", metavar="PRESET", help=", ".join(presets))
     parser.add_argument("env", metavar="ENV", help="gymnasium id, module:factory, file.py:factory or envpool:ID")
     for name, (_, metavar, text) in options.items():
         parser.add_argument(f"--{name}", metavar=metavar, help=text)
     return parser
 
 
-def _fields_help(name: str) -> str:
-    others = ", ".join(f"`echelon train {other} --help`" for other in PRESETS if other != name)
-    lines = [f"every field, with the values of the {name} preset ({others} for the others):"]
+def _fields_help(name: str, others: Sequence[str]) -> str:
+    lines = [f"every field, with the values of the {name} preset ({', '.join(others)} for the others):"]
     for info in fields_of(preset(name, "CartPole-v1")):
         lines.append(f"  --{info.path.replace('_', '-')} {info.type}  (default {info.default}) {info.comment}".rstrip())
     return "\n".join(lines)
@@ -61,7 +65,17 @@ def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str], opti
     rest, texts = _take_fields(arguments, options)
     known = parser.parse_args(rest)
     short = {path: value for name, (path, _, _) in options.items() if (value := vars(known)[name.replace("-", "_")])}
-    return set_fields(preset(known.preset, known.env), {**short, **texts})
+    config = preset(known.preset, known.env)
+    stray = next((path for path in texts if path.startswith("replay.")), None)
+    if stray is not None and config.experience != "replay":
+        raise ConfigError(
+            f"--{stray} does nothing: {config.preset} learns from each trajectory once and has no replay. Drop it, or "
+            "take a preset that has one (`echelon train --help`)."
+        )
+    stray = next((path for path in texts if path.startswith("workers.")), None)
+    if stray is not None and "address" not in options:
+        raise ConfigError(f"--{stray} is for a learner whose workers come from elsewhere: use echelon learner.")
+    return set_fields(config, {**short, **texts})
 
 
 def _take_fields(arguments: Sequence[str], options: Options) -> tuple[list[str], dict[str, str]]:

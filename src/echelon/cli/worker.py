@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 from echelon.cli.main import Parser
@@ -20,13 +21,22 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--learner", required=True, metavar="HOST:PORT", help="where `echelon learner` listens")
     parser.add_argument("--envs", type=int, default=1, metavar="K", help="environments stepped together (default 1)")
     parser.add_argument("--env", metavar="ENV", help="in place of the learner's: an id, module:factory or envpool:ID")
+    parser.add_argument(
+        "--trust-learner",
+        action="store_true",
+        help="import and run what the learner names: environments of other packages or files, wrappers, networks",
+    )
     parser.add_argument("--env-wrapper", metavar="MODULE:NAME", help="wraps each single environment")
     parser.add_argument("--policy", metavar="MODULE:NAME", help="makes the policy, where the learner trains its user's")
     parser.add_argument("--buffer-size", type=int, default=5000, metavar="N", help="most steps of one message")
     parser.add_argument("--episodes", type=int, default=0, metavar="N", help="leave after so many (0: when it is over)")
     parser.add_argument("--seed", type=int, metavar="S", help="seed of the environments (default: drawn)")
     parser.add_argument(
-        "--patience", type=float, default=float("inf"), metavar="S", help="give a silent learner up after S seconds"
+        "--patience",
+        type=float,
+        default=float("inf"),
+        metavar="S",
+        help="give a silent learner up after S seconds (default: never)",
     )
     known = parser.parse_args(list(arguments))
     made = {name: resolve(text) for name in ("env_wrapper", "policy") if (text := getattr(known, name))}
@@ -42,6 +52,8 @@ def run(arguments: Sequence[str]) -> int:
         policy=made["policy"]() if "policy" in made else None,  # type: ignore[operator]
         seed=known.seed,
         patience_s=known.patience,
+        trust_learner=known.trust_learner,
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it says goodbye then, too
     worker.work(known.episodes)
     return 0

@@ -14,10 +14,10 @@ import shutil
 import threading
 from pathlib import Path
 
-from echelon.errors import ConfigError
 from echelon.replay.limiter import Limiter
 from echelon.replay.sharded import Replay
 from echelon.replay.snapshot import Snapshot
+from echelon.room import Free, check_room
 
 NAME = re.compile(r"step_\d{12,}")
 
@@ -33,7 +33,10 @@ class Archive:
         self._is_told = False
 
     def newest_first(self) -> list[Path]:
-        """The snapshots that are there, unread."""
+        """The snapshots that are there, unread; before anything is written."""
+        for aside in self.folder.glob("*.old"):  # somebody died between two renames
+            if not aside.with_suffix("").exists():
+                aside.rename(aside.with_suffix(""))
         found = [path for path in self.folder.glob("step_*") if NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: path.name, reverse=True)
 
@@ -42,12 +45,8 @@ class Archive:
         there = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
         held = sum(path.stat().st_size for path in self.folder.rglob("*")) if there == self.folder else 0
         free = shutil.disk_usage(there).free + held
-        if 2 * nbytes > free:
-            raise ConfigError(
-                f"replay.checkpoint=true needs {2 * nbytes / 1e6:,.1f} MB in {self.folder}, twice what a full replay "
-                f"takes, where {free / 1e6:,.1f} MB are free. Lower replay.capacity, make room, or name another "
-                "--run-dir."
-            )
+        where = f"in {self.folder}, twice what a full replay takes"
+        check_room(2 * nbytes, "replay.checkpoint=true", Free(free, where, "make room, or name another --run-dir."))
 
     @property
     def is_writing(self) -> bool:

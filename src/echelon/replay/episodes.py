@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from echelon.errors import ConfigError
 from echelon.replay.layout import ItemField, ReplayError, ShardLayout, SideRing, row_type
@@ -44,6 +45,17 @@ class SampledEpisodes:
         return len(self.offsets) - 1
 
 
+def _rows(name: str, value: ArrayLike) -> Array:
+    """The field of an episode as an array with a row for every step."""
+    try:
+        rows = np.asarray(value)
+    except ValueError as error:  # rows of different lengths
+        raise ReplayError(f"episode buffer: {name} is no array: {error}") from error
+    if rows.ndim == 0:
+        raise ReplayError(f"episode buffer: {name} is {value!r:.80}; it must be an array with a row for every step.")
+    return rows
+
+
 class EpisodeBuffer:
     """Room for `num_steps` steps in at most `num_episodes` episodes, in private memory; one process uses it."""
 
@@ -61,9 +73,10 @@ class EpisodeBuffer:
         shard = Shard(layout, name="episode buffer")
         self._fields, self._writer, self._reader = dict(fields), ShardWriter(shard), ShardReader(shard)
 
-    def append(self, episode: Mapping[str, Array], priority: float = 1.0) -> int:
+    def append(self, episode: Mapping[str, ArrayLike], priority: float = 1.0) -> int:
         """Appends the steps (T, ...) of an episode; returns its number."""
-        lengths = {len(value) for value in episode.values()}
+        fields = {name: _rows(name, value) for name, value in episode.items()}
+        lengths = {len(value) for value in fields.values()}
         length = max(lengths, default=0)
         if len(lengths) != 1 or not 0 < length <= self.num_steps:
             raise ReplayError(
@@ -72,13 +85,13 @@ class EpisodeBuffer:
             )
         priorities = np.array([priority], np.float64)
         check_priorities(priorities, "episode buffer")
-        given = {name: (value.shape[1:], value.dtype) for name, value in episode.items()}
+        given = {name: (value.shape[1:], value.dtype) for name, value in fields.items()}
         if self._replay is None:
             self._open(given)
             self._replay = Replay([self._reader], self.alpha)
         if given != self._fields:
             raise ReplayError(f"episode buffer: an episode has {given}, where the first one had {self._fields}.")
-        first = np.array([self._writer.store(STEPS, episode, length)])
+        first = np.array([self._writer.store(STEPS, fields, length)])
         number = self._writer.append({"first": first, "length": np.array([length])}, priorities)
         self._replay.advance()
         return number

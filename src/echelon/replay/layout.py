@@ -8,15 +8,13 @@ where every frame lies once; so a row of a side ring may be shared by many items
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from echelon.errors import ConfigError, EchelonError
+from echelon.errors import EchelonError
 from echelon.layout import aligned
 
 Array = np.ndarray[Any, Any]
@@ -184,21 +182,3 @@ def spans(start: int, stop: int, capacity: int) -> Iterator[tuple[slice, slice]]
         count = min(stop - done, capacity - slot)
         yield slice(slot, slot + count), slice(done - start, done - start + count)
         done += count
-
-
-def check_room(nbytes: int, what: str, folder: Path | None = None, option: str = "replay.capacity") -> None:
-    """Refuses what does not fit into memory, and into the shared memory of `folder`, before anything is allocated.
-
-    `option` is what the user should lower.
-    """
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    if folder is not None:
-        found = os.statvfs(folder)
-        free = min(free, found.f_bavail * found.f_frsize)
-    if nbytes > free:
-        where = f"in {folder}" if folder is not None else "of memory"
-        raise ConfigError(
-            f"{what} needs {nbytes / 1e9:.2f} GB {where}, where {free / 1e9:.2f} GB are free. Lower {option}, "
-            "or give the machine (or the container's /dev/shm) more memory."
-        )

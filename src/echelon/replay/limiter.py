@@ -1,9 +1,10 @@
 """The limiter: keeps the samples drawn per item inserted within a band, on both sides, in shared memory.
 
-Counted from `min_size` items on, the *balance* is samples_per_insert * items inserted - items drawn. An actor may
-append while the balance stays at or below +tolerance, a learner may draw while it stays at or above -tolerance; below
-`min_size` everybody appends and nobody draws. Words, one cache line each: `inserted` of a shard is its head, written by
-its actor; `sampled` of a learner counts the items that it drew, written by that learner.
+Counted from `min_size` items on, the *balance* is samples_per_insert * items inserted - items drawn or written off. An
+actor may append while the balance stays at or below +tolerance, a learner may draw while it stays at or above
+-tolerance; below `min_size` everybody appends and nobody draws. Words, one cache line each: `inserted` of a shard is
+its head, written by its actor; `sampled` of a learner counts the items that it drew, `written_off` those that were due
+for items that are gone, both written by that learner.
 
 Who waits: an actor on the `insert` bell, which `note_sampled` rings; a learner on the `sample` bell, which
 `note_inserted` rings. Both waits end with their time, so that a role keeps its heartbeat. If an actor dies, its count
@@ -12,7 +13,7 @@ successor. Those who look at the same moment may pass together: the band is over
 or one batch of each learner.
 
 Every host has these words. The counts of other hosts come with the messages between a learner and their shard servers
-(`note_inserted`, `note_total`), and are written by whoever receives them; a count that comes late makes either side
+(`note_inserted`, `note_spent`), and are written by whoever receives them; a count that comes late makes either side
 more careful, or lets it run on by what is under way. Both sleep on their connections as well, so an append rings the
 doorbells of those who `listen`. Needs only numpy.
 """
@@ -73,6 +74,11 @@ class LimiterRule:
             )
 
     @property
+    def num_counts(self) -> int:
+        """What is counted: insertions into every shard, then draws and then write-offs of every learner."""
+        return self.num_shards + 2 * self.num_learners
+
+    @property
     def room(self) -> float:
         """How far the balance may go to either side."""
         every_step = self.batch * self.num_learners + self.chunk * self.samples_per_insert * self.num_shards
@@ -87,15 +93,16 @@ class Limiter:
         memory = np.zeros(self.size(rule), np.uint8) if memory is None else memory
         lines = memory.reshape(-1, ALIGNMENT)
         words = lines[2:].view(np.int64)[:, 0]
-        self._counts, self._listening = np.split(words, [rule.num_shards + rule.num_learners])
-        self._inserted, self._sampled = self._counts[: rule.num_shards], self._counts[rule.num_shards :]
+        self._counts, self._listening = np.split(words, [rule.num_counts])
+        self._inserted, self._spent = np.split(self._counts, [rule.num_shards])
+        self._sampled, self._written_off = np.split(self._spent, 2)
         self._doorbells: dict[int, Doorbell] = {}
         self._insert_bell, self._sample_bell = (Word(lines[i, :4].view(np.int32)) for i in range(2))
 
     @staticmethod
     def size(rule: LimiterRule) -> int:
-        """Two bells, a count of every shard and learner, and who listens: every learner, the shard server."""
-        return (2 + rule.num_shards + 2 * rule.num_learners + 1) * ALIGNMENT
+        """Two bells, the counts, and who listens: every learner, the shard server."""
+        return (2 + rule.num_counts + rule.num_learners + 1) * ALIGNMENT
 
     @classmethod
     def at(cls, folder: Path, rule: LimiterRule) -> Limiter:
@@ -111,9 +118,13 @@ class Limiter:
         return int(self._sampled.sum())
 
     @property
+    def written_off(self) -> int:
+        return int(self._written_off.sum())
+
+    @property
     def balance(self) -> float:
         """The samples that are due, by the items inserted; negative: that were drawn too early."""
-        return self.rule.samples_per_insert * (self.inserted - self.rule.min_size) - self.sampled
+        return self.rule.samples_per_insert * (self.inserted - self.rule.min_size) - int(self._spent.sum())
 
     # The actor's side.
 
@@ -151,32 +162,24 @@ class Limiter:
             return False
         return rule.samples_per_insert == 0.0 or self.balance - count >= -rule.room
 
-    def wait_to_sample(self, count: int, timeout_s: float) -> bool:
-        """Sleeps until `count` items may be drawn, at most `timeout_s`; whether they may."""
-        if count > self.rule.batch:
-            raise ReplayError(
-                f"replay limiter: a batch of {count} items, where at most {self.rule.batch} were declared, could wait "
-                "forever. Draw fewer at once."
-            )
-        return self._wait(self._sample_bell, lambda: self.may_sample(count), timeout_s)
-
     def wait_for_items(self, may: Callable[[], bool], timeout_s: float) -> bool:
         """Sleeps until `may` says yes, at most `timeout_s`; it is asked again whenever somebody has appended."""
         return self._wait(self._sample_bell, may, timeout_s)
 
     def note_sampled(self, learner: int, count: int) -> None:
         """The learner drew `count` items."""
-        self.note_total(learner, int(self._sampled[learner]) + count)
+        self.note_spent(learner, int(self._sampled[learner]) + count)
 
     def write_off(self, learner: int) -> None:
-        """Counts what is due as drawn: the items that it was due for are gone, and others must be appended first."""
+        """Nothing is due any longer: the items that it was due for are gone, and others must be appended first."""
         if self.balance > 0.0:
-            self.note_sampled(learner, math.ceil(self.balance))
+            total = int(self._written_off[learner]) + math.ceil(self.balance)
+            self.note_spent(self.rule.num_learners + learner, total)
 
-    def note_total(self, learner: int, total: int) -> None:
-        """The learner has drawn `total` items by now."""
-        self._sampled[learner] = total
-        self._insert_bell.value = (total * len(self._sampled) + learner) & 0x7FFFFFFF
+    def note_spent(self, place: int, total: int) -> None:
+        """The count at `place`, those drawn by every learner before those that it wrote off, is `total` by now."""
+        self._spent[place] = total
+        self._insert_bell.value = (total * len(self._spent) + place) & 0x7FFFFFFF
         self._insert_bell.wake()
 
     @staticmethod
@@ -194,7 +197,7 @@ class Limiter:
     # Between hosts.
 
     def counts(self) -> Array:
-        """What is known here: the items inserted into every shard, then those drawn by every learner."""
+        """What is known here, in the order of `LimiterRule.num_counts`."""
         return self._counts.copy()
 
     def listen(self, learner: int | None) -> Doorbell:
@@ -213,7 +216,8 @@ class Limiter:
     # Checkpoints.
 
     def state(self) -> dict[str, list[int]]:
-        return {"inserted": self._inserted.tolist(), "sampled": self._sampled.tolist()}
+        counts = {"inserted": self._inserted, "sampled": self._sampled, "written_off": self._written_off}
+        return {name: words.tolist() for name, words in counts.items()}
 
     def load(self, state: dict[str, list[int]]) -> None:
         """Before anybody counts on: the numbers of shards and learners must be the same."""
@@ -222,4 +226,4 @@ class Limiter:
                 f"replay limiter: the checkpoint counts {len(state['inserted'])} shards and {len(state['sampled'])} "
                 f"learners; this run has {len(self._inserted)} and {len(self._sampled)}."
             )
-        self._inserted[:], self._sampled[:] = state["inserted"], state["sampled"]
+        self._counts[:] = [*state["inserted"], *state["sampled"], *state["written_off"]]

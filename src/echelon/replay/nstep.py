@@ -26,7 +26,7 @@ class Transitions:
     """Complete transitions, the older of an environment before the younger."""
 
     start: dict[str, Array]  # (M, ...) what was given with the step that each starts at
-    reward: Array  # (M,) float32
+    reward: Array  # (M,) float32; infinite where finite rewards have a sum beyond what it holds
     discount: Array  # (M,) float32
     envs: Array  # (M,) whose each is: what was observed last is row `envs` of the newest observation
 
@@ -70,9 +70,11 @@ class NStep:
         places, envs = np.nonzero(complete[oldest_first])
         rows = oldest_first[places]
         goes_on = np.where(terminated[envs], 0.0, self._powers[length[rows, envs]])
+        with np.errstate(over="ignore"):
+            summed = self._reward[rows, envs].astype(np.float32)
         return Transitions(
             start={name: window[rows, envs] for name, window in self._start.items()},
-            reward=self._reward[rows, envs].astype(np.float32),
+            reward=summed,
             discount=goes_on.astype(np.float32),
             envs=envs,
         )

@@ -19,7 +19,7 @@ class Spans:
 
     start: Array  # (M,) the observation and step that each starts at
     stop: Array  # (M,) the observation that it ends with
-    reward: Array  # (M,) float32
+    reward: Array  # (M,) float32; infinite where finite rewards have a sum beyond what it holds
     discount: Array  # (M,) float32
 
 
@@ -40,7 +40,8 @@ def spans_of(reward: Array, num_steps: int, discount: float, *, terminated: bool
     goes_on = powers[stop - start]
     if terminated:
         goes_on = np.where(stop == length, 0.0, goes_on)
-    return Spans(start, stop, total.astype(np.float32), goes_on.astype(np.float32))
+    with np.errstate(over="ignore"):
+        return Spans(start, stop, total.astype(np.float32), goes_on.astype(np.float32))
 
 
 def overlap(num_steps: int, length: int) -> int:

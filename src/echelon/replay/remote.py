@@ -4,8 +4,8 @@
 as one answer while the learner does something else. A question for news is always under way, so `window` looks at what
 has come and waits for nobody. Every question carries the limiter's counts from here, every answer the heads from there.
 
-Who waits: the learner, in `wait` or for items that it wants at once. What bounds it: what the learner has asked for and
-not read. Questions that are not answered are asked again, as often as it takes: they change nothing. If the server
+Who waits: the learner, by its `Ear`, or for items that it wants at once. What bounds it: what it has asked for and not
+read. Questions that are not answered are asked again, as often as it takes: they change nothing. If the server
 dies, its successor at the same address answers them; after `lost_after_s` of silence the host is lost, its readers
 raise PeerLost, and it is asked on, once a second, whether it is back. The newest priorities lie in columns here, so a
 learner that is started again rebuilds its tree as it does for shards of its own host. A host that comes back without
@@ -17,10 +17,9 @@ Needs nothing heavier than numpy and pyzmq.
 from __future__ import annotations
 
 import math
-import select
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from echelon.replay.limiter import Limiter
 from echelon.replay.reader import PriorityColumn, Read
 from echelon.replay.wire import MAGIC, MAX_REASON_BYTES, NUM_WORDS, Answer, Kind, Question, Wire
 from echelon.transport.secret import check_secret
-from echelon.transport.segments import Doorbell
 from echelon.transport.sockets import FIRST_REPEAT_S, LINGER_MS, MAX_REPEAT_S, connect, why_silent
 
 Array = np.ndarray[Any, Any]
@@ -52,10 +50,10 @@ class Request:
 class RemoteRead:
     """Items of one shard, under way from another host."""
 
-    __slots__ = ("_link", "_place", "_request")
+    __slots__ = ("_birth", "_link", "_place", "_request")
 
-    def __init__(self, link: Link, request: Request, place: int) -> None:
-        self._link, self._request, self._place = link, request, place
+    def __init__(self, link: Link, request: Request, place: int, birth: int) -> None:
+        self._link, self._request, self._place, self._birth = link, request, place, birth
 
     def is_ready(self) -> bool:
         if self._request.answer is None and not self._request.lost:
@@ -67,7 +65,9 @@ class RemoteRead:
             self._link.poll(MAX_REPEAT_S)
         if self._request.answer is None:
             raise PeerLost(self._request.lost)
-        return self._request.answer.into(self._place, block)
+        whole = self._request.answer.into(self._place, block)
+        # The shard was made anew since they were asked for: what has these numbers there are other items.
+        return whole if self._request.answer.birth == self._birth else np.zeros_like(whole)
 
 
 class RemoteReader:
@@ -93,7 +93,7 @@ class RemoteReader:
         return np.concatenate([self._initial[slots] for slots, _ in spans(start, stop, self.layout.capacity)])
 
     def ask(self, numbers: Array) -> Read:
-        return self.link.ask(self.place, numbers - self.column.offset)
+        return self.link.ask(self.place, numbers - self.column.offset, self.column.birth)
 
     def send(self) -> None:
         self.link.send()
@@ -162,12 +162,12 @@ class Link:
 
     # What is asked.
 
-    def ask(self, place: int, numbers: Array) -> Read:
-        """Adds items of the shard at `place` to what `send` will ask for."""
+    def ask(self, place: int, numbers: Array, birth: int) -> Read:
+        """Adds items of the shard of that `birth` at `place` to what `send` will ask for."""
         if self._gathering is None:
             self._gathering = Request(Kind.ASK, self._none())
         self._gathering.numbers[place] = numbers
-        return RemoteRead(self, self._gathering, place)
+        return RemoteRead(self, self._gathering, place, birth)
 
     def send(self) -> None:
         """Sends what was asked for since the last time, as one question."""
@@ -286,27 +286,3 @@ class Link:
 
     def close(self) -> None:
         self._socket.close(linger=LINGER_MS)
-
-
-@dataclass(slots=True)
-class Ear:
-    """What a learner with links listens to while it waits: their answers, and the appends of its own host."""
-
-    links: list[Link]
-    appended: Doorbell
-    _descriptors: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._descriptors = [link.descriptor for link in self.links] + [self.appended.descriptor]
-
-    def listen(self) -> None:
-        """From here on, an append ends a `wait`; look once more before waiting."""
-        self.appended.clear()
-
-    def wait(self, timeout_s: float) -> None:
-        """Sleeps until something came, at most `timeout_s`; tells the other hosts before how things stand here."""
-        for link in self.links:
-            link.tell()
-        if any([link.poll() for link in self.links]) or any(link.has_mail() for link in self.links):
-            return
-        select.select(self._descriptors, [], [], min(timeout_s, FIRST_REPEAT_S))

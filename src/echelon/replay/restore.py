@@ -29,6 +29,19 @@ class DamagedSnapshot(ConfigError):
     """A snapshot is not what was written; nothing of it was taken into the replay."""
 
 
+def _difference(header: dict[str, Any], reader: ShardReader) -> str:
+    """Where the layout of a snapshot and that of a replay part."""
+    theirs, mine = header["layout"], reader.layout.to_json()
+    parts = []
+    for name in mine.keys() | theirs.keys():
+        old, new = theirs.get(name), mine.get(name)
+        if old != new and isinstance(old, list) and isinstance(new, list):
+            old, new = [one for one in old if one not in new], [one for one in new if one not in old]
+        if old != new:
+            parts.append(f"{name} of a shard: {old} there, {new} here")
+    return "; ".join(sorted(parts))
+
+
 def restore(path: Path, readers: Sequence[ShardReader], limiter: Limiter | None = None) -> dict[str, Any]:
     """Fills empty shards from a snapshot and returns the caller's counters; before any writer and any `Replay`.
 
@@ -41,10 +54,7 @@ def restore(path: Path, readers: Sequence[ShardReader], limiter: Limiter | None 
         raise ConfigError(f"snapshot {path} has {len(shards)} shards, where this replay has {len(readers)}.")
     for reader in readers:
         if reader.layout.to_json() != header["layout"]:
-            raise ConfigError(
-                f"snapshot {path} is of another replay: its items are {header['layout']}, where this replay's are "
-                f"{reader.layout.to_json()}."
-            )
+            raise ConfigError(f"snapshot {path} is of another replay: {_difference(header, reader)}.")
         if reader.shard.head or reader.column.fed:
             raise ConfigError(f"snapshot {path} cannot be taken into {reader.name}: it holds items already.")
     tails = []

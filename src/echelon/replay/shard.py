@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from echelon.errors import TransportError
-from echelon.replay.layout import ReplayError, ShardLayout, check_room, spans
+from echelon.replay.layout import ReplayError, ShardLayout, spans
 from echelon.replay.sum_tree import check_priorities
+from echelon.room import check_room, free_memory
 from echelon.transport.segments import create_segment, open_segment
 
 Array = np.ndarray[Any, Any]
@@ -60,7 +61,7 @@ class Shard:
         """Over `memory` of a segment; without it, over private memory, for a buffer inside one process."""
         self.layout, self.name = layout, name
         if memory is None:
-            check_room(layout.nbytes, f"{name} of {layout.capacity} items")
+            check_room(layout.nbytes, f"{name} of {layout.capacity} items", free_memory())
         parts = layout.parts(np.zeros(layout.nbytes, np.uint8) if memory is None else memory)
         self.words = parts["words"].view(np.int64).data  # plain integers are faster than numpy's
         self.items = Rows(parts["rows"], layout.row, layout.capacity)
@@ -73,7 +74,7 @@ class Shard:
         """The shard number `index` of a run; whoever comes first makes it, before others look for it."""
         path = folder / f"replay-{index}"
         if not path.exists():
-            check_room(layout.nbytes, f"replay shard {index} of {layout.capacity} items", folder)
+            check_room(layout.nbytes, f"replay shard {index} of {layout.capacity} items", free_memory(folder))
         return cls(layout, join(path, layout.nbytes), f"replay shard {index}")
 
     @property

@@ -20,6 +20,7 @@ successor makes the tree anew from the priorities in each reader's column.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,14 +46,12 @@ class Replay:
             raise ReplayError(f"replay: alpha={alpha} must lie between 0 (uniform) and 1 (in proportion to priority).")
         if any(reader.layout != readers[0].layout for reader in readers):
             raise ReplayError("replay: the shards have different layouts; all actors must have the same spaces.")
-        self.readers, self.alpha = list(readers), alpha
-        self.layout = readers[0].layout
+        self.readers, self.alpha, self.layout = list(readers), alpha, readers[0].layout
         self.lost: list[str] = []  # messages of shards that were dropped or came back; the caller shows and clears them
         self._capacity = self.layout.capacity
-        self._is_lost = [False] * len(readers)
+        self.is_lost = [False] * len(readers)
         # The items of shard s that can be drawn are those from `start` to before `fed`.
-        self._start = np.zeros(len(readers), np.int64)
-        self._fed = np.zeros(len(readers), np.int64)
+        self._start, self._fed = np.zeros((2, len(readers)), np.int64)
         self._tree = SumTree(self._capacity * len(readers)) if alpha > 0.0 else None
         for shard, reader in enumerate(self.readers):
             try:
@@ -106,9 +105,9 @@ class Replay:
         for shard, reader in enumerate(self.readers):
             try:
                 tail, head = reader.window()
-                if self._is_lost[shard]:  # its host is back
+                if self.is_lost[shard]:  # its host is back
                     self._recall(shard, reader)
-                    self._is_lost[shard] = False
+                    self.is_lost[shard] = False
                     self.lost.append(f"{reader.name} is back with {self.sizes[shard]} items.")
                 if head != self._fed[shard] or tail != self._start[shard]:
                     count += self._feed(shard, reader, tail, head)
@@ -150,14 +149,14 @@ class Replay:
 
     def _drop(self, shard: int, error: PeerLost) -> None:
         """Forgets a shard that is lost; what is drawn from here on comes from the others."""
-        if self._is_lost[shard]:
+        if self.is_lost[shard]:
             return
-        self._is_lost[shard] = True
+        self.is_lost[shard] = True
         size = int(self._fed[shard] - self._start[shard])
         self._start[shard] = self._fed[shard]
         if self._tree is not None:
             self._plant(shard, 0, np.zeros(self._capacity))
-        left = self._is_lost.count(False)
+        left = self.is_lost.count(False)
         self.lost.append(
             f"{self.readers[shard].name} is lost with {size} items ({error}). Training goes on with {left} shards."
         )
@@ -178,6 +177,8 @@ class Replay:
                 f"replay: a batch of {batch} cannot be drawn from {size} items. Wait until the limiter admits it, or "
                 "lower the batch size."
             )
+        if not 0.0 <= beta < math.inf:
+            raise ReplayError(f"replay: beta={beta} must be a number from 0 (no correction) on; 1 corrects fully.")
         mass = self.mass + (others or Mass())
         drawn = self._draw((np.arange(batch) + rng.random(batch)) / batch)
         return Draft(drawn, self._ask(drawn), mass, beta, rng)
@@ -252,8 +253,7 @@ class Replay:
     def _by_shard(self, shard: Array) -> list[tuple[int, slice]]:
         """Which part of an ascending `shard` is whose."""
         ends = shard.searchsorted(np.arange(len(self.readers)), "right").tolist()
-        starts = [0, *ends[:-1]]
-        return [(s, slice(a, b)) for s, (a, b) in enumerate(zip(starts, ends, strict=True)) if a < b]
+        return [(s, slice(a, b)) for s, (a, b) in enumerate(zip([0, *ends[:-1]], ends, strict=True)) if a < b]
 
     def _weigh(self, priority: Array, mass: Mass, beta: float) -> tuple[Array, float]:
         if self._tree is None or beta == 0.0:

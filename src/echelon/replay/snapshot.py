@@ -8,14 +8,14 @@ oldest first and all rings in turn; those that their actor overwrites before the
 from the replay by then too.
 
 The folder appears by a rename once everything in it is on the disk. A crash leaves at most a folder whose name ends in
-`.part`, which the next snapshot of that name removes. Needs only numpy.
+`.part`, which the next snapshot of that name removes, and the one that was to be replaced whole, if with a name that
+ends in `.old`. Needs only numpy.
 """
 
 from __future__ import annotations
 
 import collections
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from echelon.disk import put_folder, sync
 from echelon.errors import ConfigError
 from echelon.replay.layout import ReplayError, ShardLayout, spans
 from echelon.replay.limiter import Limiter
@@ -33,7 +34,7 @@ from echelon.replay.shard import RESERVE, RINGS, Rows, Shard
 from echelon.replay.sharded import Replay
 
 Array = np.ndarray[Any, Any]
-FORMAT = 2
+FORMAT = 3
 HEADER = "replay.json"
 PIECE = 16 * 2**20  # bytes that are copied and written at a time
 
@@ -166,10 +167,8 @@ class Snapshot:
         text = json.dumps(self._header | {"files": self._files, "shards": [cut.to_json() for cut in self._cuts]})
         (self._part / HEADER).write_text(f'{{"crc32": {zlib.crc32(text.encode())}, "snapshot": {text}}}\n')
         for path in [*self._part.iterdir(), self._part]:
-            _sync(path)
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.rename(self._part, self.path)
-        _sync(self.path.parent)
+            sync(path)
+        put_folder(self._part, self.path, self.path.with_name(f"{self.path.name}.old"))
 
 
 def most_bytes(layout: ShardLayout, num_shards: int) -> int:
@@ -180,14 +179,6 @@ def most_bytes(layout: ShardLayout, num_shards: int) -> int:
 
 def as_bytes(array: Array) -> Array:
     return array.view(np.uint8).reshape(-1)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def local_readers(replay: Replay) -> list[ShardReader]:

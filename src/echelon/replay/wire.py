@@ -75,7 +75,7 @@ class Wire:
     def __init__(self, layout: ShardLayout, shards: Sequence[int], rule: LimiterRule) -> None:
         """`shards` are the numbers that those of the host have in the run."""
         self.layout, self.shards, self.max_items = layout, list(shards), rule.batch
-        self.num_counts = rule.num_shards + rule.num_learners
+        self.num_counts = rule.num_counts
         self.stacked = [r for r in layout.rings if any(f.ring == r.name and f.stack for f in layout.fields)]
         text = repr((layout.to_json(), self.shards, self.num_counts, self.max_items))
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -8,7 +8,16 @@ from typing import NamedTuple
 
 import torch
 
+from echelon.errors import DivergedError
 from echelon.roles.staging import Reading
+
+
+def diverged(what: str, learning_rate: float | None) -> DivergedError:
+    """The error of a training in which `what` happened: no environment is to blame for it."""
+    lower = "the learning rate"
+    if learning_rate is not None:
+        lower = f"--optimizer.learning-rate (now {learning_rate:g}) or --optimizer.clip-norm"
+    return DivergedError(f"{what}. Lower {lower}, or scale the rewards.")
 
 
 class Unchecked(NamedTuple):

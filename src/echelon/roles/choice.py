@@ -185,6 +185,8 @@ def told(shape: Shape, measured: Measured, forecasted: Forecast) -> str:
     rival = "central"
     if forecasted.mode == "central":
         better, other, rival = other, better, "local"
+    if better == other:
+        return f"the learner takes no more than about {better:,.0f} steps/s, whoever acts"
     return (
         f"about {better:,.0f} steps/s against {other:,.0f} with {rival} acting: {shape.envs} environments step in "
         f"{_time(measured.whole.wall_s)}, an actor chooses their actions in {_time(measured.act.wall_s)}, a server "

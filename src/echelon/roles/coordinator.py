@@ -6,11 +6,8 @@ the fork server ends every role; `echelon resume` goes on from the newest checkp
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
+import collections
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from echelon.engines.hosted import HostedEngine
@@ -19,6 +16,7 @@ from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit
 from echelon.errors import EchelonError
 from echelon.roles.context import Context
+from echelon.roles.interrupts import Interrupts
 from echelon.roles.supervisor import Supervisor
 from echelon.runs.console import Console, Status
 from echelon.runs.metrics import MetricsWriter
@@ -26,6 +24,7 @@ from echelon.world.world import World
 
 LOOP_S = 0.05
 TOLD_ENV_RESTARTS = 5
+NUM_EVALUATIONS = 10  # of workers, whose mean is shown
 CONSOLE_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 5.0
 FAILED_STOP_TIMEOUT_S = 0.5  # of a run that failed: the user waits for the error, which is told when all have left
@@ -42,15 +41,16 @@ class Coordinator:
         world: World,
         console: Console,
         metrics: MetricsWriter,
+        interrupts: Interrupts,
     ) -> None:
-        self.context, self.config = context, context.train
+        self.context, self.config, self.interrupts = context, context.train, interrupts
         self.engine, self.world, self.console, self.metrics = engine, world, console, metrics
         self.supervisor = Supervisor(context, engine, world, console.message)
         self.row: dict[str, Any] = {}
         self.summary: dict[str, Any] | None = None
-        self.evaluation: dict[str, Any] | None = None
+        # Returns of the newest evaluations; one of a worker is a single episode.
+        self.evaluations = collections.deque[float](maxlen=NUM_EVALUATIONS if self.config.has_workers else 1)
         self.env_restarts = 0
-        self.interrupts = 0
         self.stopping = False
         self.next_console = 0.0
         self.serving: dict[str, dict[str, float]] = {}  # of each inference server, since it was started
@@ -89,7 +89,7 @@ class Coordinator:
         self.metrics.write({"kind": "train", **row, "time": self.shares(), **serving, **shards, **workers})
 
     def _on_evaluation(self, score: dict[str, Any]) -> None:
-        self.evaluation = score
+        self.evaluations.append(score["return_mean"])
         steps = {"env_steps": self.row.get("env_steps", 0), "wall_s": self.row.get("wall_s", 0.0)}
         self.metrics.write({"kind": "evaluation", **steps, **score})
 
@@ -108,24 +108,33 @@ class Coordinator:
     # From the first process to the last.
 
     @property
+    def evaluation_return(self) -> float | None:
+        return sum(self.evaluations) / len(self.evaluations) if self.evaluations else None
+
+    @property
     def restarts(self) -> int:
         return self.supervisor.restarts
 
     def run(self) -> dict[str, Any]:
         """Trains until the learner says that it is done; returns the summary's figures."""
         timeout_s = 0.0  # an interrupted user is not kept waiting
-        with self._interruptible():
-            try:
-                self._start()
-                self._loop()
-                timeout_s = STOP_TIMEOUT_S
-            except EchelonError:
-                timeout_s = FAILED_STOP_TIMEOUT_S
-                raise
-            finally:
-                self.supervisor.stop(timeout_s)
+        try:
+            self._start()
+            self._loop()
+            self._tell_door()
+            timeout_s = STOP_TIMEOUT_S
+        except EchelonError:
+            timeout_s = FAILED_STOP_TIMEOUT_S
+            raise
+        finally:
+            self.supervisor.stop(timeout_s)
         assert self.summary is not None
         return self.summary
+
+    def _tell_door(self) -> None:
+        """Workers of a run that reached its end go home; those of one that was stopped wait until it goes on."""
+        if self.summary is not None and self.summary["reason"] != "stopped" and "door" in self.world.members:
+            self.world.post("door", "over")
 
     def _start(self) -> None:
         self.supervisor.start("learner", "learner", 0)
@@ -141,26 +150,6 @@ class Coordinator:
         if self.config.evaluation.interval_s > 0:
             self.supervisor.start("evaluator", "evaluator", 0, nice=10)
 
-    @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM end the run in good order; the second one at once."""
-        previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        mine = threading.current_thread() is threading.main_thread()  # elsewhere signals are somebody else's
-        for number in previous if mine else ():
-            signal.signal(number, self._on_interrupt)
-        try:
-            yield
-        finally:
-            for number, handler in previous.items() if mine else ():
-                signal.signal(number, handler)
-
-    def _on_interrupt(self, number: int, frame: object) -> None:
-        """Only counts: it may come in the middle of anything. The loop asks the learner to stop."""
-        del number, frame
-        self.interrupts += 1
-        if self.interrupts > 1:
-            raise KeyboardInterrupt
-
     def _loop(self) -> None:
         next_look = 0.0
         while self.summary is None:
@@ -175,7 +164,7 @@ class Coordinator:
                 if not self._has_finished(gone):
                     self.supervisor.replace(gone)
             self.supervisor.look()
-            if self.interrupts:
+            if self.interrupts.came:
                 self._ask_to_stop()
             self._show()
         self._show(force=True)
@@ -200,6 +189,11 @@ class Coordinator:
     def shares(self) -> dict[str, dict[str, float]]:
         return self.supervisor.shares()
 
+    def _filling(self) -> tuple[int, int] | None:
+        """Transitions in a replay that is not learned from yet, and how many there must be."""
+        replay, least = self.row.get("replay"), self.config.replay.min_size
+        return (replay["inserted"], least) if replay and replay["inserted"] < least else None
+
     def _show(self, *, force: bool = False) -> None:
         now = time.perf_counter()
         if now < self.next_console and not force:
@@ -217,7 +211,7 @@ class Coordinator:
                 steps_per_s=row.get("env_steps_per_s", 0.0),
                 episodes=row.get("episodes", 0),
                 return_mean=row.get("return_mean"),
-                evaluation_return=self.evaluation["return_mean"] if self.evaluation else None,
+                evaluation_return=self.evaluation_return,
                 lag_mean=row.get("lag_mean", 0.0),
                 lag_max=row.get("lag_max", 0),
                 updates=row.get("updates", 0),
@@ -225,5 +219,6 @@ class Coordinator:
                 dropped=row.get("dropped", 0),
                 roles=self.shares(),
                 workers=self.workers,
+                filling=self._filling(),
             )
         )

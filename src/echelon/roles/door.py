@@ -7,14 +7,17 @@ address and goes on with what lies in shared memory (`journal`); workers repeat 
 
 from __future__ import annotations
 
+import functools
+import socket as sockets
 import time
 from typing import Any
 
 import numpy as np
 
 from echelon import config_io
-from echelon.config import OwnConfig
+from echelon.config import OwnConfig, TrainConfig
 from echelon.errors import ConfigError, Refused
+from echelon.roles.attendance import EVER, HEARD_S, Attendance, Knocking
 from echelon.roles.context import Context, Station
 from echelon.roles.handling import Handling
 from echelon.roles.intake import Intake
@@ -27,12 +30,14 @@ from echelon.transport.episode_wire import (
     Arrive,
     Ask,
     FromDoor,
-    FromWorker,
+    Leave,
     Next,
     Over,
     Piece,
     Refusal,
     Score,
+    Sign,
+    Stopped,
     Stranger,
     Task,
     Wait,
@@ -45,7 +50,6 @@ from echelon.transport.shared_memory import WeightsBoard
 
 Array = np.ndarray[Any, Any]
 REPORT_S = 1.0
-HEARD_S = 300.0  # a worker is counted that said something within this time
 QUEUED_MESSAGES = 4  # of a worker, which has one under way and may repeat it
 GOODBYE_S = 2.0  # longer than a worker takes to connect again
 BURST = 16  # messages between two looks at the rest of the world
@@ -84,7 +88,10 @@ class EpisodeDoor:
         self.journal = Journal.at(context.session, self.tally, self.config.workers.evaluation)
         self.journal.recover(self.intake.writer.head)
         self.intake.tell()  # a predecessor may have died before it did
-        self.handling = Handling()
+        self.handling, self.is_over = Handling(), False
+        tell = functools.partial(self.station.report, "message")
+        self.attendance, self.knocking = Attendance(self.journal, tell), Knocking(tell)
+        self.station.world.serve("over", self._end)
         own = plan.own_layout.to_json() if isinstance(self.config.algorithm, OwnConfig) else None
         self.task = Task(train=config_io.to_json(self.config), own=own)
         file = plan.workers_file
@@ -92,7 +99,17 @@ class EpisodeDoor:
         self.door = Door("workers", address, secret_from_environment(), self.intake.max_bytes, QUEUED_MESSAGES)
         announce(file, self.door.address)
         if context.incarnation == 0:
-            self.station.report("message", f"workers come to {self.door.address.removeprefix('tcp://')}")
+            tell(f"workers come to {self.door.address.removeprefix('tcp://')} ({self._command()})")
+
+    def _command(self) -> str:
+        """What starts a worker; a door that is open to all hosts is named by its own."""
+        host, _, port = self.door.address.removeprefix("tcp://").rpartition(":")
+        own = " --env ENV --policy MODULE:NAME" if isinstance(self.config.algorithm, OwnConfig) else ""
+        return f"echelon worker --learner {sockets.gethostname() if host == '0.0.0.0' else host}:{port}{own}"
+
+    def _end(self) -> None:
+        """The run has reached its end; its roles are asked to stop next."""
+        self.is_over = True
 
     def step(self, timeout_s: float) -> bool:
         if self.station.stop_requested:
@@ -120,19 +137,27 @@ class EpisodeDoor:
         return True
 
     def _say_goodbye(self) -> None:
-        """Tells all workers that the run is over; one that is just coming back from an accident is waited for."""
-        untold, deadline = self.journal.sockets(HEARD_S), time.monotonic() + GOODBYE_S
-        while untold and time.monotonic() < deadline:
-            untold = [name for name in untold if not self.door.send(name, *pack(Over()))]
-            if untold:
-                self.door.sleep(0.05)
-                while (message := self.door.receive()) is not None:
-                    self.door.send(message[0], *pack(Over()))
+        """Tells all workers that the run is over, or stopped; one that is just coming back from an accident is waited
+        for, if it is not lost."""
+        frames, deadline = pack(Over() if self.is_over else Stopped()), time.monotonic() + GOODBYE_S
+        untold, here = set(self.journal.sockets(EVER)), set(self.journal.sockets(HEARD_S))
+        while True:
+            untold = {name for name in untold if not self.door.send(name, *frames)}
+            if not untold & here:
+                return
+            self.door.sleep(0.05)
+            while time.monotonic() < deadline and (message := self.door.receive()) is not None:
+                self.door.send(message[0], *frames)
+            if time.monotonic() >= deadline:
+                return
 
     def _deal(self, connection: bytes, frames: list[memoryview]) -> bool:
         """One message, from anybody at all; whether it brought steps of an episode."""
         try:
             message = from_worker(frames)
+            if isinstance(message, Sign | Leave):
+                self._note(message)
+                return False
             answer = self._answer(message)
         except Refused as error:
             self.door.refuse(connection, *pack(Refusal(str(error))))
@@ -143,7 +168,15 @@ class EpisodeDoor:
         self.door.send(connection, *pack(answer), copy=False)
         return isinstance(message, Piece)
 
-    def _answer(self, message: FromWorker) -> FromDoor:
+    def _note(self, message: Sign | Leave) -> None:
+        """What has no answer."""
+        if isinstance(message, Leave):
+            if self.journal.leave(message.worker):
+                self.attendance.left(message.worker)
+        elif self.journal.row_of(message.worker) is not None:
+            self.attendance.heard(message.worker)
+
+    def _answer(self, message: Ask | Arrive | Piece | Score) -> FromDoor:
         if isinstance(message, Ask):
             check_protocol(message.protocol)
             return self.task
@@ -152,12 +185,15 @@ class EpisodeDoor:
         if isinstance(message, Arrive):
             check_protocol(message.protocol)
             self._check_arrival(message)
+            is_new = self.journal.row_of(message.worker) is None
             row = self.journal.enter(message.worker)
+            self.attendance.heard(message.worker, is_new=is_new)
             version, weights = self.bulletin.newer_than(0)
             return Welcome(place=row, version=version, weights=weights, env_steps=self.tally.env_steps)
         found = self.journal.row_of(message.worker)
         if found is None:
             return Stranger()
+        self.attendance.heard(message.worker)
         if message.number > self.journal.last(found):
             self._take(message, found)
         else:
@@ -170,12 +206,7 @@ class EpisodeDoor:
         return Next(message.number, evaluates, version, weights, self.tally.env_steps)
 
     def _check_arrival(self, arrival: Arrive) -> None:
-        if arrival.own and not isinstance(self.config.algorithm, OwnConfig):
-            raise Refused(
-                f"the learner trains {self.config.preset}, but the worker brings a policy of its own. Drop it."
-            )
-        if not arrival.own and isinstance(self.config.algorithm, OwnConfig):
-            raise Refused("the learner trains a policy of its user's: give the worker that policy too (policy=...).")
+        check_own(arrival, self.config)
         mine, theirs = self.context.spaces, spaces_of(arrival)
         if not same_spaces(mine, theirs):
             raise Refused(
@@ -212,9 +243,11 @@ class EpisodeDoor:
     def _tell(self, now: float) -> None:
         """How workers are served, for the record."""
         self.next_report = now + REPORT_S
+        self.attendance.look()
+        self.knocking.look(self.door.num_refused_handshakes)
         totals, seconds = self.journal.totals(), self.journal.seconds
         per_hour = 3600.0 * totals["interactions"] / seconds if seconds else 0.0
-        figures = {"workers": len(self.journal.sockets(HEARD_S)), **totals, "interactions_per_hour": per_hour}
+        figures = {"workers": self.attendance.num_here, **totals, "interactions_per_hour": per_hour}
         figures |= {"transitions": self.intake.writer.head, "refused": self.door.num_refused}
         figures |= self.handling.figures()
         self.station.report("workers", figures)
@@ -230,6 +263,15 @@ def check_protocol(protocol: int) -> None:
         raise Refused(
             f"the worker speaks protocol {protocol}, the learner {PROTOCOL}. Install the same version on both sides."
         )
+
+
+def check_own(arrival: Arrive, config: TrainConfig) -> None:
+    """Raises Refused where only one of both has a policy of the user's own."""
+    is_own = isinstance(config.algorithm, OwnConfig)
+    if arrival.own and not is_own:
+        raise Refused(f"the learner trains {config.preset}, but the worker brings a policy of its own. Drop it.")
+    if is_own and not arrival.own:
+        raise Refused("the learner trains a policy of its user's: give the worker that policy too (policy=...).")
 
 
 def spaces_of(arrival: Arrive) -> Spaces:

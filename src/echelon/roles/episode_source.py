@@ -7,11 +7,8 @@ up for from what is there.
 
 from __future__ import annotations
 
-import time
-
 import torch
 
-from echelon.roles.context import Station
 from echelon.roles.replay_plan import ReplayPlan
 from echelon.roles.replay_source import ReplaySource
 from echelon.schema import TransitionBatch
@@ -31,7 +28,5 @@ class EpisodeSource(ReplaySource):
     def _fetch(self, version: int) -> TransitionBatch | None:
         return super()._fetch(version) if self.tally.is_open and self._is_due() else None
 
-    def wait(self, station: Station, timeout_s: float) -> None:
-        start = time.perf_counter()
-        self.limiter.wait_for_items(lambda: self._is_due() and self.limiter.may_sample(self.batch_size), timeout_s)
-        station.waited(start)
+    def _may_draw(self) -> bool:
+        return self._is_due() and super()._may_draw()

@@ -6,15 +6,15 @@ starts another, which finds questions and recurrent states on the board; its act
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 
 from echelon.envs.make import env_seeds
-from echelon.roles.context import Context, Station
+from echelon.roles.context import Context
 from echelon.roles.placement import pick_device, server_threads
 from echelon.roles.plan import Plan
+from echelon.roles.serving import Serving
 from echelon.schema import space_choices
 from echelon.servers.inference import InferenceServer, PolicyAnswerer
 from echelon.transport.act_tcp import ActDoor, Bounds
@@ -22,16 +22,18 @@ from echelon.transport.batcher import Batcher, BatchRule
 from echelon.transport.door import announce
 from echelon.transport.session import secret_of
 
-REPORT_S = 1.0
 INFERENCE_SEED = 1 << 22  # an actor number that no actor has: what servers draw, nobody else draws
 
 
-class Inference:
+class Inference(Serving):
     """Answers one round a step."""
+
+    TOLD_AS = "serving"
+    server: InferenceServer
 
     def __init__(self, context: Context) -> None:
         torch.set_num_threads(1)  # the first weights must not depend on how many drew them
-        self.station, self.finished, self.next_report = Station(context), False, 0.0
+        super().__init__(context)
         plan, config = Plan(context), context.train
         inline = config.engine == "inline"
         # Nobody asks while somebody waits there, and a clock would decide what is answered together.
@@ -77,36 +79,19 @@ class Inference:
         announce(file, door.address)
         return door
 
-    def step(self, timeout_s: float) -> bool:
-        if self.station.stop_requested:
-            self.finished = True
-            return False
-        server, phases = self.server, self.station.phases
-        worked = server.step(timeout_s)
-        phases["act"], phases["wait"], phases["transfer"] = server.forward_s, server.wait_s, server.transfer_s
-        self.station.progress += 1
-        now = time.perf_counter()
-        if now >= self.next_report:
-            self.next_report = now + REPORT_S
-            self._tell()
-        self.station.tick(now)
-        return worked
-
-    def _tell(self) -> None:
-        """How rounds come out, for the record: their number and size, deadlines missed, frames refused."""
+    def times(self) -> dict[str, float]:
         server = self.server
-        figures = {
+        return {"act": server.forward_s, "wait": server.wait_s, "transfer": server.transfer_s}
+
+    def figures(self) -> dict[str, Any]:
+        """How rounds come out: their number and size, deadlines missed, frames refused."""
+        server = self.server
+        return {
             "rounds": server.num_rounds,
             "mean_rows": server.num_rows / max(server.num_rounds, 1),
             "missed": server.batcher.num_missed,
             "refused": server.door.num_refused if server.door is not None else 0,
         }
-        self.station.report("serving", self.station.world.name, figures)
-
-    def close(self) -> None:
-        self._tell()
-        self.server.close()
-        self.station.close()
 
 
 def inference(config: dict[str, Any]) -> Inference:

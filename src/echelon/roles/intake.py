@@ -23,6 +23,7 @@ from echelon.schema import action_leaf, space_choices, space_leaves
 from echelon.transport.episode_wire import Piece
 
 Array = np.ndarray[Any, Any]
+ROUNDING = 1e-5  # of a continuous action at its bound
 
 
 class Intake:
@@ -104,9 +105,17 @@ class Intake:
     # What is taken in.
 
     def spans(self, piece: Piece) -> Spans:
-        """The transitions of a piece that fits."""
+        """The transitions of a piece that fits; raises Refused where their rewards are beyond what can be stored."""
         reward = np.clip(piece.reward, -self.clip, self.clip) if self.clip else piece.reward
-        return spans_of(reward, self.n_step, self.discount, terminated=piece.terminated, truncated=piece.truncated)
+        spans = spans_of(reward, self.n_step, self.discount, terminated=piece.terminated, truncated=piece.truncated)
+        beyond = np.flatnonzero(~np.isfinite(spans.reward))
+        if len(beyond):
+            first, last = int(spans.start[beyond[0]]), int(spans.stop[beyond[0]])
+            raise Refused(
+                f"the rewards from step {first} to before step {last} of a piece, {reward[first:last].tolist()}, have "
+                "a sum that float32 cannot hold. Scale the rewards, or clip them."
+            )
+        return spans
 
     def append(self, piece: Piece, spans: Spans, newest: int) -> None:
         """Appends the transitions of a piece; readers see all of them at once. No version is above the `newest`."""
@@ -136,7 +145,8 @@ class Intake:
 
 
 def action_bounds(space: gym.Space[Any], *, as_env: bool) -> tuple[Any, Any] | None:
-    """The least and the largest of discrete actions, as the environment takes them or counted from 0."""
+    """The least and the largest action: as the environment takes it, or as our rules choose it, where discrete ones
+    count from 0 and continuous ones go from -1 to 1."""
     match space:
         case gym.spaces.Discrete():
             start = int(space.start) if as_env else 0
@@ -144,6 +154,8 @@ def action_bounds(space: gym.Space[Any], *, as_env: bool) -> tuple[Any, Any] | N
         case gym.spaces.MultiDiscrete():
             first = space.start if as_env else np.zeros_like(space.nvec)
             return first, first + space.nvec - 1
+        case gym.spaces.Box():
+            return (space.low, space.high) if as_env else (-1.0 - ROUNDING, 1.0 + ROUNDING)
         case _:
             return None
 

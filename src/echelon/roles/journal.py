@@ -120,6 +120,13 @@ class Journal:
         self._rows[name] = row
         return row
 
+    def leave(self, worker: str) -> bool:
+        """Forgets a worker that has gone; False: it was not known."""
+        row = self._rows.pop(socket_name(worker), None)
+        if row is not None:
+            self._workers["known"][row] = False
+        return row is not None
+
     def sockets(self, seconds: float) -> list[bytes]:
         """The names of the sockets of workers that said something lately."""
         heard = self._workers["heard"] > time.monotonic() - seconds

@@ -7,23 +7,22 @@ If it dies, its successor starts from the newest checkpoint; the actors wait mea
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from echelon.config import StopConfig
 from echelon.errors import DivergedError
-from echelon.roles.account import LossAccount
+from echelon.roles.account import LossAccount, diverged
 from echelon.roles.context import Context, Station
 from echelon.roles.episode_source import EpisodeSource
 from echelon.roles.plan import Plan
 from echelon.roles.pupil import make_pupil
 from echelon.roles.queue_source import QueueSource
-from echelon.roles.rate import Rate
+from echelon.roles.rate import EPISODES_WINDOW_S, WINDOW_S, Rate
 from echelon.roles.replay_source import ReplaySource
-from echelon.roles.source import RETURN_WINDOW, Source
+from echelon.roles.source import Source
+from echelon.roles.stopping import stop_reason
 from echelon.runs.checkpoint import (
     CheckpointWriter,
     find_weights,
@@ -53,7 +52,7 @@ class Learner:
         self.counters = self.source.counters
         self.checkpoints = context.run_dir / "checkpoints"
         self.writer = CheckpointWriter(self.checkpoints, config.run.keep_checkpoints)
-        self.rate = Rate()
+        self.rate = Rate(EPISODES_WINDOW_S if config.has_workers else WINDOW_S)
         self.account = LossAccount()
         self.born, self.next_report = time.perf_counter(), 0.0
         self.past_version = 0
@@ -120,7 +119,7 @@ class Learner:
         self.pupil.learn(batch, self.account, self._tick, self.source.acknowledge)
         self.counters.updates += 1
         self.account.close_batch(self.counters.updates)
-        self.source.prefetch(self.board.version + 1)
+        self.source.prefetch(self.board.version + self._is_publishing)
         # A GPU may still learn from it; but nothing that is lost is published.
         if lost := self.account.find_lost(keep=int(self.pupil.device.type == "cuda" and not self._is_publishing)):
             raise self._diverged(lost)
@@ -146,9 +145,7 @@ class Learner:
             brought.save(epoch=self._epochs, policy=self.pupil.policy)
 
     def _diverged(self, what: str) -> DivergedError:
-        rate = self.pupil.learning_rate
-        lower = f"--optimizer.learning-rate (now {rate:g}) or --optimizer.clip-norm" if rate else "the learning rate"
-        return DivergedError(f"{what} ({self.counters.env_steps:,} steps). Lower {lower}, or scale the rewards.")
+        return diverged(f"{what} ({self.counters.env_steps:,} steps)", self.pupil.learning_rate)
 
     def _progress(self) -> float:
         stop, fractions = self.stop, [0.0]
@@ -284,21 +281,6 @@ def make_source(plan: Plan, device: torch.device) -> Source:
     if config.experience == "replay":
         return ReplaySource(plan.replay, device)
     return QueueSource(config, plan.schema, plan.ring(), device)
-
-
-def stop_reason(
-    stop: StopConfig, env_steps: int, returns: Collection[float], started_at: float, epochs: int = 0
-) -> str:
-    """Why the run is over, or "" while it is not."""
-    if stop.steps and env_steps >= stop.steps:
-        return "steps"
-    if stop.epochs and epochs >= stop.epochs:
-        return "epochs"
-    if stop.minutes and time.time() - started_at >= 60 * stop.minutes:
-        return "minutes"
-    target = stop.until_return
-    solved = target is not None and len(returns) >= RETURN_WINDOW and sum(returns) / len(returns) >= target
-    return "return" if solved else ""
 
 
 def learner(config: dict[str, Any]) -> Learner:

@@ -1,7 +1,7 @@
 """The lobby: where the first worker says what its environment observes and does, before a run can be laid out.
 
-For learners whose machine has no environment. Waits for: a worker that arrives; it is told to wait, and finds the door
-at the same address when the run has begun.
+For learners whose machine has no environment. Waits for: a worker that arrives and fits; it is told to wait, and finds
+the door at the same address when the run has begun. One that does not fit is refused, and the next is waited for.
 """
 
 from __future__ import annotations
@@ -9,13 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from echelon import config_io
-from echelon.config import TrainConfig
-from echelon.errors import Refused
-from echelon.roles.door import check_protocol, spaces_of
+from echelon.algorithms.model import Model
+from echelon.config import OwnConfig, TrainConfig
+from echelon.errors import ConfigError, Refused
+from echelon.roles.attendance import Knocking
+from echelon.roles.door import check_own, check_protocol, spaces_of
 from echelon.roles.own import StateLayout
-from echelon.schema import Spaces, action_leaf, space_leaves
+from echelon.roles.replay_plan import transition_layout
+from echelon.schema import Spaces
 from echelon.transport.door import Door
-from echelon.transport.episode_wire import Arrive, Ask, Refusal, Stranger, Task, Wait, from_worker, pack
+from echelon.transport.episode_wire import (
+    Arrive,
+    Ask,
+    FromWorker,
+    Leave,
+    Refusal,
+    Sign,
+    Stranger,
+    Task,
+    Wait,
+    from_worker,
+    pack,
+)
 from echelon.transport.secret import secret_from_environment
 
 MAX_BYTES = 1 << 20
@@ -23,40 +38,46 @@ LOOK_S = 1.0
 
 
 def await_spaces(config: TrainConfig, own: StateLayout | None, tell: Callable[[str], None]) -> tuple[Spaces, str]:
-    """The spaces of the first worker, and the address at which it will look for the door."""
+    """The spaces of the first worker that fits, and the address at which it will look for the door."""
     task = Task(config_io.to_json(config), own.to_json() if own is not None else None)
-    door = Door("workers", config.workers.address, secret_from_environment(), MAX_BYTES)
+    door, knocking = Door("workers", config.workers.address, secret_from_environment(), MAX_BYTES), Knocking(tell)
     try:
         tell(f"waiting at {door.address.removeprefix('tcp://')} for the first worker, for its spaces")
         while True:
             message = door.receive()
             if message is None:
                 door.sleep(LOOK_S)
+                knocking.look(door.num_refused_handshakes)
                 continue
             connection, frames = message
             try:
-                spaces = _answer(door, connection, [frame.buffer for frame in frames], task)
+                said = from_worker([frame.buffer for frame in frames])
+                spaces = _spaces_in(said, config)
             except Refused as error:
                 door.refuse(connection, *pack(Refusal(str(error))))
+                tell(f"a worker was refused: {error}")
                 continue
+            if not isinstance(said, Sign | Leave):
+                answer = Wait() if spaces is not None else Stranger()
+                door.send(connection, *pack(task if isinstance(said, Ask) else answer))
             if spaces is not None:
                 return spaces, door.address
     finally:
         door.close()
 
 
-def _answer(door: Door, connection: bytes, frames: list[memoryview], task: Task) -> Spaces | None:
-    message = from_worker(frames)
-    if isinstance(message, Ask):
+def _spaces_in(message: FromWorker, config: TrainConfig) -> Spaces | None:
+    """The spaces of a worker that arrives; raises Refused where they, or the worker, do not fit."""
+    if isinstance(message, Ask | Arrive):
         check_protocol(message.protocol)
-        door.send(connection, *pack(task))
-        return None
     if not isinstance(message, Arrive):
-        door.send(connection, *pack(Stranger()))
         return None
-    check_protocol(message.protocol)
+    check_own(message, config)
     spaces = spaces_of(message)
-    space_leaves(spaces.observation)
-    action_leaf(spaces.action)
-    door.send(connection, *pack(Wait()))
+    try:
+        transition_layout(config, spaces)
+        if not isinstance(config.algorithm, OwnConfig):
+            Model(config.network, spaces, config.algorithm, seed=config.seed)
+    except ConfigError as error:
+        raise Refused(f"the worker's environment does not fit: {error}") from error
     return spaces

@@ -32,7 +32,10 @@ class OwnPolicy(Protocol):
         """The action, as the environment takes it, for one observation, as the environment gives it."""
 
     def update(self, batch: TransitionBatch) -> Mapping[str, float] | None:
-        """Learns from one batch of transitions (tensors on the CPU); returns figures to show, if there are any."""
+        """Learns from one batch of transitions (tensors on the CPU); returns figures to show, if there are any.
+
+        The memory of the batch is used again after the call: copy (`clone`) what is to be kept.
+        """
 
     def state(self) -> Mapping[str, Any]:
         """All that acting needs: arrays or tensors by name, of the same names and shapes at all times."""

@@ -17,11 +17,10 @@ from echelon.roles.own import load_state, state_of
 from echelon.roles.placement import learner_device, learner_threads
 from echelon.roles.plan import Plan
 from echelon.roles.recorded import make_learning
-from echelon.roles.update import LocalUpdate
+from echelon.roles.update import Acknowledge, LocalUpdate
 from echelon.schema import Batch, TransitionBatch
 
 Array = np.ndarray[Any, Any]
-Acknowledge = Callable[[Any, torch.Tensor], None]
 
 
 class Pupil(Protocol):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import collections
 
-WINDOW_S = 1.0  # that the recent rate covers
+WINDOW_S = 1.0  # that the recent rate covers ...
+EPISODES_WINDOW_S = 30.0  # ... where steps come as whole episodes, in lumps
 WARM_UP_S = 2.0  # after the first batch; not part of the steady rate
 
 
 class Rate:
     """Environment steps per second: lately, and in the steady state."""
 
-    def __init__(self) -> None:
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self.window_s = window_s
         self.first: tuple[float, int] | None = None
         self.steady: tuple[float, int] | None = None
         self.recent_batches: collections.deque[tuple[float, int]] = collections.deque()
@@ -23,7 +25,7 @@ class Rate:
             self.steady = (now, env_steps)
         batches = self.recent_batches
         batches.append((now, env_steps))
-        while len(batches) > 2 and now - batches[1][0] >= WINDOW_S:
+        while len(batches) > 2 and now - batches[1][0] >= self.window_s:
             batches.popleft()
 
     def recent(self) -> float:

@@ -17,7 +17,7 @@ from echelon.algorithms.protocol import Algorithm
 from echelon.algorithms.replayed import Replayed
 from echelon.config import TrainConfig
 from echelon.roles.account import LossAccount
-from echelon.roles.update import LocalUpdate, learn_once
+from echelon.roles.update import Acknowledge, LocalUpdate, learn_once
 from echelon.schema import TransitionBatch
 
 WARM_UP = 4  # batches before the first recording: libraries choose their kernels, optimizers make their state
@@ -27,11 +27,7 @@ class Learning(Protocol):
     """Learns from one batch, as `learn_once` does."""
 
     def __call__(
-        self,
-        batch: Any,
-        account: LossAccount,
-        tick: Callable[[], None],
-        acknowledge: Callable[[Any, torch.Tensor], None],
+        self, batch: Any, account: LossAccount, tick: Callable[[], None], acknowledge: Acknowledge
     ) -> None: ...
 
 
@@ -41,15 +37,7 @@ def make_learning(config: TrainConfig, algorithm: Algorithm, update: LocalUpdate
     if isinstance(algorithm, Replayed) and algorithm.model.device.type == "cuda" and is_fixed:
         return RecordedLearning(algorithm, update)
 
-    def learn(
-        batch: Any,
-        account: LossAccount,
-        tick: Callable[[], None],
-        acknowledge: Callable[[Any, torch.Tensor], None],
-    ) -> None:
-        learn_once(algorithm, batch, update, account, tick, acknowledge)
-
-    return learn
+    return lambda batch, account, tick, acknowledge: learn_once(algorithm, batch, update, account, tick, acknowledge)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +59,7 @@ class RecordedLearning:
         self.num_learned = 0
         self.pool: Any = None  # of memory, which the recordings share: one runs at a time
 
-    def __call__(
-        self,
-        batch: Any,
-        account: LossAccount,
-        tick: Callable[[], None],
-        acknowledge: Callable[[Any, torch.Tensor], None],
-    ) -> None:
+    def __call__(self, batch: Any, account: LossAccount, tick: Callable[[], None], acknowledge: Acknowledge) -> None:
         """Learns from one batch, which must lie where the others did."""
         self.num_learned += 1
         if self.num_learned <= WARM_UP:

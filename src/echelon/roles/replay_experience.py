@@ -23,6 +23,8 @@ from echelon.objectives.values import initial_priorities
 from echelon.replay.frames import FrameWriter
 from echelon.replay.nstep import NStep, Transitions
 from echelon.replay.shard import ShardWriter
+from echelon.replay.sum_tree import MAX_PRIORITY
+from echelon.roles.account import diverged
 from echelon.roles.acting import Answer
 from echelon.roles.context import Station
 from echelon.roles.experience import EpisodeLedger
@@ -55,7 +57,7 @@ class ReplayExperience:
         self.clip, self.prioritized = config.algorithm.reward_clip, config.replay.prioritized
         self.writer, self.limiter, self.tally = ShardWriter(plan.shard(actor)), plan.limiter(), plan.tally()
         self.limiter.note_inserted(actor, self.writer.head)  # a predecessor may have died before it said so
-        self.chunk = plan.rule.chunk
+        self.chunk, self.learning_rate = plan.rule.chunk, config.optimizer.learning_rate
         self.paths = schema.observation_names
         self.kept = (*self.paths, "action", "version")  # of the step that a transition starts at
         self.stacks = [leaf.path for leaf in stack_leaves(config, schema.spaces)]
@@ -94,6 +96,7 @@ class ReplayExperience:
         step = row.step
         reward = np.clip(step.reward, -self.clip, self.clip) if self.clip else step.reward
         window.complete = window.nstep.push(start, reward, (step.terminated, step.truncated), step.valid)
+        self._check_sums(team, window.complete)
 
     def _append(self, done: Transitions, seen: dict[str, Array], answer: Answer) -> None:
         """Stores transitions whose last observation is what was `seen` before the newest step."""
@@ -105,8 +108,13 @@ class ReplayExperience:
         elif answer.values is None:
             priorities = np.full(len(done.envs), self.tally.top_priority)
         else:
-            best = answer.values.best[done.envs]
-            priorities = initial_priorities(done.start["chosen"], done.reward, done.discount, best).astype(np.float64)
+            chosen, best = done.start["chosen"], answer.values.best[done.envs]
+            with np.errstate(over="ignore", invalid="ignore"):
+                priorities = initial_priorities(chosen, done.reward, done.discount, best).astype(np.float64)
+            worst = int(priorities.argmax())  # NaN is the largest of all, and below nothing
+            if not priorities[worst] <= MAX_PRIORITY:
+                values = f"an action of actor {self.actor} at {chosen[worst]} and what followed at {best[worst]}"
+                raise diverged(f"the policy of version {answer.version} values {values}", self.learning_rate)
         head = self.writer.append(fields, priorities)
         self.limiter.note_inserted(self.actor, head + len(priorities))
 
@@ -126,6 +134,16 @@ class ReplayExperience:
                     f"{team.columns.start + env} (index {bad[0][1:].tolist()} of the value). The environment must give "
                     "finite numbers: check it, or wrap it to clip what it gives."
                 )
+
+    def _check_sums(self, team: Team, done: Transitions) -> None:
+        """Refuses rewards that are finite one by one and not when they are summed."""
+        beyond = np.flatnonzero(~np.isfinite(done.reward))
+        if len(beyond):
+            raise DivergedError(
+                f"the sum of rewards over {self.n_step} steps is {done.reward[beyond[0]]} after a step of actor "
+                f"{self.actor}, environment {team.columns.start + int(done.envs[beyond[0]])}: float32 cannot hold it. "
+                "Scale the rewards in the environment, or clip them (--algorithm.reward-clip)."
+            )
 
     def left(self, team: Team, teams: Sequence[Team]) -> None:
         del teams

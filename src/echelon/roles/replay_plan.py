@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from echelon.config import TrainConfig
+from echelon.config import EnvConfig, TrainConfig
 from echelon.errors import ConfigError
 from echelon.layout import Leaf
 from echelon.replay.archive import Archive
-from echelon.replay.layout import ShardLayout, check_room, item_layout
+from echelon.replay.layout import ShardLayout, item_layout
 from echelon.replay.limiter import Limiter, LimiterRule
 from echelon.replay.reader import PriorityColumn, Reader, ShardReader
 from echelon.replay.remote import Link
@@ -24,26 +24,44 @@ from echelon.replay.snapshot import most_bytes
 from echelon.replay.wire import Wire
 from echelon.roles.context import Context
 from echelon.roles.tally import Tally
+from echelon.room import check_room, free_memory
 from echelon.schema import Spaces, action_leaf, space_leaves
 from echelon.transport.session import secret_of
 
+MOST_FRAMES = 8  # of a stack whose images would be only 1, 3 or 4 pixels wide
 ARRIVAL_S = 60.0  # how long a learner waits for a shard server that is just starting
 
 
 def stack_leaves(config: TrainConfig, spaces: Spaces) -> list[Leaf]:
     """The leaves of an observation that are stacks of images over their first axis."""
-    frames = config.replay.frames
-    if frames == "whole" or (frames == "auto" and not str(config.env.id).startswith("ALE/")):
-        return []
-    leaves = space_leaves(spaces.observation)
-    found = [leaf for leaf in leaves if leaf.dtype == np.uint8 and len(leaf.shape) >= 3]
-    if not found and frames == "stacked":
+    frames, leaves = config.replay.frames, space_leaves(spaces.observation)
+    found = [leaf for leaf in leaves if leaf.dtype == np.uint8 and len(leaf.shape) >= 3 and not _is_image(leaf)]
+    if frames != "stacked":
+        num_stacked = _num_stacked(config.env) if frames == "auto" else 0
+        return [leaf for leaf in found if leaf.shape[0] == num_stacked]
+    if not found:
         shapes = ", ".join(f"{leaf.path} {leaf.shape} of {leaf.dtype}" for leaf in leaves)
         raise ConfigError(
             f"replay.frames=stacked, but no observation is a stack of uint8 images (frames, height, width): {shapes}. "
-            "Use --replay.frames whole, or stack frames in the environment."
+            "Use --replay.frames whole, or stack frames in the environment, over the first axis."
         )
     return found
+
+
+def _is_image(leaf: Leaf) -> bool:
+    """Whether it is a single image with its colours last, (height, width, 1, 3 or 4), and not so many frames."""
+    return len(leaf.shape) == 3 and leaf.shape[2] in (1, 3, 4) and leaf.shape[0] > MOST_FRAMES
+
+
+def _num_stacked(env: EnvConfig) -> int:
+    """How many images an environment that is known to stack them stacks; 0: it is not known."""
+    id = env.id if isinstance(env.id, str) else f"{env.id.__module__}:{getattr(env.id, '__qualname__', '')}"
+    if id in ("echelon.envs.racing:Pixels", "echelon.envs.racing:PixelPool"):
+        return int(env.kwargs.get("stack", 4))
+    is_grey = env.kwargs.get("gray_scale", True)  # EnvPool lays the colours of all frames into one axis
+    if id.startswith("ALE/") or (id.startswith("envpool:") and is_grey):
+        return int(env.kwargs.get("stack_num", 4))
+    return 0
 
 
 def transition_layout(config: TrainConfig, spaces: Spaces) -> ShardLayout:
@@ -54,7 +72,25 @@ def transition_layout(config: TrainConfig, spaces: Spaces) -> ShardLayout:
     fields |= {"action": (action.shape, action.dtype), "version": ((), np.dtype(np.int64))}
     fields |= {name: ((), np.dtype(np.float32)) for name in ("reward", "discount")}
     stacks = {name: leaf.path for leaf in stack_leaves(config, spaces) for name in (leaf.path, f"next_{leaf.path}")}
-    return item_layout(fields, _shard_capacity(config), stacks)
+    layout = item_layout(fields, _shard_capacity(config), stacks)
+    _check_frames(config, layout)
+    return layout
+
+
+def _check_frames(config: TrainConfig, layout: ShardLayout) -> None:
+    """Refuses side rings that could not hold the frames of `replay.min_size` transitions, however well they stack."""
+    replay, envs = config.replay, 1 if config.has_workers else config.actor.envs
+    depths = {f.ring: f.stack for f in layout.fields if f.stack}
+    for ring in layout.rings:
+        # In every environment the newest began n steps ago, and the oldest needs the frames stacked before it.
+        room = config.num_shards * (ring.capacity - envs * (depths[ring.name] - 1 + replay.n_step))
+        if room < replay.min_size:
+            raise ConfigError(
+                f"replay.capacity={replay.capacity} keeps the frames of at most {max(room, 0)} transitions of "
+                f"{ring.name} at a time, as {envs} environments stack {depths[ring.name]} frames over "
+                f"{replay.n_step} steps: fewer than replay.min_size={replay.min_size}. Raise replay.capacity, lower "
+                "min_size, or use --replay.frames whole."
+            )
 
 
 def _shard_capacity(config: TrainConfig) -> int:
@@ -175,8 +211,8 @@ class ReplayPlan:
     def check(self) -> None:
         """Refuses a replay that does not fit, before anything is made."""
         what, shards = f"replay.capacity={self.config.replay.capacity}", self.config.num_shards
-        check_room(self.nbytes, what, self.folder)
-        check_room(Replay.size_of(self.layout, shards), what)  # the learner's tree is memory too
+        check_room(self.nbytes, what, free_memory(self.folder))
+        check_room(Replay.size_of(self.layout, shards), what, free_memory())  # the learner's tree is memory too
         if self.config.replay.checkpoint:
             Archive(self.archive).check_room(most_bytes(self.layout, shards))
 

@@ -18,9 +18,11 @@ import torch
 
 from echelon.config import ReplayConfig
 from echelon.replay.archive import Archive
-from echelon.replay.remote import Ear
+from echelon.replay.ear import Ear
 from echelon.replay.sampled import Draft, Keys
 from echelon.replay.sharded import Replay
+from echelon.replay.sum_tree import MAX_PRIORITY
+from echelon.roles.account import diverged
 from echelon.roles.context import Station
 from echelon.roles.replay_plan import ReplayPlan
 from echelon.roles.source import Counters
@@ -38,14 +40,16 @@ class ReplaySource:
         config: ReplayConfig = plan.config.replay
         self.config, self.device, self.space = config, device, plan.context.spaces.observation
         self.batch_size, self.publish_every = config.batch, config.publish_every
+        self.learner = plan.context.index
         side, self.tally = plan.learner_side(), plan.tally()
         self.limiter, self.links = side.limiter, side.links
-        self.ear = Ear(side.links, side.limiter.listen(0)) if side.links else None
+        self.ear = Ear(side.links, side.limiter.listen(self.learner)) if side.links else None
         self.replay = Replay(side.readers, config.alpha if config.prioritized else 0.0)
         self.drafts = collections.deque[Draft]()
+        self.is_short, self.short_news = False, list[str]()  # whether the shards cannot fill a batch, and what to tell
         self.num_ahead = config.prefetch if side.links else 0
         self.rng = np.random.default_rng((plan.config.seed, plan.context.epoch))
-        self.beta = config.beta_start
+        self.beta, self.learning_rate = config.beta_start, plan.config.optimizer.learning_rate
         self.counters = Counters()
         self.fresh_lag: list[tuple[float, int]] = []  # lag mean and max of batches since the last report
         self.seen = [self.tally.episodes_of(actor) for actor in range(plan.config.num_shards)]
@@ -100,15 +104,30 @@ class ReplaySource:
 
     def _draw(self) -> None:
         """Draws the next batch, and those that are to be under way after it, as far as the limiter allows."""
-        if self.links or self.limiter.may_sample(self.batch_size):  # counts of other hosts come with their news
+        is_due = self.limiter.may_sample(self.batch_size)
+        if self.links or is_due:  # counts of other hosts come with their news
             self.replay.advance()
         if self.replay.size < self.batch_size:
             self.drafts.clear()  # a host was lost: what is left does not fill a batch
-            self.limiter.write_off(0)  # so actors may append
+            if is_due:  # and not since: what was counted before `advance` was there to be taken in
+                self._write_off()
             return
+        self.is_short = False
         while len(self.drafts) <= self.num_ahead and self.limiter.may_sample(self.batch_size):
-            self.limiter.note_sampled(0, self.batch_size)
+            self.limiter.note_sampled(self.learner, self.batch_size)
             self.drafts.append(self.replay.draw(self.batch_size, self.beta, self.rng))
+
+    def _write_off(self) -> None:
+        """Lets actors append where what is left of their items does not fill a batch; tells so once."""
+        self.limiter.write_off(self.learner)
+        rings = ", ".join(ring.name for ring in self.replay.layout.rings)
+        if rings and not self.is_short and not any(self.replay.is_lost):  # that a host is lost is told already
+            self.short_news.append(
+                f"replay: {self.replay.size} of the {self.limiter.inserted:,} transitions stored are left, too few for "
+                f"a batch of {self.batch_size}: frames of {rings} are rarely seen again in the next stack, so they "
+                "leave before their transitions do. Use --replay.frames whole, or raise replay.capacity."
+            )
+        self.is_short = True
 
     def _tree(self, fields: dict[str, torch.Tensor], prefix: str) -> Tree:
         return unflatten(self.space, iter([fields[prefix + path] for path in self.paths]))
@@ -157,8 +176,12 @@ class ReplaySource:
         while len(self.unread) > keep:
             keys, reading = self.unread.popleft()
             priorities = reading.read()
+            top = float(priorities.max())
+            if not top <= MAX_PRIORITY:  # NaN is the largest of all, and below nothing
+                what = f"the TD error of a transition became {top} ({self.counters.env_steps:,} steps)"
+                raise diverged(what, self.learning_rate)
             self.replay.update(keys, priorities)
-            self.tally.raise_top(float(priorities.max()))
+            self.tally.raise_top(top)
 
     # What is counted.
 
@@ -183,7 +206,10 @@ class ReplaySource:
         self.fresh_lag.append((lag_sum / len(lag), lag_max))
 
     def figures(self) -> dict[str, Any]:
-        """How replay stands: transitions there, stored and drawn, and drawn for each that was stored."""
+        """How replay stands: transitions there, stored and drawn, and drawn for each that was stored.
+
+        What was due for transitions that are gone is written off, and not drawn.
+        """
         self.replay.advance()
         inserted, sampled = self.limiter.inserted, self.limiter.sampled
         counted = inserted - self.config.min_size
@@ -192,6 +218,7 @@ class ReplaySource:
             "size": self.replay.size,
             "inserted": inserted,
             "sampled": sampled,
+            "written_off": self.limiter.written_off,
             "samples_per_insert": ratio,
             "beta": self.beta,
         }
@@ -226,7 +253,7 @@ class ReplaySource:
             tick()
 
     def news(self) -> list[str]:
-        news, self.replay.lost = self.replay.lost, []
+        news, self.replay.lost, self.short_news = self.replay.lost + self.short_news, [], []
         if self.archive is not None and not self.archive.is_writing:
             news, self.archive.news = news + self.archive.news, []
         return news

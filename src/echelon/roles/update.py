@@ -15,6 +15,7 @@ from echelon.config import OptimizerConfig
 from echelon.roles.account import LossAccount
 from echelon.schema import Batch, TransitionBatch
 
+Acknowledge = Callable[[Any, torch.Tensor], None]  # takes the keys of items, and their new priorities
 NOTHING_ELSE: Mapping[str, Group] = MappingProxyType({})
 
 
@@ -83,7 +84,7 @@ def learn_once(
     update: LocalUpdate,
     account: LossAccount,
     tick: Callable[[], None] = lambda: None,
-    acknowledge: Callable[[Any, torch.Tensor], None] = lambda keys, priorities: None,
+    acknowledge: Acknowledge = lambda keys, priorities: None,
 ) -> None:
     """One batch, the same for every learning rule: minibatches, their losses in order, an update each.
 

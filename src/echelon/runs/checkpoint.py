@@ -26,6 +26,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from echelon.disk import put_folder, sync
 from echelon.errors import ConfigError
 from echelon.runs.packing import Packed, as_bytes, pack, unpack
 
@@ -101,13 +102,9 @@ def _put(folder: Path, content: _Content, step: int, keep: int) -> None:
     new.mkdir()
     try:
         _write(new, content, step)
-        if target.exists():
-            os.rename(target, old)
-        os.rename(new, target)
+        put_folder(new, target, old)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    _sync(folder)
-    shutil.rmtree(old, ignore_errors=True)
     past = [path for path in _checkpoints(folder) if _step(path) <= step]
     for path in set(_checkpoints(folder)) - set(past[-keep:]):
         shutil.rmtree(path, ignore_errors=True)
@@ -169,7 +166,7 @@ def save_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapp
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -211,7 +208,7 @@ def _write(folder: Path, content: _Content, step: int) -> None:
     }
     _write_file(folder / TENSORS, content.tensors)
     _write_file(folder / STATE, (json.dumps(state)[:-1] + f', "structure": {content.structure}}}\n').encode())
-    _sync(folder)
+    sync(folder)
 
 
 def _verified(path: Path) -> tuple[Any, bytes]:
@@ -287,11 +284,3 @@ def _write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

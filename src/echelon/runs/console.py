@@ -48,6 +48,7 @@ class Status:
     updates: int = 0
     dropped: int = 0  # trajectories that came too late
     roles: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    filling: tuple[int, int] | None = None  # of a replay that is not learned from yet: what is there, what must be
     workers: Mapping[str, float] = field(default_factory=dict)  # of a run that has some: how they are served
 
 
@@ -148,7 +149,9 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
         "steps/s": given("{:,.0f}", "env_steps_per_s"),
         "return": given("{:,.1f}", "return_mean") + given(" (evaluation {:,.1f})", "evaluation_return"),
         "lag": given("{:.2f} mean, {:.0f} max", "lag_mean", "lag_max"),
-        "workers": workers_line(workers, summary.get("time", {}).get("learner", {})) if workers else "",
+        "workers": workers_line(workers, summary.get("time", {}).get("learner", {})).removeprefix("workers ")
+        if workers
+        else "",
         "run": given("{}", "run_dir"),
         "checkpoint": given("{}", "checkpoint"),
         "curve": given("{}", "curve"),
@@ -204,6 +207,8 @@ def _figures(status: Status) -> list[tuple[str, str]]:
     if status.evaluation_return is not None:
         figures.append(("green", f"evaluation {status.evaluation_return:,.1f}"))
     figures.append(("", f"episodes {status.episodes:,}"))
+    if status.filling is not None:
+        figures.append(("yellow", f"filling {status.filling[0]:,}/{status.filling[1]:,}"))
     figures.append(("", f"updates {status.updates:,}"))
     figures.append(("", f"lag {status.lag_mean:.1f} (max {status.lag_max:.0f})"))
     if status.workers:

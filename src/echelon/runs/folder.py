@@ -28,6 +28,23 @@ CONFIG, SUMMARY, LOCK = "config.json", "summary.json", ".lock"
 GIT_TIMEOUT_S = 2.0
 
 
+def check_new(path: Path) -> None:
+    """Raises ConfigError where a folder lies at `path` that holds anything already."""
+    try:
+        taken = path.exists() and any(path.iterdir())
+    except OSError as error:
+        raise _cannot_be_made(path, error) from error
+    if taken:
+        raise ConfigError(
+            f"the run folder {path} is not empty. Continue that run with `echelon resume {path}`, or choose "
+            "another --run-dir."
+        )
+
+
+def _cannot_be_made(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"the run folder {path} cannot be made: {error}. Choose another --run-dir.")
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """One run on disk; made by `create` or `open`."""
@@ -45,20 +62,13 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path) -> RunFolder:
         """A new folder; one that holds anything already is refused."""
+        check_new(path)
         run = cls(path)
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            taken = any(path.iterdir())
-            if not taken:
-                run.checkpoints.mkdir()
-                run.logs.mkdir()
+            run.checkpoints.mkdir(parents=True)
+            run.logs.mkdir()
         except OSError as error:
-            raise ConfigError(f"the run folder {path} cannot be made: {error}. Choose another --run-dir.") from error
-        if taken:
-            raise ConfigError(
-                f"the run folder {path} is not empty. Continue that run with `echelon resume {path}`, or choose "
-                "another --run-dir."
-            )
+            raise _cannot_be_made(path, error) from error
         return run
 
     @classmethod

@@ -124,7 +124,7 @@ class ShardServer:
             if index < num_shards:
                 self.limiter.note_inserted(index, int(counts[index]))
             else:
-                self.limiter.note_total(index - num_shards, int(counts[index]))
+                self.limiter.note_spent(index - num_shards, int(counts[index]))
 
     def _has_news(self, question: Question) -> bool:
         heads = [reader.shard.head for reader in self.readers]

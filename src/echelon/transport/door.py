@@ -61,7 +61,11 @@ class Door:
     @property
     def num_refused(self) -> int:
         """Messages and handshakes that were refused."""
-        return self.num_refused_messages + (self._gate.num_refused if self._gate else 0)
+        return self.num_refused_messages + self.num_refused_handshakes
+
+    @property
+    def num_refused_handshakes(self) -> int:
+        return self._gate.num_refused if self._gate else 0
 
     def receive(self) -> Message | None:
         """The next message, or None when all that came is taken in; `sleep` only then, as it announces what is new."""

@@ -70,6 +70,18 @@ class Score(_Message, tag="score"):
     episode_length: int
 
 
+class Sign(_Message, tag="sign"):
+    """A worker is alive, at an episode that takes long; there is no answer."""
+
+    worker: str
+
+
+class Leave(_Message, tag="leave"):
+    """A worker goes, and will not come again; there is no answer."""
+
+    worker: str
+
+
 class Task(_Message, tag="task"):
     """What is trained: the configuration, and the layout of a user's own policy where it is one."""
 
@@ -105,7 +117,11 @@ class Stranger(_Message, tag="stranger"):
 
 
 class Over(_Message, tag="over"):
-    """The run has ended."""
+    """The run has reached its end."""
+
+
+class Stopped(_Message, tag="stopped"):
+    """The run was stopped before its end: it may be gone on with, at this address."""
 
 
 class Refusal(_Message, tag="refusal"):
@@ -114,8 +130,8 @@ class Refusal(_Message, tag="refusal"):
     reason: str
 
 
-FromWorker = Ask | Arrive | Piece | Score
-FromDoor = Task | Welcome | Next | Wait | Stranger | Over | Refusal
+FromWorker = Ask | Arrive | Piece | Score | Sign | Leave
+FromDoor = Task | Welcome | Next | Wait | Stranger | Over | Stopped | Refusal
 
 
 def socket_name(worker: str) -> bytes:

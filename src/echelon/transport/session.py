@@ -79,18 +79,6 @@ def secret_of(session: Path) -> str:
     return secret_from_environment() or (session / SECRET).read_text()
 
 
-def check_room(session: Path, nbytes: int) -> None:
-    """Raises ConfigError unless `nbytes` fit into the memory that holds `session`."""
-    stats = os.statvfs(session)
-    free = stats.f_bavail * stats.f_frsize
-    if nbytes > free:
-        raise ConfigError(
-            f"the run needs {nbytes / 2**20:.1f} MiB of shared memory, but {session.parent} has {free / 2**20:.1f} MiB "
-            "free. Lower --envs-per-actor, --actor.trajectory or --actor.slots, enlarge the mount, or name another "
-            "--shm-dir."
-        )
-
-
 def leftovers(shm_dir: str) -> list[Leftover]:
     """The session folders under `shm_dir` whose owner is dead."""
     found = []

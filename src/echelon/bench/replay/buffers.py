@@ -13,10 +13,10 @@ import numpy as np
 from echelon.bench.replay.items import Chunk, frame_layout, item_fields, shard_layout
 from echelon.bench.replay.setting import Setting
 from echelon.errors import ConfigError
-from echelon.replay.layout import check_room
 from echelon.replay.reader import ShardReader
 from echelon.replay.shard import Shard, ShardWriter
 from echelon.replay.sharded import Replay
+from echelon.room import check_room, free_memory
 
 Array = np.ndarray[Any, Any]
 BETA = 0.4
@@ -121,4 +121,4 @@ def check_memory(setting: Setting) -> None:
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"shm_dir={folder} is not a folder. Name one in shared memory with --shm-dir.")
     what = f"--frames {setting.frames}" if is_frames else f"--observation {setting.observation}"
-    check_room(nbytes, f"replay of --capacity {setting.capacity} with {what}", folder, option="--capacity")
+    check_room(nbytes, f"replay of --capacity {setting.capacity} with {what}", free_memory(folder), "--capacity")

@@ -1,0 +1,59 @@
+"""Servers as roles of a run: each steps its server, says where its time goes, and tells now and then how it does."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar, Protocol
+
+from echelon.roles.context import Context, Station
+
+REPORT_S = 1.0
+
+
+class Server(Protocol):
+    """What answers others."""
+
+    def step(self, timeout_s: float) -> bool:
+        """Answers what has come; waits at most `timeout_s` for something. Whether there was anything."""
+
+    def close(self) -> None: ...
+
+
+class Serving:
+    """A role around a server, which its subclass makes and gives account of."""
+
+    TOLD_AS: ClassVar[str]  # the coordinator's service that takes the figures
+    server: Server
+
+    def __init__(self, context: Context) -> None:
+        self.station, self.finished, self.next_report = Station(context), False, 0.0
+
+    def step(self, timeout_s: float) -> bool:
+        if self.station.stop_requested:
+            self.finished = True
+            return False
+        worked = self.server.step(timeout_s)
+        self.station.phases |= self.times()
+        self.station.progress += 1
+        now = time.perf_counter()
+        if now >= self.next_report:
+            self.next_report = now + REPORT_S
+            self._tell()
+        self.station.tick(now)
+        return worked
+
+    def times(self) -> dict[str, float]:
+        """Where the server's time went so far, by phase."""
+        raise NotImplementedError
+
+    def figures(self) -> dict[str, Any]:
+        """What to tell of it, for the record."""
+        raise NotImplementedError
+
+    def _tell(self) -> None:
+        self.station.report(self.TOLD_AS, self.station.world.name, self.figures())
+
+    def close(self) -> None:
+        self._tell()
+        self.server.close()
+        self.station.close()

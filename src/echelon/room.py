@@ -1,0 +1,75 @@
+"""Whether there is room for what a run is about to make: in memory, in the container's share of it, on a disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from echelon.errors import ConfigError
+
+PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+class Free(NamedTuple):
+    """What is free somewhere."""
+
+    nbytes: int
+    where: str
+    remedy: str
+
+
+def check_room(nbytes: int, what: str, free: Free, lower: str = "replay.capacity") -> None:
+    """Raises ConfigError unless `nbytes` fit, before anything is allocated; `lower` is what needs so many."""
+    if nbytes > free.nbytes:
+        raise ConfigError(
+            f"{what} needs {_size(nbytes)} {free.where}, where {_size(free.nbytes)} are free. Lower {lower}, "
+            f"{free.remedy}"
+        )
+
+
+def free_memory(folder: Path | None = None) -> Free:
+    """What this process may still take: of the machine, of its container, and of the mount of `folder` if given."""
+    lines = (PROC / "meminfo").read_text().splitlines()
+    free = [next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), *_left_to_groups()]
+    if folder is None:
+        return Free(min(free), "of memory", "or give the machine or the container more memory.")
+    found = os.statvfs(folder)
+    remedy = "enlarge the mount or the container's memory, or name another --shm-dir."
+    return Free(min(*free, found.f_bavail * found.f_frsize), f"in {folder}", remedy)
+
+
+def _left_to_groups() -> Iterator[int]:
+    """What the control groups of this process (of either version) leave it; a container has its own as the root."""
+    for line in (PROC / "self" / "cgroup").read_text().splitlines():
+        _, controllers, place = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            root, names = GROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        elif not controllers:
+            root, names = GROUPS, ("memory.max", "memory.current")
+        else:
+            continue
+        group = root / place.lstrip("/")
+        for folder in (group, *group.parents):
+            left = _left_to(folder, *names)
+            if left is not None:
+                yield left
+            if folder == root:
+                break
+
+
+def _left_to(group: Path, limit: str, usage: str) -> int | None:
+    """What a group may still take, cached files aside; None where it is not limited or not there."""
+    try:
+        most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    prefix = "total_" if "total_inactive_file" in stat else ""
+    cached = sum(int(stat.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
+    return None if most == "max" else max(0, int(most) - used + cached)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

@@ -1,0 +1,121 @@
+"""The entrance of workers, as a test sees it: a door, and a worker's socket, in one thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import toy_envs as toy
+from echelon.roles.door import EpisodeDoor
+from echelon.schema import Spaces
+from echelon.transport.episode_wire import PROTOCOL, Arrive, Piece, from_door, pack, socket_name
+from echelon.transport.sockets import connect
+from stage import Stage
+
+Array = np.ndarray[Any, Any]
+MakeStage = Callable[..., Stage]
+DEADLINE_S = 30.0
+GAMMA = 0.5
+FIELDS = {"engine": "local", "workers.address": "tcp://127.0.0.1:0", "workers.max_steps": 64, "replay.n_step": 3}
+FIELDS |= {"replay.capacity": 256, "replay.min_size": 8, "replay.batch": 8, "algorithm.discount": GAMMA}
+
+
+class Entrance:
+    """A door and a worker's socket in one thread."""
+
+    def __init__(self, stage: Stage, *, is_open: bool = True) -> None:
+        self.stage, self.told = stage, dict[str, list[Any]]()
+        for name in ("workers", "evaluation"):
+            stage.world.serve(name, self.told.setdefault(name, []).append)
+        if is_open:
+            self.open()
+        self.door = self.make_door()
+        self.socket = self.connect()
+
+    def connect(self) -> Any:
+        return connect(self.door.door.address, None, 1 << 24, name=socket_name("w"))
+
+    def open(self) -> None:
+        self.stage.plan.replay.tally().open(0, 0)
+
+    def make_door(self, incarnation: int = 0) -> EpisodeDoor:
+        context = dataclasses.replace(self.stage.context, name=f"door-{incarnation}", incarnation=incarnation)
+        return EpisodeDoor(context)
+
+    def raw(self, frames: list[Any]) -> Any:
+        """The answer to `frames`, or None where there is none soon."""
+        self.socket.send_multipart(frames)
+        return self.answer(0.1)
+
+    def answer(self, timeout_s: float = DEADLINE_S) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self.door.step(0.01)
+            if self.socket.poll(0):
+                return from_door([frame.buffer for frame in self.socket.recv_multipart(copy=False)])
+        return None
+
+    def ask(self, message: Any) -> Any:
+        self.socket.send_multipart(pack(message))
+        return self.answer()
+
+    def arrive(self, name: str = "w", spaces: Spaces | None = None) -> Any:
+        return self.ask(Arrive(PROTOCOL, name, (spaces or self.stage.context.spaces).to_json(), False))
+
+    def items(self) -> dict[str, Array]:
+        return items_of(self.stage)
+
+    @property
+    def head(self) -> int:
+        return self.door.intake.writer.head
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+        self.door.close()
+
+
+@pytest.fixture
+def make_entrance(make_stage: MakeStage) -> Iterator[Callable[..., Entrance]]:
+    made: list[Entrance] = []
+
+    def make(env: Any = toy.CounterEnv, *, is_open: bool = True, **fields: Any) -> Entrance:
+        name = fields.pop("name", "dqn")
+        made.append(Entrance(make_stage(env, name, **{**FIELDS, **fields}), is_open=is_open))
+        return made[-1]
+
+    yield make
+    for entrance in made:
+        entrance.close()
+
+
+def piece(length: int = 5, number: int = 1, **changes: Any) -> Piece:
+    """An episode of the counter that terminates."""
+    t = np.arange(length + 1)
+    fields: dict[str, Any] = {
+        "worker": "w",
+        "number": number,
+        "has_version": 1,
+        "observation": [np.stack([np.full(length + 1, number), t, t * 0 + 7], 1).astype(np.float32)],
+        "action": np.zeros(length, np.int64),
+        "reward": (100 * number + t[1:]).astype(np.float32),
+        "version": np.ones(length, np.int64),
+        "num_old": 0,
+        "terminated": True,
+        "truncated": False,
+        "episode_return": 10.0,
+        "episode_length": length,
+    }
+    return Piece(**{**fields, **changes})
+
+
+def items_of(stage: Stage) -> dict[str, Array]:
+    reader = stage.plan.replay.readers()[0]
+    start, head = reader.window()
+    block = reader.layout.block(head - start)
+    assert reader.read(np.arange(start, head), block).all()
+    return {**block.fields, "priority": reader.initial(start, head)}

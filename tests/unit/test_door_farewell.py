@@ -1,0 +1,60 @@
+"""The door, when workers leave it or it leaves them; and the bounds of what they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import toy_envs as toy
+from echelon.roles import door as door_module
+from echelon.roles.intake import action_bounds
+from echelon.transport.episode_wire import Leave, Next, Over, Refusal, Sign, Stopped, Stranger, pack
+from entrance import piece
+
+
+@pytest.mark.parametrize(("calls", "word"), [(["over", "stop"], Over), (["stop"], Stopped)])
+def test_all_workers_are_told_whether_the_run_is_over_or_stopped(make_entrance: Any, calls: Any, word: Any) -> None:
+    entrance = make_entrance()
+    entrance.arrive()
+    entrance.door.journal.enter("gone for ever")
+    entrance.door.journal._workers["heard"] -= 1e6  # both said nothing for long; one is still connected
+    for call in calls:
+        entrance.stage.world.post("door-0", call)
+    assert isinstance(entrance.answer(), word) and entrance.door.finished
+
+
+def test_nobody_keeps_a_door_open_by_talking(make_entrance: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "GOODBYE_S", 0.05)
+    entrance = make_entrance()
+    entrance.door.journal.enter("coming back")
+    monkeypatch.setattr(entrance.door.door, "receive", lambda: (b"talker", []))
+    entrance.door.station.stop_requested = True
+    entrance.door.step(0.0)
+    assert entrance.door.finished
+
+
+def test_workers_that_leave_are_forgotten_and_those_that_show_a_sign_are_not(make_entrance: Any) -> None:
+    entrance = make_entrance()
+    entrance.arrive()
+    journal, attendance = entrance.door.journal, entrance.door.attendance
+    journal._workers["heard"] -= 1e6
+    assert attendance.num_here == 0 and entrance.raw(pack(Sign("w"))) is None and attendance.num_here == 1
+    assert entrance.raw(pack(Sign("nobody"))) is None and entrance.raw(pack(Leave("nobody"))) is None
+    assert entrance.raw(pack(Leave("w"))) is None and journal.sockets(float("inf")) == []
+    assert isinstance(entrance.ask(piece()), Stranger)
+    entrance.stage.world.poll(0.0)
+    assert "worker w came (1 here)" in entrance.stage.messages and "worker w left (0 here)" in entrance.stage.messages
+
+
+def test_continuous_actions_keep_to_their_bounds(make_entrance: Any) -> None:
+    entrance = make_entrance(toy.ForceEnv, name="sac", **{"env.kwargs": {"dtype": "float32"}})
+    entrance.arrive()
+    for number, value in enumerate((-1.0, np.nextafter(np.float32(1.0), np.float32(2.0))), 1):
+        assert isinstance(entrance.ask(piece(number=number, action=np.full((5, 1), value, np.float32))), Next)
+    answer = entrance.ask(piece(number=3, action=np.full((5, 1), 1.5, np.float32)))
+    assert isinstance(answer, Refusal) and "action holds 1.5" in answer.reason
+    low, high = action_bounds(gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 1])), as_env=True)
+    assert low.tolist() == [-2.0, 0.0] and high.tolist() == [2.0, 1.0]

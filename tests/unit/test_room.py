@@ -1,0 +1,59 @@
+"""Room: the least of what the machine, the container and the mount leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echelon import room
+from echelon.errors import ConfigError
+from echelon.room import check_room, free_memory
+
+GB = 10**9
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of our own, with 8 GB free and no group that limits anything."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {8 * GB // 1024} kB\n")
+    (tmp_path / "self" / "cgroup").write_text("")
+    monkeypatch.setattr(room, "PROC", tmp_path)
+    monkeypatch.setattr(room, "GROUPS", tmp_path / "groups")
+    return tmp_path
+
+
+def limit(group: Path, names: tuple[str, str], most: str, used: int, stat: str) -> None:
+    group.mkdir(parents=True, exist_ok=True)
+    (group / names[0]).write_text(f"{most}\n")
+    (group / names[1]).write_text(f"{used}\n")
+    (group / "memory.stat").write_text(stat)
+
+
+def test_without_a_limit_it_is_what_the_machine_has(machine: Path) -> None:
+    assert free_memory().nbytes == 8 * GB // 1024 * 1024
+    (machine / "self" / "cgroup").write_text("0::/job\n")
+    limit(machine / "groups" / "job", ("memory.max", "memory.current"), "max", GB, "inactive_file 0\n")
+    assert free_memory().nbytes == 8 * GB // 1024 * 1024
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_group_above_a_process_counts_and_cached_files_do_not(machine: Path, version: int) -> None:
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    root = machine / "groups" / ("" if version == 2 else "memory")
+    prefix = "" if version == 2 else "inactive_file 7\ntotal_"
+    (machine / "self" / "cgroup").write_text("0::/job/step\n" if version == 2 else "3:cpu:/\n4:memory:/job/step\n")
+    limit(root / "job" / "step", names, str(6 * GB), GB, f"{prefix}inactive_file 0\n")
+    limit(root / "job", names, str(4 * GB), 3 * GB, f"{prefix}inactive_file {GB}\n")
+    limit(root, names, str(2**60), 3 * GB, f"{prefix}inactive_file 0\n")
+    assert free_memory().nbytes == 2 * GB and free_memory(machine).nbytes <= 2 * GB
+    check_room(2 * GB, "a buffer", free_memory())
+    with pytest.raises(ConfigError, match=r"a buffer needs 2\.50 GB of memory, where 2\.00 GB are free\. Lower --size"):
+        check_room(5 * GB // 2, "a buffer", free_memory(), "--size")
+
+
+def test_a_container_that_sees_only_its_own_group_is_limited_by_it(machine: Path) -> None:
+    (machine / "self" / "cgroup").write_text("0::/a/path/of/the/host\n")
+    limit(machine / "groups", ("memory.max", "memory.current"), str(3 * GB), 2 * GB, "inactive_file 0\n")
+    assert free_memory().nbytes == GB

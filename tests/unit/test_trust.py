@@ -1,0 +1,152 @@
+"""What a worker does and does not do because a learner, or whoever plays one, says so."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon import config_io
+from echelon.asynchronous.line import Line
+from echelon.asynchronous.trust import check_names
+from echelon.asynchronous.worker import AsyncWorker
+from echelon.config import EnvConfig, replace
+from echelon.errors import ConfigError
+from echelon.presets import preset
+from echelon.transport.door import Door
+from echelon.transport.episode_wire import (
+    PROTOCOL,
+    Arrive,
+    Ask,
+    FromDoor,
+    FromWorker,
+    Leave,
+    Over,
+    Stopped,
+    Task,
+    from_worker,
+    pack,
+)
+
+Answers = Callable[[FromWorker], list[FromDoor]]
+
+
+@contextlib.contextmanager
+def learner(answers: Answers) -> Iterator[tuple[str, list[FromWorker]]]:
+    """Somebody who plays the learner: the address, and what was said there."""
+    door, heard, ended = Door("workers", "tcp://127.0.0.1:0", None, 1 << 20), list[FromWorker](), threading.Event()
+
+    def serve() -> None:
+        while not ended.is_set():
+            while (message := door.receive()) is not None:
+                heard.append(from_worker([frame.buffer for frame in message[1]]))
+                for answer in answers(heard[-1]):
+                    door.send(message[0], *pack(answer))
+            door.sleep(0.01)
+        door.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield door.address, heard
+    finally:
+        ended.set()
+        thread.join()
+
+
+def task(**changes: Any) -> Task:
+    return Task(config_io.to_json(replace(preset("dqn", "CartPole-v1"), **changes)), None)
+
+
+def work(asked: Task, **options: Any) -> tuple[str, list[FromWorker]]:
+    """What a worker tells, and what it says, whose learner asks for this and is over as soon as it arrives."""
+    output = io.StringIO()
+
+    def answers(message: FromWorker) -> list[FromDoor]:
+        return [] if isinstance(message, Leave) else [asked if isinstance(message, Ask) else Over()]
+
+    with learner(answers) as (address, heard):
+        AsyncWorker(address, output=output, **options).work()
+    return output.getvalue(), heard
+
+
+def test_a_learner_runs_no_code_of_its_choice_on_a_worker(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    asked = task(**{"env.id": "os:system", "env.kwargs": {"command": f"touch {made}"}})
+    with pytest.raises(ConfigError, match=r"asks for env.id='os:system', code that .* with --env .*--trust-learner"):
+        work(asked)
+    assert not made.exists()
+    told, heard = work(asked, env="CartPole-v1")  # what the worker names itself
+    assert any(isinstance(message, Arrive) for message in heard) and "the run is over; 0 episodes" in told
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"env.id": "toy_envs:CounterEnv"},
+        {"env.id": "toy_envs:Counter-v0"},  # gymnasium would import the module
+        {"env.id": "/tmp/file.py:make"},
+        {"env.id": "echelon.names:importlib.import_module", "env.kwargs": {"name": "antigravity"}},
+        {"env.id": "echelon.envs.make:importlib"},
+        {"env.id": "echelon.envs.racing:make_car_racing"},
+        {"env.id": "echelon.envs.racing:gym.Env"},
+        {"env.id": "echelon.envs.racing:VectorEnv"},
+        {"env.id": "GymV21Environment-v0", "env.kwargs": {"env_id": "os:Any-v0"}},
+        {"env.id": "envpool:os:system"},
+        {"env.wrappers": ("toy_envs:Doubled",)},
+        {"network.name": "toy_envs:network"},
+    ],
+)
+def test_names_of_others_are_refused(changes: dict[str, Any]) -> None:
+    config = replace(preset("dqn", "CartPole-v1"), **changes)
+    field = next(iter(changes))
+    with pytest.raises(ConfigError, match=rf"asks for {field}=.*trust_learner=True"):
+        check_names(config, env=True)
+    if field.startswith("env."):
+        check_names(config, env=False)
+
+
+@pytest.mark.parametrize(
+    "id", ["CartPole-v1", "ALE/Pong-v5", "Space/Some.Env-v0", "envpool:Pong-v5", "echelon.envs.racing:PixelPool"]
+)
+def test_names_of_known_environments_are_taken(id: str) -> None:
+    check_names(preset("dqn", id), env=True)
+
+
+def test_a_trusted_learner_may_name_what_it_likes() -> None:
+    with pytest.raises(ConfigError, match="toy_envs:CounterEnv"):
+        work(task(**{"env.id": "toy_envs:CounterEnv"}))
+    _, heard = work(task(**{"env.id": "toy_envs:CounterEnv"}), trust_learner=True)
+    assert any(isinstance(message, Arrive) for message in heard)
+    _, heard = work(task(**{"env.wrappers": ("toy_envs:lost",)}), env=EnvConfig("CartPole-v1"))
+    assert any(isinstance(message, Arrive) for message in heard)
+
+
+def test_a_stopped_learner_is_waited_for_and_told_of_once() -> None:
+    told: list[str] = []
+    asked = task()
+    with learner(lambda message: [Stopped(), Stopped(), asked]) as (address, _):
+        line = Line(address, "w", None, 60.0, told.append)
+        assert isinstance(line.ask(Ask(PROTOCOL), Task), Task)
+        line.close()
+    assert [text.partition(address)[2] for text in told] == [
+        " was stopped; trying again until it is resumed",
+        " is there again",
+    ]
+
+
+def test_a_worker_says_goodbye_whatever_ends_it() -> None:
+    with learner(lambda message: [task()] if isinstance(message, Ask) else []) as (address, heard):
+        output = io.StringIO()
+        worker = AsyncWorker(address, env="No-v0", output=output)
+        with pytest.raises(ConfigError, match="no environment that gymnasium knows"):
+            worker.work()
+        said = threading.Event()
+        while not any(isinstance(message, Leave) for message in heard):
+            said.wait(0.005)
+    assert "leaving; 0 episodes came from here" in output.getvalue()
