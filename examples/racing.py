@@ -13,6 +13,7 @@ road ahead, which learn faster. Needs box2d (`pip install "gymnasium[box2d]"`) o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import subprocess
 import sys
 from typing import Any
@@ -97,4 +98,5 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=500)
     parser.add_argument("--update-steps", type=int, default=64)
     options = parser.parse_args()
-    work(options) if options.what == "worker" else learn(options)
+    with contextlib.suppress(KeyboardInterrupt):  # a worker says goodbye by itself
+        work(options) if options.what == "worker" else learn(options)

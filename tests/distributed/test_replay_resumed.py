@@ -63,7 +63,7 @@ def test_a_restored_learner_draws_the_same_batches_and_learns_the_same(
     stages.append(stage := Stage(tmp_path, replace(preset(name, env), **fields)))
     learner, actors = stage.learner(), [stage.actor(0), stage.actor(1)]
     while source_of(learner).replay.size < 400 or learner.counters.updates < 150:  # the shards have come round
-        for role in (learner, *actors):
+        for role in (*actors, learner):  # last, so that it has counted every step of theirs
             role.step(0.0)
     learner.checkpoint()
     stages.append(resumed := Resumed(tmp_path / "again", stage))
@@ -152,7 +152,7 @@ def test_an_older_snapshot_that_is_whole_is_taken_where_the_newest_is_not(tmp_pa
     ("section", "field", "value", "what"),
     [
         ("actor", "num_actors", 4, "has 2 shards, where this replay has 4"),
-        ("replay", "capacity", 600, "'capacity': 300"),
+        ("replay", "capacity", 600, "capacity of a shard: 200 there, 300 here"),
     ],
 )
 def test_a_snapshot_of_another_layout_is_refused_with_the_remedy(

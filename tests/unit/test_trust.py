@@ -9,15 +9,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 
 from echelon import config_io
+from echelon.asynchronous import line as line_module
+from echelon.asynchronous import worker as worker_module
+from echelon.asynchronous.acting import ModelActing
 from echelon.asynchronous.line import Line
 from echelon.asynchronous.trust import check_names
 from echelon.asynchronous.worker import AsyncWorker
 from echelon.config import EnvConfig, replace
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, TransportTimeout
 from echelon.presets import preset
+from echelon.schema import Spaces
 from echelon.transport.door import Door
 from echelon.transport.episode_wire import (
     PROTOCOL,
@@ -27,11 +33,16 @@ from echelon.transport.episode_wire import (
     FromWorker,
     Leave,
     Over,
+    Piece,
+    Sign,
     Stopped,
     Task,
+    Wait,
+    Welcome,
     from_worker,
     pack,
 )
+from running import wait_until
 
 Answers = Callable[[FromWorker], list[FromDoor]]
 
@@ -146,7 +157,32 @@ def test_a_worker_says_goodbye_whatever_ends_it() -> None:
         worker = AsyncWorker(address, env="No-v0", output=output)
         with pytest.raises(ConfigError, match="no environment that gymnasium knows"):
             worker.work()
-        said = threading.Event()
-        while not any(isinstance(message, Leave) for message in heard):
-            said.wait(0.005)
+        wait_until(lambda: any(isinstance(message, Leave) for message in heard), "it said goodbye")
     assert "leaving; 0 episodes came from here" in output.getvalue()
+
+
+@pytest.mark.parametrize("is_starting", [False, True])
+def test_a_learner_that_is_still_starting_is_given_time(monkeypatch: pytest.MonkeyPatch, is_starting: bool) -> None:
+    """Between its lobby and its door nobody listens for some seconds, which is no cause for alarm."""
+    monkeypatch.setattr(line_module, "FIRST_REPEAT_S", 0.01)
+    monkeypatch.setattr(line_module, "TOLD_AFTER_S", 0.0)
+    told: list[str] = []
+    words: list[FromDoor] = [Wait()] if is_starting else []
+    with learner(lambda message: [words.pop()] if words else []) as (address, _):
+        line = Line(address, "w", None, 0.1, told.append)
+        with pytest.raises(TransportTimeout):
+            line.ask(Ask(PROTOCOL), Task)
+        line.close()
+    assert bool(told) != is_starting
+
+
+def test_a_worker_shows_signs_of_life_during_a_long_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "SIGN_S", 0.0)
+    spaces = Spaces(gym.spaces.Box(-np.inf, np.inf, (4,), np.float32), gym.spaces.Discrete(2))
+    weights = ModelActing(preset("dqn", "CartPole-v1"), spaces, 0, 1, 0).mirror.memory
+    answers: dict[type, FromDoor] = {Ask: task(), Arrive: Welcome(0, 1, weights, 0), Piece: Over()}
+    output = io.StringIO()
+    with learner(lambda message: [answers[type(message)]] if type(message) in answers else []) as (address, heard):
+        assert AsyncWorker(address, output=output).work() == 0
+    assert any(isinstance(message, Sign) for message in heard)
+    assert f"at {address.removeprefix('tcp://')}, CartPole-v1, dqn" in output.getvalue()

@@ -171,6 +171,8 @@ class Learner:
         if now < self.next_report:
             return
         self.next_report = now + min(max(0.02 * (now - self.born), MIN_REPORT_S), MAX_REPORT_S)
+        if self.context.train.has_workers:  # their steps come whether a batch is due or not
+            self.rate.note(now, self.counters.env_steps)
         self.station.report("train", self._row())
         self._tell_news()
 

@@ -227,12 +227,13 @@ class ReplaySource:
 
     def state_dict(self) -> dict[str, Any]:
         top = self.tally.top_priority if self.counters.updates else 0.0
-        return {"rng": self.rng.bit_generator.state, "top_priority": top}
+        return {"rng": self.rng.bit_generator.state, "top_priority": top, "beta": self.beta}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
             self.rng.bit_generator.state = state["rng"]
-            self.tally.raise_top(state.get("top_priority", 0.0))
+            self.tally.raise_top(state["top_priority"])
+            self.beta = state["beta"]
 
     def save(self, name: str) -> None:
         """Begins to write the replay's content as of now, unless that of an earlier checkpoint is still being written.
