@@ -233,7 +233,7 @@ class ReplaySource:
         if state:
             self.rng.bit_generator.state = state["rng"]
             self.tally.raise_top(state["top_priority"])
-            self.beta = state["beta"]
+            self.beta = state.get("beta", self.beta)
 
     def save(self, name: str) -> None:
         """Begins to write the replay's content as of now, unless that of an earlier checkpoint is still being written.
