@@ -130,15 +130,17 @@ def run(
     tell = functools.partial(print, file=output, flush=True)
     tell(f"preparing {config.preset} on {_place(config)}")
     session = create_session(config.shm_dir)
-    engine = _make_engine(config, session, brought)
+    engine: InlineEngine | LocalEngine | None = None
     try:
+        engine = _make_engine(config, session, brought)
         from echelon.preparation import prepare
 
         context, choice = prepare(config, session, engine, past.epoch, began - past.wall_s, tell, brought)
         acting = {"asked": config.acting.mode, "mode": choice.mode, "why": choice.reason}
         return _train_in(context, engine, past, acting, output)
     finally:
-        engine.close(0.0)
+        if engine is not None:
+            engine.close(0.0)
         shutil.rmtree(session, ignore_errors=True)
 
 

@@ -60,8 +60,10 @@ def create_session(shm_dir: str) -> Path:
     try:
         path.mkdir(mode=0o700)
         (path / OWNER).write_text(json.dumps(owner))
-    except OSError as error:
+    except BaseException as error:  # a user's Ctrl-C among them: nobody knows of the folder yet
         shutil.rmtree(path, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         raise ConfigError(f"shm_dir={shm_dir} has no room for a run: {error}. Name another with --shm-dir.") from error
     return path
 
