@@ -32,7 +32,7 @@ from echelon.roles.learner import Learner
 from echelon.roles.plan import Plan
 from echelon.roles.replay_source import ReplaySource
 from echelon.schema import Spaces
-from echelon.world.world import World
+from echelon.world.node import Node
 
 NUM_WRITERS, CHUNK = 2, 64
 SPACES = Spaces(gym.spaces.Box(-1.0, 1.0, (8,), np.float32), gym.spaces.Discrete(4))
@@ -79,7 +79,7 @@ def write(config: dict[str, Any], index: int, rate: float, full: Any, stop: Any)
 class Timed:
     """A learner whose steps are timed."""
 
-    def __init__(self, context: Context, world: World) -> None:
+    def __init__(self, context: Context, world: Node) -> None:
         self.world, self.learner = world, Learner(context)
         assert isinstance(self.learner.source, ReplaySource) and self.learner.source.archive is not None
         self.archive = self.learner.source.archive
@@ -117,7 +117,7 @@ class Timed:
 def measure(items: int, rounds: int, rate: float, folder: Path, is_often: bool) -> dict[str, Any]:
     session = Path(tempfile.mkdtemp(prefix="echelon-bench-", dir="/dev/shm"))
     context = make_context(folder, session, items)
-    world = World.host(context.address)
+    world = Node.host(context.address)
     for name in ("message", "phases", "train", "finished"):
         world.serve(name, lambda *told: None)
     spawn = multiprocessing.get_context("spawn")

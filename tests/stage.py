@@ -20,7 +20,7 @@ from echelon.roles.context import Context
 from echelon.roles.inference import Inference
 from echelon.roles.learner import Learner
 from echelon.roles.plan import Plan
-from echelon.world.world import World
+from echelon.world.node import Node
 
 Array = np.ndarray[Any, Any]
 Trajectory = dict[str, Array]
@@ -34,7 +34,7 @@ class Stage:
         session.mkdir()
         (folder / "run" / "checkpoints").mkdir(parents=True)
         address = f"inproc://{folder}"
-        self.world = World.host(address)
+        self.world = Node.host(address)
         self.messages: list[str] = []
         self.world.serve("message", self.messages.append)
         self.world.serve("env_restarted", self.messages.append)

@@ -194,10 +194,10 @@ def _coordinate(
     from echelon.roles.coordinator import Coordinator
     from echelon.runs.console import Console
     from echelon.runs.metrics import MetricsWriter
-    from echelon.world.world import World
+    from echelon.world.node import Node
 
     console = Console(f"{context.train.preset} on {_place(context.train)}", context.run_dir, output)
-    world = World.host(context.address)
+    world = Node.host(context.address)
     metrics = MetricsWriter(folder.path, append=past.epoch > 0)
     coordinator = Coordinator(context, engine, world, console, metrics, interrupts)
     coordinator.row = past.row

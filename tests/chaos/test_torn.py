@@ -24,7 +24,7 @@ from echelon.roles.plan import Plan
 from echelon.roles.queue_source import QueueSource
 from echelon.schema import Spaces
 from echelon.transport.session import create_session
-from echelon.world.world import World
+from echelon.world.node import Node
 from running import wait_until
 from unruly import WitnessEnv, evidence
 
@@ -78,7 +78,7 @@ class Bench:
         address = f"ipc://{session}/world"
         self.context = Context("host", 0, 0, 0, config, spaces, (), session, address, run_dir, 0.0)
         self.engine = LocalEngine(str(session), ["echelon.roles.actor"])
-        self.world = World.host(address)
+        self.world = Node.host(address)
         self.world.serve("phases", lambda name, phases: None)
         self.plan = Plan(self.context)
         self.ring, self.board = self.plan.ring(), self.plan.board()

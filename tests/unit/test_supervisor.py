@@ -56,7 +56,7 @@ class Engine:
         self.signals.append(number)
 
 
-class World:
+class Node:
     """Knows the progress that the test wrote down, or none: the role has not joined, or has left."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class World:
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A supervisor with one actor that was just started."""
-    clock, engine, world, told = Clock(), Engine(), World(), list[str]()
+    clock, engine, world, told = Clock(), Engine(), Node(), list[str]()
     monkeypatch.setattr(module, "time", clock)
     env = CounterEnv()
     spaces = Spaces(env.observation_space, env.action_space)

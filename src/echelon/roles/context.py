@@ -12,7 +12,7 @@ from echelon import config_io
 from echelon.config import TrainConfig
 from echelon.roles.brought import Brought
 from echelon.schema import Spaces, TrajectorySchema
-from echelon.world.world import World
+from echelon.world.node import Node
 
 COORDINATOR = "coordinator"
 BEAT_INTERVAL_S = 0.25
@@ -81,7 +81,7 @@ class Station:
     """A role's place in the world: it hears `stop`, beats with its progress, and tells where its time goes."""
 
     def __init__(self, context: Context) -> None:
-        self.world = World.join(context.address, context.name)
+        self.world = Node.join(context.address, context.name)
         self.stop_requested = False
         self.progress = 0
         self.phases = dict.fromkeys(PHASES, 0.0)

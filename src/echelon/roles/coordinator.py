@@ -20,7 +20,7 @@ from echelon.roles.interrupts import Interrupts
 from echelon.roles.supervisor import Supervisor
 from echelon.runs.console import Console, Status
 from echelon.runs.metrics import MetricsWriter
-from echelon.world.world import World
+from echelon.world.node import Node
 
 LOOP_S = 0.05
 TOLD_ENV_RESTARTS = 5
@@ -38,7 +38,7 @@ class Coordinator:
         self,
         context: Context,
         engine: LocalEngine | InlineEngine,
-        world: World,
+        world: Node,
         console: Console,
         metrics: MetricsWriter,
         interrupts: Interrupts,

@@ -21,7 +21,7 @@ from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, Failure, ProcessSpec
 from echelon.errors import ConfigError, DivergedError, EnvError, RunError
 from echelon.roles.context import PHASES, Context
-from echelon.world.world import World
+from echelon.world.node import Node
 
 PROCESSES = "processes.json"
 START_GRACE_S = 120.0  # a role that has not begun yet: imports, compilation, slow environments
@@ -49,7 +49,7 @@ class Supervisor:
     """Keeps every role of a run alive."""
 
     def __init__(
-        self, context: Context, engine: LocalEngine | InlineEngine, world: World, tell: Callable[[str], None]
+        self, context: Context, engine: LocalEngine | InlineEngine, world: Node, tell: Callable[[str], None]
     ) -> None:
         self.context, self.config = context, context.train.supervision
         self.engine, self.world, self.tell = engine, world, tell

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from echelon.world.world import World
+from echelon.world.node import Node
 
 
 def main(address: str, name: str, starter: int) -> None:
-    world = World.join(address, name, timeout_s=60)
+    world = Node.join(address, name, timeout_s=60)
     seen: list[int] = []
     stop: list[bool] = []
 

@@ -11,39 +11,39 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import node_member
 import numpy as np
 import pytest
 import torch
-import world_member
 import zmq
 
 from echelon.errors import ConfigError, PeerLost, Refused, TransportTimeout
 from echelon.transport.codec import encode
-from echelon.world.world import RemoteError, World
+from echelon.world.node import Node, RemoteError
 
 PATIENCE_S = 60.0  # a bound on what should take milliseconds, on a machine that may be busy
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # every child starts bare, without waiting for imports
-FORKSERVER.set_forkserver_preload(["echelon.world.world"])
+FORKSERVER.set_forkserver_preload(["echelon.world.node"])
 
 Start = Callable[[str], ForkServerProcess]
 Knock = Callable[[], zmq.Socket[bytes]]
 
 
 @pytest.fixture(params=["ipc", "tcp"])
-def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
     address = f"ipc://{tmp_path}/host" if request.param == "ipc" else "tcp://127.0.0.1:0"
-    with World.host(address) as world:
+    with Node.host(address) as world:
         yield world
 
 
 @pytest.fixture
-def start(host: World) -> Iterator[Start]:
+def start(host: Node) -> Iterator[Start]:
     """Starts a member in a process of its own and waits until it has joined."""
     children: list[ForkServerProcess] = []
 
     def start_member(name: str) -> ForkServerProcess:
-        child = FORKSERVER.Process(target=world_member.main, args=(host.address, name, os.getpid()))
+        child = FORKSERVER.Process(target=node_member.main, args=(host.address, name, os.getpid()))
         child.start()
         children.append(child)
         wait_for(host, lambda: (seen := host.last_progress(name)) is not None and seen.pid == child.pid)
@@ -62,7 +62,7 @@ def send_signal(child: ForkServerProcess, number: signal.Signals) -> None:
 
 
 @pytest.fixture
-def knock(host: World) -> Iterator[Knock]:
+def knock(host: Node) -> Iterator[Knock]:
     """Makes raw sockets that are connected to the host's door."""
     context = zmq.Context()
 
@@ -79,18 +79,18 @@ def knock(host: World) -> Iterator[Knock]:
     context.term()
 
 
-def wait_for(world: World, condition: Callable[[], bool]) -> None:
+def wait_for(world: Node, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
         world.poll(0.05)
 
 
-def ask(world: World, to: str, function: str, *args: Any) -> Any:
+def ask(world: Node, to: str, function: str, *args: Any) -> Any:
     return world.call(to, function, *args, timeout_s=PATIENCE_S)
 
 
-def test_values_and_tensors_travel_both_ways(host: World, start: Start) -> None:
+def test_values_and_tensors_travel_both_ways(host: Node, start: Start) -> None:
     start("a")
     weights: dict[str, Any] = {"w": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "step": np.int64(3)}
     image = np.random.default_rng(0).integers(0, 255, (64, 84, 84), dtype=np.uint8)
@@ -100,7 +100,7 @@ def test_values_and_tensors_travel_both_ways(host: World, start: Start) -> None:
     assert ask(host, "a", "members") == host.members == ["a", "coordinator"]
 
 
-def test_ten_thousand_posts_arrive_in_order(host: World, start: Start) -> None:
+def test_ten_thousand_posts_arrive_in_order(host: Node, start: Start) -> None:
     start("a")
     for i in range(10_000):
         host.post("a", "note", i)
@@ -108,7 +108,7 @@ def test_ten_thousand_posts_arrive_in_order(host: World, start: Start) -> None:
     assert host.dropped == 0
 
 
-def test_posts_beyond_the_queue_are_dropped_and_counted(host: World, start: Start) -> None:
+def test_posts_beyond_the_queue_are_dropped_and_counted(host: Node, start: Start) -> None:
     child = start("a")
     send_signal(child, signal.SIGSTOP)
     block = np.zeros(10_000, np.uint8)
@@ -122,7 +122,7 @@ def test_posts_beyond_the_queue_are_dropped_and_counted(host: World, start: Star
     assert host.dropped == 2
 
 
-def test_a_remote_error_carries_its_traceback(host: World, start: Start) -> None:
+def test_a_remote_error_carries_its_traceback(host: Node, start: Start) -> None:
     start("a")
     with pytest.raises(RemoteError, match="it broke") as caught:
         ask(host, "a", "fail", "it broke")
@@ -135,7 +135,7 @@ def test_a_remote_error_carries_its_traceback(host: World, start: Start) -> None
     assert ask(host, "a", "echo", 1) == (1,)
 
 
-def test_a_failed_post_reaches_on_error(host: World, start: Start) -> None:
+def test_a_failed_post_reaches_on_error(host: Node, start: Start) -> None:
     start("a")
     errors: list[str] = []
     host.on_error = errors.append
@@ -147,7 +147,7 @@ def test_a_failed_post_reaches_on_error(host: World, start: Start) -> None:
     assert "serves no function 'multiply'" in errors[1]
 
 
-def test_a_silent_peer_times_out_by_name(host: World, start: Start) -> None:
+def test_a_silent_peer_times_out_by_name(host: Node, start: Start) -> None:
     child = start("a")
     send_signal(child, signal.SIGSTOP)
     with pytest.raises(TransportTimeout, match=rf"'a' \(process {child.pid}\) did not answer pid\(\).*0.2 s"):
@@ -158,7 +158,7 @@ def test_a_silent_peer_times_out_by_name(host: World, start: Start) -> None:
         host.call("nobody", "pid", timeout_s=0.05)
 
 
-def test_whoever_waits_for_a_killed_member_gets_peer_lost(host: World, start: Start) -> None:
+def test_whoever_waits_for_a_killed_member_gets_peer_lost(host: Node, start: Start) -> None:
     victim, _ = start("victim"), start("waiter")
     victim.kill()
     victim.join()
@@ -176,7 +176,7 @@ def test_whoever_waits_for_a_killed_member_gets_peer_lost(host: World, start: St
     assert host.members == ["coordinator", "waiter"] and host.last_progress("victim") is None
 
 
-def test_a_new_incarnation_takes_the_name_over(host: World, start: Start) -> None:
+def test_a_new_incarnation_takes_the_name_over(host: Node, start: Start) -> None:
     notes: list[int] = []
     host.serve("note", notes.append)
     old = start("a")
@@ -195,7 +195,7 @@ def test_a_new_incarnation_takes_the_name_over(host: World, start: Start) -> Non
     assert notes == [2] and host.members == ["a", "b", "coordinator"]
 
 
-def test_a_former_life_is_refused(host: World, knock: Knock) -> None:
+def test_a_former_life_is_refused(host: Node, knock: Knock) -> None:
     """Two lives of one name in this process: what the first one still says counts for nothing."""
     notes: list[int] = []
     host.serve("note", notes.append)
@@ -214,12 +214,12 @@ def test_a_former_life_is_refused(host: World, knock: Knock) -> None:
     assert notes == [1] and host.members == ["a", "coordinator"]
 
 
-def member_of(host: World, file: str) -> str:
+def member_of(host: Node, file: str) -> str:
     """An address where nobody is, as a member of `host` would have it."""
     return "tcp://127.0.0.1:1" if host.address.startswith("tcp") else f"{host.address.rpartition('/')[0]}/{file}"
 
 
-def test_members_that_call_each_other_do_not_deadlock(host: World, start: Start) -> None:
+def test_members_that_call_each_other_do_not_deadlock(host: Node, start: Start) -> None:
     start("a")
     start("b")
     host.serve("double", lambda x: 2 * x)
@@ -228,7 +228,7 @@ def test_members_that_call_each_other_do_not_deadlock(host: World, start: Start)
     assert ask(host, "a", "relay", "a", "echo", 1) == (1,)
 
 
-def test_the_host_sees_progress_and_when_it_changed(host: World, start: Start) -> None:
+def test_the_host_sees_progress_and_when_it_changed(host: Node, start: Start) -> None:
     child = start("a")
     first = host.last_progress("a")
     assert first is not None and (first.counter, first.pid, first.changed_at) == (0, child.pid, first.joined_at)
@@ -246,7 +246,7 @@ def test_the_host_sees_progress_and_when_it_changed(host: World, start: Start) -
     assert own is not None and own.counter == 9
 
 
-def test_hostile_frames_cost_the_host_nothing(host: World, start: Start, knock: Knock) -> None:
+def test_hostile_frames_cost_the_host_nothing(host: Node, start: Start, knock: Knock) -> None:
     start("a")
     hostile: list[list[bytes]] = [
         [b""],
@@ -279,7 +279,7 @@ def test_hostile_frames_cost_the_host_nothing(host: World, start: Start, knock: 
     assert host.members == ["a", "coordinator"] and ask(host, "a", "echo", 1) == (1,)
 
 
-def test_the_last_post_before_the_end_arrives(host: World, start: Start) -> None:
+def test_the_last_post_before_the_end_arrives(host: Node, start: Start) -> None:
     child = start("a")
     words: list[str] = []
     host.serve("farewell", words.append)
@@ -291,7 +291,7 @@ def test_the_last_post_before_the_end_arrives(host: World, start: Start) -> None
         host.call("a", "pid")
 
 
-def test_poll_wakes_on_a_file_descriptor(host: World) -> None:
+def test_poll_wakes_on_a_file_descriptor(host: Node) -> None:
     reader, writer = os.pipe()
     os.write(writer, b"x")
     assert host.poll(PATIENCE_S, [reader]) is False
@@ -299,7 +299,7 @@ def test_poll_wakes_on_a_file_descriptor(host: World) -> None:
     os.close(writer)
 
 
-def test_a_fork_may_not_use_the_world(host: World) -> None:
+def test_a_fork_may_not_use_the_world(host: Node) -> None:
     child = os.fork()
     if child == 0:
         code = 1
@@ -311,13 +311,13 @@ def test_a_fork_may_not_use_the_world(host: World) -> None:
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
-    with World.host("inproc://after-the-fork"):
+    with Node.host("inproc://after-the-fork"):
         assert host.poll() is False
     assert not host.address.startswith("ipc") or Path(host.address.removeprefix("ipc://")).exists()
 
 
 @pytest.mark.parametrize("host", ["ipc"], indirect=True)
-def test_nothing_is_left_in_the_folder(host: World, start: Start, tmp_path: Path) -> None:
+def test_nothing_is_left_in_the_folder(host: Node, start: Start, tmp_path: Path) -> None:
     killed, forgotten, stopped = start("killed"), start("forgotten"), start("stopped")
     assert len(list(tmp_path.iterdir())) == 4
     for child in (killed, forgotten):
@@ -335,9 +335,9 @@ def test_nothing_is_left_in_the_folder(host: World, start: Start, tmp_path: Path
 def test_a_dead_file_is_replaced_and_a_live_host_is_not(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/host"
     (tmp_path / "host").touch()
-    with World.host(address):
+    with Node.host(address):
         with pytest.raises(ConfigError, match="already listens"):
-            World.host(address)
+            Node.host(address)
         assert (tmp_path / "host").is_socket()
     assert not (tmp_path / "host").exists()
 
@@ -359,23 +359,23 @@ def test_a_dead_file_is_replaced_and_a_live_host_is_not(tmp_path: Path) -> None:
 )
 def test_an_address_that_cannot_work_is_refused(address: str, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
-        World.host(address)
+        Node.host(address)
 
 
 def test_names_and_joins_that_cannot_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no name for a member"):
-        World.host(f"ipc://{tmp_path}/x", "../x")
+        Node.host(f"ipc://{tmp_path}/x", "../x")
     with pytest.raises(ConfigError, match="107"):
-        World.join(f"ipc://{tmp_path}/x", "n" * 64)
+        Node.join(f"ipc://{tmp_path}/x", "n" * 64)
     with pytest.raises(TransportTimeout, match=r"the host at ipc:.* did not answer _join"):
-        World.join(f"ipc://{tmp_path}/x", "a", timeout_s=0.05)
+        Node.join(f"ipc://{tmp_path}/x", "a", timeout_s=0.05)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_worlds_of_one_thread_call_each_other(request: pytest.FixtureRequest) -> None:
     address = f"inproc://{request.node.name}"
-    host = World.host(address)
-    a, b = World.join(address, "a"), World.join(address, "b")
+    host = Node.host(address)
+    a, b = Node.join(address, "a"), Node.join(address, "b")
     a.serve("square", lambda x: x * x)
     b.serve("through_a", lambda x: b.call("a", "square", x))
     a.serve("through_b", lambda x: a.call("b", "through_a", x))

@@ -3,10 +3,10 @@
 The host keeps the directory of members and sends it, whole, to everyone when it changes. Calls and posts go straight
 from member to member.
 
-A World belongs to one thread of one process and works only inside `call`, `post` and `poll`: there is no thread behind
+A Node belongs to one thread of one process and works only inside `call`, `post` and `poll`: there is no thread behind
 it, and a member that does not poll does not answer. A member that waits in `call` serves what comes in meanwhile, so
 two that call each other do not deadlock; a handler may therefore start while another one of the same member waits.
-Make the World after a fork, in the process that uses it; using one in a forked copy is refused.
+Make the Node after a fork, in the process that uses it; using one in a forked copy is refused.
 
 Bounds: see `Endpoint`. Nobody blocks on a full queue: a post is dropped and counted, a call waits for room until its
 timeout. A peer that dies is noticed by nobody here: whoever watches it tells the host to `forget` it, and then
@@ -32,16 +32,16 @@ from echelon.world.directory import Directory, Member, Progress
 from echelon.world.endpoint import Arrival, Endpoint
 from echelon.world.request import Pending, Refusal, RemoteError, Request, failure, print_error
 
-__all__ = ["Progress", "RemoteError", "World"]
+__all__ = ["Node", "Progress", "RemoteError"]
 
-_here: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()  # address -> World of this process
+_here: weakref.WeakValueDictionary[str, Node] = weakref.WeakValueDictionary()  # address -> Node of this process
 
 
-class World:
+class Node:
     """A named member of the world: it finds the others by name, calls them and is called."""
 
     def __init__(self, address: str, name: str, incarnation: str, host_address: str, limits: Limits) -> None:
-        """Binds at `address`; `World.host` and `World.join` are the ways in."""
+        """Binds at `address`; `Node.host` and `Node.join` are the ways in."""
         self.name = name
         self.limits = limits
         self.on_error: Callable[[str], None] = print_error  # gets the error of a post that failed here
@@ -61,7 +61,7 @@ class World:
         _here[self.address] = self
 
     @classmethod
-    def host(cls, address: str, name: str = "coordinator", *, limits: Limits = DEFAULT_LIMITS) -> World:
+    def host(cls, address: str, name: str = "coordinator", *, limits: Limits = DEFAULT_LIMITS) -> Node:
         """Opens a world at `address` and keeps its directory; the host must poll for others to be able to join."""
         check_name(name)
         world = cls(address, name, secrets.token_hex(8), "", limits)
@@ -70,7 +70,7 @@ class World:
         return world
 
     @classmethod
-    def join(cls, address: str, name: str, *, timeout_s: float = 10.0, limits: Limits = DEFAULT_LIMITS) -> World:
+    def join(cls, address: str, name: str, *, timeout_s: float = 10.0, limits: Limits = DEFAULT_LIMITS) -> Node:
         """Enters the world hosted at `address`; whoever bore `name` before is replaced.
 
         Others may call at once; nothing is served before the first `poll` or `call`, so `serve` what you have first.
@@ -193,7 +193,7 @@ class World:
         self._endpoint.close()
         _here.pop(self.address, None)
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> Node:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
