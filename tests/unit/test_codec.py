@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import random
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from typing import Any
 
 import msgspec
@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import ConfigError, Refused
-from echelon.transport.codec import ARRAY, ARRAY_DTYPES, BYTES, SCALAR, TENSOR_DTYPES, TUPLE, Limits, decode, encode
+from echelon.transport.codec import Limits, decode, encode
+from echelon.transport.extensions import ARRAY, ARRAY_DTYPES, BYTES, SCALAR, TENSOR_DTYPES, TUPLE
 
 pack = msgspec.msgpack.encode
 Ext = msgspec.msgpack.Ext
@@ -84,9 +85,57 @@ def test_arrays_come_back_writable_and_native() -> None:
     assert array[0, 0] == 9 and tensor.tolist() == [2, 2, 2] and not tensor.requires_grad
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="sends a tensor of a GPU, and torch sees none here")
+def test_a_tensor_of_a_gpu_arrives_on_the_cpu() -> None:
+    tensor = travel(torch.arange(6.0, device="cuda").view(2, 3).T)
+    assert tensor.is_cpu and tensor.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+@given(messages)
+@settings(deadline=None, max_examples=100)
+def test_views_are_the_same_message(message: object) -> None:
+    assert same(decode([memoryview(bytearray(frame)) for frame in encode(message)], copy=False), message)
+
+
+@pytest.mark.parametrize("value", [np.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(2, 3)])
+def test_without_a_copy_arrays_are_views_that_keep_their_frame(value: Any) -> None:
+    header, body = encode(value)
+    frame = memoryview(bytearray(body))
+    view = decode([header, frame], copy=False)
+    view[1, 2] = 9.0
+    assert frame[40 if value[0, 0].itemsize == 8 else 20 :].tobytes() == np.asarray(view[1, 2]).tobytes()
+    assert decode([header, frame])[1, 2] == 9.0 and value[1, 2] == 5.0
+    del frame
+    assert view.tolist() == [[0, 1, 2], [3, 4, 9]]
+
+
+@pytest.mark.parametrize("value", [np.arange(5.0), torch.arange(5, dtype=torch.int16)])
+def test_what_cannot_be_a_view_is_copied(value: Any) -> None:
+    header, body = encode(value)
+    shifted = memoryview(bytearray(b"x" + bytes(body)))[1:]
+    for frame in (bytes(body), memoryview(bytes(body)), shifted):
+        copied = decode([header, frame], copy=False)
+        copied[0] = 7
+        assert copied.tolist() == [7, 1, 2, 3, 4] and bytes(frame) == bytes(body)
+        address = copied.ctypes.data if isinstance(copied, np.ndarray) else copied.data_ptr()
+        assert address % copied.itemsize == 0
+
+
+def test_long_descriptions_of_frames_are_refused_and_not_remembered() -> None:
+    with pytest.raises(Refused, match="extension 3"):
+        decode([pack(Ext(ARRAY, pack(["float32", [1] * 1000]))), b"1234"])
+
+
 def test_large_values_travel_beside_the_header() -> None:
     frames = encode({"weights": np.zeros(1000), "blob": b"x" * 1025, "small": b"x" * 1024})
     assert [len(frame) for frame in frames[1:]] == [8000, 1025]
+
+
+def test_what_a_module_gives_arrives_as_plain_containers() -> None:
+    state = torch.nn.Linear(2, 3).state_dict()
+    arrived, shape, nothing = travel((state, state["weight"].shape, OrderedDict()))
+    assert type(arrived) is dict and same(arrived, dict(state))
+    assert type(shape) is tuple and shape == (3, 2) and same(nothing, {})
 
 
 Point = namedtuple("Point", "x y")
@@ -103,6 +152,9 @@ class Color(enum.IntEnum):
         ((Point(1, 2),), ["message[0]", "Point"]),
         ([Color.RED], ["message[0]", "Color"]),
         ({"s": {1}}, ["message['s']", "builtins.set"]),
+        (OrderedDict(s={1}), ["message['s']", "builtins.set"]),
+        ([torch.float32], ["message[0]", "torch.dtype"]),
+        ([torch.device("cpu")], ["message[0]", "torch.device"]),
         ({1.5: 0}, ["message", "1.5", "float"]),
         ({True: 0}, ["message", "True", "bool"]),
         ([2**64], ["message[0]", "65 bits"]),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import platform
 import select
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,12 @@ import numpy as np
 from echelon.errors import ConfigError, TransportError
 
 Array = np.ndarray[Any, Any]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
 
 
 def check_platform() -> None:
@@ -31,7 +39,7 @@ def create_segment(path: Path, nbytes: int) -> Array:
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
-        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+        return _map(descriptor, nbytes)
     except OSError as error:
         os.unlink(path)
         raise TransportError(f"cannot reserve {nbytes / 2**20:.1f} MiB at {path}: {error.strerror}") from error
@@ -46,9 +54,22 @@ def open_segment(path: Path) -> Array:
     except OSError as error:
         raise TransportError(f"segment {path} cannot be joined: {error.strerror}; its run has ended") from error
     try:
-        return np.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), np.uint8)
+        return _map(descriptor, os.fstat(descriptor).st_size)
     finally:
         os.close(descriptor)
+
+
+def _map(descriptor: int, nbytes: int) -> Array:
+    """Maps a segment until nothing made of it is left.
+
+    Python's own mmap keeps a descriptor for each, and a process may have no more than a thousand of them.
+    """
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False  # what lives then still uses it
+    return np.frombuffer(memoryview(memory), np.uint8)
 
 
 class Doorbell:

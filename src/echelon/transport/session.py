@@ -32,7 +32,7 @@ class Leftover:
     nbytes: int
 
 
-def _start_ticks(pid: int) -> int | None:
+def start_ticks(pid: int) -> int | None:
     """When process `pid` started, in clock ticks since boot: tells a process from a later one with its number."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -41,7 +41,7 @@ def _start_ticks(pid: int) -> int | None:
     return int(stat.rpartition(")")[2].split()[19])
 
 
-def _pid_namespace() -> str | None:
+def pid_namespace() -> str | None:
     """Where this process's number counts: containers that share a mount do not share process numbers."""
     try:
         return os.readlink("/proc/self/ns/pid")
@@ -56,7 +56,7 @@ def create_session(shm_dir: str) -> Path:
         raise ConfigError(f"shm_dir={shm_dir} is not a folder that can be written. Name another with --shm-dir.")
     sweep(shm_dir)
     path = root / f"echelon-{os.getpid()}-{secrets.token_hex(4)}"
-    owner = {"pid": os.getpid(), "start_ticks": _start_ticks(os.getpid()), "pid_namespace": _pid_namespace()}
+    owner = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "pid_namespace": pid_namespace()}
     try:
         path.mkdir(mode=0o700)
         (path / OWNER).write_text(json.dumps(owner))
@@ -93,10 +93,10 @@ def leftovers(shm_dir: str) -> list[Leftover]:
             pid, ticks, namespace = int(owner["pid"]), owner["start_ticks"], owner["pid_namespace"]
         except (OSError, ValueError, KeyError, TypeError):
             # Being made just now, or damaged: judged by its name alone.
-            pid, ticks, namespace = int(name[1]), None, _pid_namespace()
-        if namespace != _pid_namespace():
+            pid, ticks, namespace = int(name[1]), None, pid_namespace()
+        if namespace != pid_namespace():
             continue  # of another container: nobody here can tell whether it lives
-        started = _start_ticks(pid)
+        started = start_ticks(pid)
         if started is None or ticks not in (None, started):
             found.append(Leftover(path, pid, _num_bytes(path)))
     return found

@@ -8,21 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from echelon.errors import TransportError
 from echelon.layout import ALIGNMENT
-from echelon.schema import TrajectorySchema
 from echelon.transport.segments import Doorbell, create_segment, open_segment
 
 Array = np.ndarray[Any, Any]
 WORDS_PER_LINE = ALIGNMENT // 8
 
 
+class SlotLayout(Protocol):
+    """How a slot lies in memory."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def views(self, memory: Array) -> dict[str, Array]: ...
+
+
 class SlotRing:
-    """A fixed ring of trajectory slots in shared memory: many actors write, one learner reads.
+    """A fixed ring of slots in shared memory, a trajectory or a gradient each: many actors write, one learner reads.
 
     A *stream* is one group of environments of one actor; it owns `num_slots` slots, which its actor alone writes, in
     ring order. Words, one cache line each: `head` (trajectories committed, written by the actor), `released`
@@ -33,7 +41,7 @@ class SlotRing:
     If the learner dies, the words stay; its successor reads on at `released`.
     """
 
-    def __init__(self, folder: Path, schema: TrajectorySchema, num_streams: int, num_slots: int) -> None:
+    def __init__(self, folder: Path, schema: SlotLayout, num_streams: int, num_slots: int) -> None:
         self.schema, self.num_streams, self.num_slots = schema, num_streams, num_slots
         path = folder / "trajectories"
         nbytes = self.size(schema, num_streams, num_slots)
@@ -52,7 +60,7 @@ class SlotRing:
         return 3 * num_streams * ALIGNMENT
 
     @classmethod
-    def size(cls, schema: TrajectorySchema, num_streams: int, num_slots: int) -> int:
+    def size(cls, schema: SlotLayout, num_streams: int, num_slots: int) -> int:
         return cls._words_size(num_streams) + num_streams * num_slots * schema.nbytes
 
     # The writer's side.

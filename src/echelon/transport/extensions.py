@@ -1,0 +1,131 @@
+"""What msgpack cannot say: tuples, numpy scalars, and how raw frames are bytes, arrays and tensors."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from echelon.errors import Refused
+
+Ext = msgspec.msgpack.Ext
+
+TUPLE, BYTES, ARRAY, TENSOR, SCALAR = range(1, 6)  # extension codes
+MAX_RANK = 32
+ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64"),
+    )
+}
+TENSOR_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "bfloat16", "float32", "float64"),
+    )
+}
+
+
+TENSOR_NAMES = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
+MAX_LAYOUT_BYTES = 16 + 10 * MAX_RANK  # of a dtype and a shape as msgpack
+
+
+class Unsayable(Exception):
+    """A part of a message cannot travel; `place` inside the message grows on the way up."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem, self.place = problem, ""
+
+    def inside(self, place: str) -> Unsayable:
+        self.place = place + self.place
+        return self
+
+
+class _Layout(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """How a raw frame is an array or a tensor."""
+
+    dtype: str
+    shape: list[int]
+
+
+class _Scalar(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A numpy scalar: its dtype and its bytes."""
+
+    dtype: str
+    raw: bytes
+
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack_layout = msgspec.msgpack.Decoder(_Layout).decode
+_unpack_scalar = msgspec.msgpack.Decoder(_Scalar).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a frame holds, checked."""
+
+    name: str
+    dtype: Any  # numpy's or torch's
+    shape: tuple[int, ...]
+    itemsize: int
+    nbytes: int
+
+
+@functools.lru_cache(maxsize=1024)
+def form_of(code: int, data: bytes, most_bytes: int) -> Form:
+    """What `data`, from the wire, says of a frame."""
+    layout = _unpack_layout(data)
+    what, dtypes = ("an array", ARRAY_DTYPES) if code == ARRAY else ("a tensor", TENSOR_DTYPES)
+    dtype: Any = dtypes.get(layout.dtype)
+    if dtype is None:
+        raise Refused(f"{what} was refused: dtype {layout.dtype[:40]!r} is not on the list.")
+    if problem := _shape_problem(layout.shape, dtype.itemsize, most_bytes):
+        raise Refused(f"{what} of shape {layout.shape[:MAX_RANK]} was refused: {problem}.")
+    nbytes = math.prod(layout.shape) * dtype.itemsize
+    return Form(layout.dtype, dtype, tuple(layout.shape), dtype.itemsize, nbytes)
+
+
+@functools.lru_cache(maxsize=1024)
+def tag_of(code: int, dtype: str, shape: tuple[int, ...], itemsize: int, most_bytes: int) -> Ext:
+    """What goes into the header for a frame of ours."""
+    if problem := _shape_problem(shape, itemsize, most_bytes):
+        raise Unsayable(f"has the shape {shape}: {problem}.")
+    return Ext(code, _pack(_Layout(dtype, list(shape))))
+
+
+def scalar_tag(scalar: np.generic) -> Ext:
+    """What goes into the header for a numpy scalar."""
+    return Ext(SCALAR, _pack(_Scalar(check_dtype(scalar.dtype.name, ARRAY_DTYPES), scalar.tobytes())))
+
+
+def scalar_of(data: bytes) -> Any:
+    """The numpy scalar that `data`, from the wire, says."""
+    scalar = _unpack_scalar(data)
+    dtype = ARRAY_DTYPES.get(scalar.dtype)
+    if dtype is None or len(scalar.raw) != dtype.itemsize:
+        raise Refused(f"a scalar was refused: {len(scalar.raw)} bytes of dtype {scalar.dtype[:40]!r}.")
+    return np.frombuffer(scalar.raw, dtype)[0]
+
+
+def check_dtype(name: str, known: dict[str, Any]) -> str:
+    if name not in known:
+        raise Unsayable(f"has the dtype {name}, which the wire does not carry. Use one of {', '.join(known)}.")
+    return name
+
+
+def _shape_problem(shape: Sequence[int], itemsize: int, most_bytes: int) -> str:
+    """Why an array of `shape` cannot travel, or ""; a zero hides no huge dimension, which numpy would choke on."""
+    if len(shape) > MAX_RANK:
+        return f"{len(shape)} dimensions, {MAX_RANK} are allowed"
+    if any(size < 0 for size in shape):
+        return "a dimension is negative"
+    nbytes = math.prod(size for size in shape if size) * itemsize
+    return f"{nbytes} bytes, {most_bytes} are allowed" if nbytes > most_bytes else ""
