@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ def as_another_host(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
-@pytest.fixture
-def two_hosts() -> Iterator[list[tuple[str, ...]]]:
+@contextmanager
+def made_hosts() -> Iterator[list[tuple[str, ...]]]:
     """What to put before a command to run it on either host, `NEAR` or `FAR`."""
     if missing := [tool for tool in ("unshare", "nsenter", "ip") if shutil.which(tool) is None]:
         pytest.skip(f"network namespaces need {', '.join(missing)}")
@@ -49,8 +50,10 @@ def two_hosts() -> Iterator[list[tuple[str, ...]]]:
             (*into, "ip", "link", "set", "cable1", "netns", str(inner.pid)),
             (*into, "ip", "addr", "add", f"{NEAR}/24", "dev", "cable0"),
             (*into, "ip", "link", "set", "cable0", "up"),
+            (*into, "ip", "link", "set", "lo", "up"),
             (*far, "ip", "addr", "add", f"{FAR}/24", "dev", "cable1"),
             (*far, "ip", "link", "set", "cable1", "up"),
+            (*far, "ip", "link", "set", "lo", "up"),
         ):
             done = as_another_host(*command)
             assert done.returncode == 0, (command, done.stderr)
@@ -59,3 +62,9 @@ def two_hosts() -> Iterator[list[tuple[str, ...]]]:
         for holder in holders:
             holder.kill()
             holder.communicate()
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[tuple[str, ...]]]:
+    with made_hosts() as hosts:
+        yield hosts

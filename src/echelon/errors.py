@@ -37,3 +37,37 @@ class PeerLost(TransportError):
 
 class Refused(TransportError):
     """A frame, a peer or a call was refused by the rules of the wire."""
+
+
+class RpcException(EchelonError):
+    """A function failed in another process; `kind` is its exception's name, `remote_traceback` where it happened."""
+
+    def __init__(self, text: str, kind: str, remote_traceback: str) -> None:
+        super().__init__(text, kind, remote_traceback)  # all of them: pickle makes it anew from these
+        self.kind = kind
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}\n{self.remote_traceback}"
+
+
+class WorldStopped(SystemExit):
+    """The world has ended while somebody waited in it; uncaught, it ends the process quietly.
+
+    It is no Exception: loops that survive errors shall end, too.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code = 0
+
+
+class WorldError(EchelonError, RuntimeError):
+    """The world or a group of it was used in a way that it does not allow."""
+
+
+class KeyUnknown(EchelonError, KeyError):
+    """A key of a group is missing, taken, or somebody else's."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # KeyError would show the quoted repr

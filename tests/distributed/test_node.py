@@ -17,9 +17,9 @@ import pytest
 import torch
 import zmq
 
-from echelon.errors import ConfigError, PeerLost, Refused, TransportTimeout
+from echelon.errors import ConfigError, PeerLost, Refused, RpcException, TransportTimeout
 from echelon.transport.codec import encode
-from echelon.world.node import Node, RemoteError
+from echelon.world.node import Node
 
 PATIENCE_S = 60.0  # a bound on what should take milliseconds, on a machine that may be busy
 
@@ -124,11 +124,11 @@ def test_posts_beyond_the_queue_are_dropped_and_counted(host: Node, start: Start
 
 def test_a_remote_error_carries_its_traceback(host: Node, start: Start) -> None:
     start("a")
-    with pytest.raises(RemoteError, match="it broke") as caught:
+    with pytest.raises(RpcException, match="it broke") as caught:
         ask(host, "a", "fail", "it broke")
     assert caught.value.kind == "ValueError" and "in fail" in caught.value.remote_traceback
     assert "fail() in 'a'" in str(caught.value)
-    with pytest.raises(RemoteError, match=r"builtins\.set"):
+    with pytest.raises(RpcException, match=r"builtins\.set"):
         ask(host, "a", "unsendable")
     with pytest.raises(Refused, match=r"serves no function 'nothing_like_it'; it serves .*echo"):
         ask(host, "a", "nothing_like_it")
@@ -168,7 +168,7 @@ def test_whoever_waits_for_a_killed_member_gets_peer_lost(host: Node, start: Sta
     wait_for(host, lambda: ask(host, "waiter", "lost") != [])
     lost = ask(host, "waiter", "lost")[0]
     assert "PeerLost: 'victim' left before it answered pid() of 'waiter': killed by signal 9" in lost
-    with pytest.raises(RemoteError, match="cannot call 'victim', which is gone: killed by signal 9") as caught:
+    with pytest.raises(RpcException, match="cannot call 'victim', which is gone: killed by signal 9") as caught:
         ask(host, "waiter", "relay", "victim", "pid")
     assert caught.value.kind == "PeerLost"
     with pytest.raises(PeerLost, match="killed by signal 9"):
@@ -200,13 +200,13 @@ def test_a_former_life_is_refused(host: Node, knock: Knock) -> None:
     notes: list[int] = []
     host.serve("note", notes.append)
     frames = encode((7, "a", "0123456789abcdef", "note", (1,)))
-    join = encode((6, "a", "0123456789abcdef", "_join", (member_of(host, "a.0123456789abcdef"), 1)))
+    join = encode((6, "a", "0123456789abcdef", "_join", (member_of(host, "a.0123456789abcdef"), 1, ())))
     old, new = knock(), knock()
     old.send_multipart(join)
     wait_for(host, lambda: "a" in host.members)
     old.send_multipart(frames)
     wait_for(host, lambda: notes == [1])
-    new.send_multipart(encode((1, "a", "fedcba9876543210", "_join", (member_of(host, "a.fedcba9876543210"), 2))))
+    new.send_multipart(encode((1, "a", "fedcba9876543210", "_join", (member_of(host, "a.fedcba9876543210"), 2, ()))))
     wait_for(host, lambda: (seen := host.last_progress("a")) is not None and seen.pid == 2)
     old.send_multipart(frames)
     old.send_multipart(encode((0, "a", "0123456789abcdef", "_leave", ())))
@@ -261,12 +261,12 @@ def test_hostile_frames_cost_the_host_nothing(host: Node, start: Start, knock: K
         socket = knock()
         socket.send_multipart(frames)
         wait_for(host, lambda count=count: host.refused == count)  # type: ignore[misc]
-        socket.send_multipart(encode((1, "x", "y", "_join", (host.address, 1))))  # ignored: it had its chance
+        socket.send_multipart(encode((1, "x", "y", "_join", (host.address, 1, ()))))  # ignored: it had its chance
     strangers: list[tuple[str, str, tuple[Any, ...]]] = [
-        ("coordinator", "_join", (host.address, 1)),
-        ("z", "_join", ("ipc:///etc/passwd", 1)),
-        ("z", "_join", ("tcp://192.0.2.1:5000", 1)),
-        ("../z", "_join", (member_of(host, "z"), 1)),
+        ("coordinator", "_join", (host.address, 1, ())),
+        ("z", "_join", ("ipc:///etc/passwd", 1, ())),
+        ("z", "_join", ("tcp://192.0.2.1:5000", 1, ())),
+        ("../z", "_join", (member_of(host, "z"), 1, ())),
         ("a", "_leave", ()),
         ("z", "_directory", ((99, [], {}),)),
         ("z", "echo", ()),

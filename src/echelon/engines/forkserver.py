@@ -26,7 +26,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from echelon.engines.process import Failure, ProcessSpec, Role, failure_of, make_role, run_role
+from echelon.engines.process import INHERITED, Failure, ProcessSpec, Role, failure_of, make_role, run_role
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 MAX_FAILURE_BYTES = 60_000  # under the 64 KiB a pipe holds, so a failing worker never blocks on it
@@ -55,9 +55,10 @@ def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
     os.setpgid(0, 0)  # to be ended with what it forks; not a session, by which the kernel would share out its cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    log = os.open(spec.log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    if spec.log != INHERITED:
+        log = os.open(spec.log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(file=sys.stderr)
@@ -72,7 +73,8 @@ def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
     except BaseException as error:  # the last frame of the process: whatever ended it is told
         code = 1
         failure = failure_of(error)
-        print(failure.traceback, file=sys.stderr)
+        if spec.log != INHERITED:  # else its starter shows it
+            print(failure.traceback, file=sys.stderr)
         os.write(failure_pipe, pack_failure(failure))
         signal.setitimer(signal.ITIMER_REAL, CLOSE_TIMEOUT_S)  # SIGALRM ends a process that cannot even close
     try:

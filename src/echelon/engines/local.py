@@ -20,6 +20,9 @@ from echelon.errors import RunError
 # Threads that wait by spinning would take the cores that other roles need.
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
+# torch's optimizers import its compiler when the first is made, 1.3 s: worth preloading where processes make some.
+COMPILER = "torch._dynamo"
+
 
 class LocalEngine:
     """Starts roles as processes of this machine.

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from echelon.errors import EchelonError
 
 STEP_TIMEOUT_S = 0.1  # the longest a role may sleep inside one step
+INHERITED = "-"  # as a log: what the process writes goes where its starter's output goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class ProcessSpec:
     name: str
     entry: str  # "module:function"
     config: dict[str, Any]
-    log: str = ""  # file for its standard output and errors
+    log: str = ""  # file for its standard output and errors, or INHERITED
     nice: int = 0
 
 

@@ -1,7 +1,8 @@
 """Addresses of the world: which there are, and where a member may bind.
 
-Three kinds of address: `ipc://FOLDER/file` (one machine; the folder should be private), `tcp://HOST:PORT` (loopback
-only, until peers are authenticated), `inproc://name` (several members in one thread of one process).
+Three kinds of address: `ipc://FOLDER/file` (one machine; the folder should be private), `tcp://HOST:PORT` (off the
+loopback with a secret, by which peers are authenticated), `inproc://name` (several members in one thread of one
+process).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from echelon.errors import ConfigError
-from echelon.transport.secret import is_loopback
+from echelon.transport.secret import check_secret, needs_secret, numeric
 
 IPC_PATH_BYTES = 107  # sockaddr_un holds 108 with the closing zero
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
@@ -25,8 +26,8 @@ def check_name(name: str) -> None:
         raise ConfigError(f"{name[:80]!r} is no name for a member: use 1 to 64 letters, digits, or any of '_.:-'.")
 
 
-def check_address(address: str) -> None:
-    """Raises ConfigError on an address nobody of this world may bind."""
+def check_address(address: str, secret: str | None = None) -> None:
+    """Raises ConfigError on an address nobody of this world may bind, off the loopback without a `secret`."""
     scheme, _, rest = address.partition("://")
     if scheme == "ipc":
         length = len(os.fsencode(rest))
@@ -41,10 +42,11 @@ def check_address(address: str) -> None:
         host, _, port = rest.rpartition(":")
         if not port.isascii() or not port.isdigit() or int(port) > 65535:
             raise ConfigError(f"the address {address} has no port: write tcp://127.0.0.1:PORT (0: any free one).")
-        if not is_loopback(host):
+        check_secret(address, secret)
+        if host in ("*", "0.0.0.0", ""):
             raise ConfigError(
-                f"the address {address} is not on the loopback, where peers would have to be authenticated, which this "
-                "version cannot do. Use tcp://127.0.0.1:PORT or ipc://."
+                f"the address {address} names no interface, and others could not tell where to connect. Use the "
+                "address of this host by which the others reach it."
             )
     elif scheme != "inproc" or not rest:
         raise ConfigError(
@@ -67,10 +69,24 @@ def member_address(host_address: str, name: str, incarnation: str) -> str:
         return f"tcp://{probe.getsockname()[0]}:0"
 
 
-def is_sibling(host_address: str, address: str) -> bool:
+def resolved(address: str) -> str:
+    """`address` with the number of its host instead of a name: a name is looked up once, here."""
+    scheme, _, rest = numeric(address).partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or host == "*":
+        return address
+    try:
+        return f"tcp://{socket.gethostbyname(host)}:{port}"
+    except OSError as error:
+        raise ConfigError(f"the host of the address {address} cannot be found: {error}.") from error
+
+
+def is_sibling(host_address: str, address: str, secret: str | None = None) -> bool:
     """Whether a member at `address` belongs to the world at `host_address`: nobody makes others connect elsewhere."""
     try:
-        check_address(address)
+        if secret is None and needs_secret(address):
+            return False
+        check_address(address, secret)
     except ConfigError:
         return False
     path, own = ipc_path(address), ipc_path(host_address)

@@ -19,6 +19,7 @@ class Member:
     address: str
     pid: int
     incarnation: str
+    card: tuple[Any, ...] = ()  # what it says of itself to everyone; the directory only carries it
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class Directory:
         return self.retired.get(member.incarnation) or self.gone.get(member.name) or "it left"
 
     def to_wire(self) -> tuple[Any, ...]:
-        members = [(m.name, m.address, m.pid, m.incarnation) for m in self.members.values()]
+        members = [(m.name, m.address, m.pid, m.incarnation, m.card) for m in self.members.values()]
         return (self.epoch, members, self.gone)
 
     @classmethod
@@ -101,8 +102,8 @@ class Directory:
 def member_from_wire(value: object) -> Member:
     """The member another process described; raises Refused on anything else."""
     match value:
-        case (str(name), str(address), int(pid), str(incarnation)):
-            return Member(name, address, pid, incarnation)
+        case (str(name), str(address), int(pid), str(incarnation), tuple(card)):
+            return Member(name, address, pid, incarnation, card)
     raise Refused(f"a member was refused: it is described as {str(value)[:80]}.")
 
 

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from echelon.errors import ConfigError
 from echelon.transport.codec import Buffer
+from echelon.transport.curve import secure_client, secure_server
+from echelon.transport.sockets import HANDSHAKE_BYTES, HEARTBEAT_MS, SILENCE_MS
 from echelon.world.address import check_address, ipc_path, is_taken, remove
 
 QUEUED_MESSAGES = 20_000  # per peer and direction
 LINGER_MS = 200  # how long `close` waits for what was sent last
+LONGEST_S = 3600.0  # one wait; libzmq counts milliseconds in 32 bits
 BURST = 1000  # messages taken from one socket before the others get their turn
 IGNORED_CONNECTIONS = 10_000  # the oldest are forgotten
+KNOCK_S = 1.0  # how long a listener may take to let us in or hang up
+NUM_HANGUPS = 3  # in a row: one may also come from a peer that ends just then
+HUNG_UP, REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 Socket = zmq.Socket[bytes]
 
 
 def make_socket(context: zmq.Context[Socket], kind: int, max_frame_bytes: int) -> Socket:
-    """A socket with the world's rules on it; authentication is to be set here, for binding and connecting alike."""
+    """A socket with the world's rules on it."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)  # libzmq hangs up on a peer that sends a longer frame
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     return socket
 
 
@@ -48,9 +58,13 @@ class Endpoint:
     is dropped takes its queue with it. Sockets survive no fork, so a forked copy of an endpoint refuses to work.
     """
 
-    def __init__(self, address: str, max_frame_bytes: int) -> None:
-        """Binds the door at `address` (tcp with port 0: any free one; a dead ipc file is replaced)."""
-        check_address(address)
+    def __init__(self, address: str, max_frame_bytes: int, secret: str | None = None) -> None:
+        """Binds the door at `address` (tcp with port 0: any free one; a dead ipc file is replaced).
+
+        Over tcp both sides prove that they know the `secret`, if there is one.
+        """
+        check_address(address, secret)
+        self._secret = secret if address.startswith("tcp://") else None
         self.shared = address.startswith("inproc://")  # such peers must have one context
         self.max_frame_bytes = max_frame_bytes
         self.closed = False
@@ -59,6 +73,7 @@ class Endpoint:
         self._door = make_socket(self._context, zmq.ROUTER, max_frame_bytes)
         self._links: dict[str, Socket] = {}
         self._ignored: dict[bytes, None] = {}
+        self._gate = secure_server(self._door, self._secret) if self._secret is not None else None
         try:
             self.address = _bind(self._door, address)
         except ConfigError:
@@ -71,6 +86,8 @@ class Endpoint:
         link = self._links.get(address)
         if link is None:
             link = make_socket(self._context, zmq.DEALER, self.max_frame_bytes)
+            if self._secret is not None:
+                secure_client(link, self._secret)
             link.connect(address)
             self._links[address] = link
         try:
@@ -91,8 +108,11 @@ class Endpoint:
         """
         self._check_usable()
         sources: dict[Any, str] = {self._door: "", **{link: address for address, link in self._links.items()}}
-        watched = [(item, zmq.POLLIN) for item in (*sources, *fds)]
-        for item, _ in zmq.zmq_poll(watched, math.ceil(timeout_s * 1000)):
+        gate = self._gate.descriptors if self._gate else []
+        watched = [(item, zmq.POLLIN) for item in (*sources, *gate, *fds)]
+        for item, _ in zmq.zmq_poll(watched, math.ceil(min(timeout_s, LONGEST_S) * 1000)):
+            if item in gate and self._gate:
+                self._gate.serve()
             if item not in sources:
                 continue
             for _ in range(BURST):
@@ -128,6 +148,8 @@ class Endpoint:
 
     def _shut(self, linger_ms: int) -> None:
         self.closed = True
+        if self._gate:
+            self._gate.close()
         for socket in (self._door, *self._links.values()):
             socket.close(linger=linger_ms)
         if not self.shared:
@@ -156,3 +178,26 @@ def _bind(door: Socket, address: str) -> str:
     if path:
         path.chmod(0o600)
     return door.getsockopt_string(zmq.LAST_ENDPOINT) if address.startswith("tcp://") else address
+
+
+def is_turned_away(address: str, secret: str | None) -> bool:
+    """Whether whoever listens at the tcp `address` hangs up on us: only one of us has a secret, or they differ."""
+    context: zmq.Context[Socket] = zmq.Context()
+    knock = make_socket(context, zmq.DEALER, HANDSHAKE_BYTES)
+    if secret is not None:
+        secure_client(knock, secret)
+    monitor: Any = knock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | HUNG_UP | REFUSED)
+    deadline, num_hangups = time.monotonic() + KNOCK_S, 0
+    try:
+        knock.connect(address)
+        while num_hangups < NUM_HANGUPS and monitor.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            event = parse_monitor_message(monitor.recv_multipart())["event"]
+            if event != HUNG_UP:
+                return bool(event == REFUSED)
+            num_hangups += 1
+    finally:
+        knock.disable_monitor()
+        monitor.close(linger=0)
+        knock.close()
+        context.term()
+    return num_hangups == NUM_HANGUPS

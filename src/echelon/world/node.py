@@ -15,6 +15,7 @@ everyone who waits for it gets PeerLost. If the host dies, calls to it time out;
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import secrets
@@ -25,63 +26,78 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from echelon.errors import ConfigError, PeerLost, Refused, TransportTimeout
-from echelon.transport.codec import DEFAULT_LIMITS, Buffer, Limits, decode, encode
+from echelon.errors import ConfigError, PeerLost, Refused, RpcException, TransportTimeout
+from echelon.transport.codec import DEFAULT_LIMITS, Buffer, Limits
 from echelon.world.address import NAME, check_name, is_sibling, member_address, remove
 from echelon.world.directory import Directory, Member, Progress
 from echelon.world.endpoint import Arrival, Endpoint
-from echelon.world.request import Pending, Refusal, RemoteError, Request, failure, print_error
+from echelon.world.messages import Messenger, Pending, Refusal, Request
 
-__all__ = ["Node", "Progress", "RemoteError"]
+__all__ = ["Node", "Progress", "RpcException"]
 
 _here: weakref.WeakValueDictionary[str, Node] = weakref.WeakValueDictionary()  # address -> Node of this process
 
 
-class Node:
+class Node(Messenger):
     """A named member of the world: it finds the others by name, calls them and is called."""
 
-    def __init__(self, address: str, name: str, incarnation: str, host_address: str, limits: Limits) -> None:
-        """Binds at `address`; `Node.host` and `Node.join` are the ways in."""
-        self.name = name
-        self.limits = limits
-        self.on_error: Callable[[str], None] = print_error  # gets the error of a post that failed here
+    def __init__(self, me: Member, host_address: str, limits: Limits, secret: str | None) -> None:
+        """Binds at the address of `me`; `Node.host` and `Node.join` are the ways in."""
+        endpoint = Endpoint(me.address, limits.total_bytes, secret)
+        super().__init__(dataclasses.replace(me, address=endpoint.address), endpoint, limits)
+        self.admit: Callable[[Member], str] = lambda member: ""  # host: why somebody may not join, or ""
+        self.on_lost: Callable[[Member, str], None] = lambda member, why: None  # told of every member that is gone
+        self.farewell = "the host closed the world"  # host: what the others are told when it closes
         self.dropped = 0  # posts that found no peer or no room
-        self.refused = 0  # messages that broke the rules; nothing more is taken from that connection
-        self._endpoint = Endpoint(address, limits.total_bytes)
-        self._me = Member(name, self._endpoint.address, os.getpid(), incarnation)
+        self._secret = secret
         self._host_address = host_address or self.address
         self._host: Member | None = None
         self._directory = Directory()
         self._held: list[Arrival] = []  # requests that came while joining: nobody could `serve` anything yet
         self._progress: dict[str, Progress] = {}
-        self._pending: dict[int, Pending] = {}
-        self._numbers = itertools.count(1)
-        self._handlers: dict[str, Callable[..., Any]] = {}
         self._thread = threading.get_ident()
         _here[self.address] = self
 
     @classmethod
-    def host(cls, address: str, name: str = "coordinator", *, limits: Limits = DEFAULT_LIMITS) -> Node:
+    def host(
+        cls,
+        address: str,
+        name: str = "coordinator",
+        *,
+        limits: Limits = DEFAULT_LIMITS,
+        card: tuple[Any, ...] = (),
+        secret: str | None = None,
+    ) -> Node:
         """Opens a world at `address` and keeps its directory; the host must poll for others to be able to join."""
         check_name(name)
-        world = cls(address, name, secrets.token_hex(8), "", limits)
+        world = cls(Member(name, address, os.getpid(), secrets.token_hex(8), card), "", limits, secret)
         world._host = world._me
         world._enter(world._me)
         return world
 
     @classmethod
-    def join(cls, address: str, name: str, *, timeout_s: float = 10.0, limits: Limits = DEFAULT_LIMITS) -> Node:
+    def join(
+        cls,
+        address: str,
+        name: str,
+        *,
+        timeout_s: float = 10.0,
+        limits: Limits = DEFAULT_LIMITS,
+        card: tuple[Any, ...] = (),
+        secret: str | None = None,
+    ) -> Node:
         """Enters the world hosted at `address`; whoever bore `name` before is replaced.
 
         Others may call at once; nothing is served before the first `poll` or `call`, so `serve` what you have first.
         """
         check_name(name)
         incarnation = secrets.token_hex(8)
-        world = cls(member_address(address, name, incarnation), name, incarnation, address, limits)
+        own = member_address(address, name, incarnation)
+        world = cls(Member(name, own, os.getpid(), incarnation, card), address, limits, secret)
         host = Member(f"the host at {address}", address, 0, "")  # its name comes with the answer
         world._directory.members[host.name] = host
         try:
-            match world._ask(host, "_join", (world.address, world._me.pid), timeout_s):
+            match world._ask(host, "_join", (world.address, world._me.pid, card), timeout_s):
                 case (str(host_name), directory):
                     world._adopt(Directory.from_wire(directory))
                     world._host = world._directory.members.get(host_name)
@@ -98,25 +114,32 @@ class Node:
         return self._host is self._me
 
     @property
-    def address(self) -> str:
-        """Where this member is bound; of the host: what the others join."""
-        return self._endpoint.address
-
-    @property
     def members(self) -> list[str]:
         """The names of all members, the host and this one among them."""
         return sorted(self._directory.members)
 
-    def serve(self, function: str, handler: Callable[..., Any]) -> None:
-        """Lets others call `handler` as `function`."""
-        if function.startswith("_"):
-            raise ConfigError(f"{function!r} cannot be served: names with a leading underscore are the world's own.")
-        self._handlers[function] = handler
+    @property
+    def host_address(self) -> str:
+        """What others join."""
+        return self._host_address
+
+    @property
+    def host_name(self) -> str:
+        """Who keeps the directory."""
+        return self._host.name if self._host else ""
+
+    def member(self, name: str) -> Member | None:
+        """Who bears `name` now."""
+        return self._directory.members.get(name)
+
+    def why_gone(self, name: str) -> str:
+        """Why `name` left, or "" if it is there or never was."""
+        return self._directory.gone.get(name, "")
 
     def call(self, to: str, function: str, *args: Any, timeout_s: float = 5.0) -> Any:
         """What `function` of member `to` returns; waits for it, and for `to` to join if it never did.
 
-        Raises RemoteError with the remote traceback if the handler raised, Refused if `to` serves no such function,
+        Raises RpcException with the remote traceback if the handler raised, Refused if `to` serves no such function,
         PeerLost if `to` left (before or meanwhile), TransportTimeout after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
@@ -140,6 +163,13 @@ class Node:
         member = self._directory.members.get(to)
         if member is None or not self._endpoint.send(member.address, frames):
             self.dropped += 1
+
+    def begin(self, to: str, function: str, args: tuple[Any, ...], on_settled: Callable[[Pending], None]) -> Pending:
+        """Calls `function` of `to` without waiting: `on_settled` is called by a later `poll`; PeerLost if `to` left."""
+        member = self._directory.members.get(to)
+        if member is None:
+            raise PeerLost(f"{self.name!r} cannot call {to!r}, which is gone: {self.why_gone(to) or 'it never came'}.")
+        return self._begin(member, function, args, on_settled)
 
     def poll(self, timeout_s: float = 0.0, fds: Sequence[int] = ()) -> bool:
         """Serves what came in, waiting up to `timeout_s` for something or for one of `fds` to be readable.
@@ -178,13 +208,19 @@ class Node:
             raise ConfigError(f"the host {name!r} cannot forget itself. Close it.")
         self._strike(name, reason)
 
+    def lose_host(self, why: str) -> None:
+        """The host is dead, as this member has found out by itself."""
+        if self._host is not None and not self._is_host and self._directory.remove(self._host.name, why):
+            self._mourn(self._host)
+            remove(self._host.address)
+
     def close(self) -> None:
         """Leaves, waiting up to 200 ms for the last posts to go out; closing the host ends the world."""
         if self._endpoint.closed or os.getpid() != self._me.pid:
             return
         if self._is_host:
             others = list(self._directory.members.values())
-            self._directory.remove(self.name, "the host closed the world")
+            self._directory.remove(self.name, self.farewell)
             self._tell_everyone()
             for member in others:
                 remove(member.address)
@@ -234,53 +270,6 @@ class Node:
             world.poll()
         self.poll(0.001 if local else max(0.0, deadline - time.monotonic()))
 
-    def _frames(self, number: int, function: str, args: tuple[Any, ...]) -> list[Buffer]:
-        return encode(Request(number, self.name, self._me.incarnation, function, args).to_wire(), self.limits)
-
-    def _take_request(self, arrival: Arrival) -> None:
-        try:
-            request = Request.from_wire(decode(arrival.frames, self.limits))
-        except Refused:
-            self.refused += 1
-            self._endpoint.ignore(arrival.connection)
-            return
-        outcome: tuple[Any, ...]
-        if why := self._why_stranger(request):
-            self.refused += 1
-            outcome = ("refused", why)
-        else:
-            outcome = self._run(request)
-        if request.number:
-            self._endpoint.answer(arrival.connection, self._outcome_frames(request.number, outcome))
-        elif outcome[0] == "failed":
-            self.on_error(f"{request.function}(), posted by {request.sender!r} to {self.name!r}, failed: {outcome[-1]}")
-
-    def _run(self, request: Request) -> tuple[Any, ...]:
-        try:
-            if request.function.startswith("_"):
-                return ("answer", self._obey(request))
-            if (handler := self._handlers.get(request.function)) is None:
-                served = ", ".join(sorted(self._handlers)) or "nothing"
-                raise Refusal(f"{self.name!r} serves no function {request.function[:80]!r}; it serves {served}.")
-            return ("answer", handler(*request.args))
-        except Exception as error:  # not ours to handle: it goes to the caller, with its traceback
-            return failure(error, posted=not request.number)
-
-    def _outcome_frames(self, number: int, outcome: tuple[Any, ...]) -> list[Buffer]:
-        try:
-            return encode((number, *outcome), self.limits)
-        except ConfigError as error:  # the handler returned what the wire does not carry
-            return encode((number, *failure(error)), self.limits)
-
-    def _take_answer(self, arrival: Arrival) -> None:
-        try:
-            outcome = decode(arrival.frames, self.limits)
-            pending = self._pending.get(outcome[0]) if isinstance(outcome, tuple) and outcome else None
-            if pending is not None and pending.member.address == arrival.address:  # else: it came too late
-                pending.settle(outcome)
-        except Refused:
-            self.refused += 1
-
     # Membership: what the world's own functions do.
 
     def _why_stranger(self, request: Request) -> str:
@@ -297,8 +286,8 @@ class Node:
 
     def _obey(self, request: Request) -> Any:
         match request.function, request.args:
-            case "_join", (str(address), int(pid)) if self._is_host:
-                return self._on_join(Member(request.sender, address, pid, request.incarnation))
+            case "_join", (str(address), int(pid), tuple(card)) if self._is_host:
+                return self._on_join(Member(request.sender, address, pid, request.incarnation, card))
             case "_beat", (int(counter), int(epoch)) if self._is_host:
                 return self._on_beat(request.sender, counter, epoch)
             case "_leave", () if self._is_host:
@@ -310,8 +299,10 @@ class Node:
     def _on_join(self, member: Member) -> tuple[Any, ...]:
         if member.name == self.name or not NAME.fullmatch(member.name) or not NAME.fullmatch(member.incarnation):
             raise Refusal(f"nobody can join as {member.name[:80]!r}: the host has that name, or it is no name.")
-        if not is_sibling(self.address, member.address):
+        if not is_sibling(self.address, member.address, self._secret):
             raise Refusal(f"the address {member.address[:200]!r} of {member.name!r} does not belong to {self.address}.")
+        if why := self.admit(member):
+            raise Refusal(why)
         self._enter(member)
         self._tell_everyone()
         return (self.name, self._directory.to_wire())
@@ -331,17 +322,23 @@ class Node:
 
     def _strike(self, name: str, reason: str) -> None:
         if old := self._directory.remove(name, reason):
-            self._lose(old)
             del self._progress[name]
-            self._tell_everyone()
+            self._tell_everyone()  # before those who wait hear of it: they may ask next who is there
+            self._lose(old)
 
     def _lose(self, member: Member) -> None:
-        self._endpoint.drop(member.address)
+        self._mourn(member)
         remove(member.address)  # a killed process leaves its socket file behind
 
     def _adopt(self, newer: Directory) -> None:
         for member in self._directory.adopt(newer):
-            self._endpoint.drop(member.address)
+            self._mourn(member)
+
+    def _mourn(self, member: Member) -> None:
+        self._endpoint.drop(member.address)
+        why = self._directory.why_gone(member)
+        self._lose_pending(member, why)
+        self.on_lost(member, why)
 
     def _tell_everyone(self) -> None:
         frames = self._directory_frames()

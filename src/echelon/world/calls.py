@@ -1,0 +1,276 @@
+"""The caller's side of a line: calls to one other process, and the futures that wait for its answers.
+
+There is no thread behind it: whoever waits for an answer reads the answers line, one thread at a time, and settles the
+futures of the others on the way, which sleep until they are settled or the reader leaves. Answers nobody waits for are
+taken in when a call finds its line full, or when the callee asks for room (`drain`), so neither side blocks for ever.
+If the peer dies, `fail` wakes everyone, after what it had answered is taken in, as far as that still can be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from echelon.errors import ConfigError, PeerLost, Refused, RpcException, TransportError, TransportTimeout
+from echelon.transport.codec import Buffer, Limits, decode, encode
+from echelon.world.relay import Reader, Writer
+from echelon.world.serving import PATIENCE_S, current_turn
+
+SEND_S = 0.02  # how long a call waits for room before it takes answers in
+FREED_AT_ONCE = 10_000  # in one message, whose header has a limit
+
+Fetch = Callable[[float | None], Any]  # gets the value within that many seconds
+
+MISSING = object()  # the value of a call to a key that its peer does not have (any more)
+
+
+class Future:
+    """The answer to a call, once it comes."""
+
+    __slots__ = ("_calls", "_error", "_settled", "_timeout_s", "_value", "if_missing", "number", "what")
+
+    def __init__(self, calls: Calls, number: int, what: str, timeout_s: float) -> None:
+        self._calls, self.number, self.what, self._timeout_s = calls, number, what, timeout_s
+        self._settled = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self.if_missing: Callable[[], Any] | None = None  # what to do if the peer does not have the key (any more)
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """The value, or the error of the call; without `timeout_s` it waits as long as the call allows."""
+        if not self._settled:
+            self._calls.wait(self, self._timeout_s if timeout_s is None else timeout_s)
+        if self._error is not None:
+            raise self._error
+        if self._value is MISSING and self.if_missing is not None:
+            self._value = self.if_missing()
+        return self._value
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """The same as `wait`."""
+        return self.wait(timeout_s)
+
+    def done(self) -> bool:
+        """Whether the answer has come."""
+        if not self._settled:
+            self._calls.drain()
+        return self._settled
+
+    def settle(self, value: Any, error: BaseException | None = None) -> None:
+        self._value, self._error = value, error
+        self._settled = True
+
+    @property
+    def settled(self) -> bool:
+        return self._settled
+
+
+class Remote:
+    """A value in the process of `owner`: the result of a call that stayed there, or what a member paired."""
+
+    def __init__(self, owner: str, fetch: Fetch, free: Callable[[], None] | None = None) -> None:
+        """`free` is called when this handle is gone."""
+        self.owner = owner
+        self._fetch, self._free = fetch, free
+
+    def to_here(self, timeout_s: float | None = None) -> Any:
+        """A copy of the value, as it is now; raises what the call raised that was to make it."""
+        return self._fetch(timeout_s)
+
+    def __del__(self) -> None:
+        if self._free is not None:
+            self._free()
+
+
+class Calls:
+    """Calls of this process to the process `peer`, answered in any order."""
+
+    def __init__(self, peer: str, writer: Writer, reader: Reader, limits: Limits) -> None:
+        self.peer, self._limits = peer, limits
+        self._writer, self._reader = writer, reader
+        self._numbers = itertools.count(1)
+        self._futures: dict[int, Future] = {}
+        self._changed = threading.Condition()
+        self._reading = False
+        self._unreadable = False  # so is what the peer sent next
+        self._failure: Callable[[str], BaseException] | None = None  # makes the error of a call that cannot be answered
+        self.freed: deque[int] = deque()  # values kept there that nobody here needs any more
+
+    def begin(self, what: str, request: tuple[Any, ...], timeout_s: float) -> Future:
+        """Sends `request` and returns at once; raises TransportTimeout if the peer takes nothing in."""
+        number = next(self._numbers)
+        try:
+            frames = encode((number, *request), self._limits)
+        except ConfigError as error:
+            place = str(error).replace("message[4]", "args").replace("message[5]", "kwargs")
+            raise ConfigError(f"{what} cannot be sent to {self.peer!r}: {place}") from None
+        future = self._futures[number] = Future(self, number, what, timeout_s)
+        try:
+            if self.freed:
+                self.free()
+            self._send(frames, what, timeout_s)
+        except BaseException:
+            self._futures.pop(number, None)
+            raise
+        return future
+
+    def _send(self, frames: Sequence[Buffer], what: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+
+        def go_on() -> bool:
+            if (turn := current_turn()) is not None:
+                turn.end()
+            self.drain()  # it may take nothing in because we do not
+            return self._failure is None and time.monotonic() < deadline
+
+        while self._failure is None:
+            if self._writer.send(frames, SEND_S, go_on):
+                return
+            if not go_on():
+                break
+        if self._failure is not None:
+            raise self._failure(what)
+        raise TransportTimeout(
+            f"{self.peer!r} did not take {what} in within {timeout_s:g} s, so it could not be sent. Is it stopped, "
+            "busy, or are its calls slower than they come?"
+        )
+
+    def free(self) -> None:
+        """Tells the peer which values it need not keep; from any thread."""
+        numbers: list[int] = []
+        with contextlib.suppress(IndexError):  # no more, or another thread has them
+            while len(numbers) < FREED_AT_ONCE:
+                numbers.append(self.freed.popleft())
+        if numbers and not self._writer.send(encode((0, "", "free", "", (numbers,), {}, False), self._limits), 0.0):
+            self.freed.extend(numbers)
+
+    def wait(self, future: Future, timeout_s: float) -> None:
+        """Returns when `future` is settled; raises TransportTimeout after `timeout_s`, and forgets it."""
+        deadline = time.monotonic() + timeout_s
+        turn = current_turn()
+        with self._changed:
+            while self._reading and not future.settled:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0.0:
+                    raise self._late(future, timeout_s)
+                if turn is not None:
+                    turn.end()
+                self._changed.wait(left_s)
+            if future.settled:
+                return
+            self._reading = True
+        try:
+            if turn is not None and not self._read(future, time.monotonic() + PATIENCE_S):
+                turn.end()
+            if not self._read(future, deadline):
+                raise self._late(future, timeout_s)
+        finally:
+            with self._changed:
+                self._reading = False
+                self._changed.notify_all()
+
+    def _read(self, future: Future, deadline: float) -> bool:
+        """Takes answers in until `future` is settled; False at the `deadline`."""
+        while not future.settled:
+            left_s = 0.0 if self._failure is not None else deadline - time.monotonic()
+            if self._take_next(max(0.0, left_s), future):
+                continue
+            if self._failure is not None:
+                self._fail_rest()
+                if not future.settled:  # it timed out before, and is not among the rest
+                    future.settle(None, self._failure(future.what))
+            elif time.monotonic() >= deadline:
+                return future.settled
+        return True
+
+    def _take_next(self, timeout_s: float, mine: Future | None = None) -> bool:
+        """Takes one answer in, if one comes; the first that cannot be read is the end of them."""
+        if self._unreadable:
+            return False
+        try:
+            if (frames := self._reader.receive(timeout_s)) is None:
+                return False
+            self._take(frames, mine)
+        except TransportError as error:
+            self._unreadable = True
+            if self._failure is None:
+                self._failure = self._told_by(error)
+            return False
+        return True
+
+    def _told_by(self, error: TransportError) -> Callable[[str], BaseException]:
+        """Makes the error of a call whose answer cannot be read because of `error`."""
+        kind = Refused if isinstance(error, Refused) else PeerLost  # its folder is gone, so it is, too
+        text = str(error)
+        return lambda what: kind(f"{self.peer!r} answers {what} no more: {text}")
+
+    def _take(self, frames: Sequence[Buffer], mine: Future | None) -> None:
+        answer = decode(frames, self._limits, copy=False)
+        if not isinstance(answer, tuple) or len(answer) < 2:
+            raise Refused(f"an answer of {self.peer!r} was refused: it is a {type(answer).__name__}.")
+        future = self._futures.pop(answer[0], None)
+        if future is None:
+            return  # nobody waits for it any longer
+        match answer:
+            case (_, "answer", value):
+                future.settle(value)
+            case (_, "missing"):
+                future.settle(MISSING)
+            case (_, "failed", str(kind), str(text), str(trace)):
+                what = f"{future.what} in {self.peer!r} failed with {kind}: {text}"
+                future.settle(None, RpcException(what, kind, trace))
+            case (_, _, str(text)):
+                future.settle(None, Refused(f"{future.what} in {self.peer!r} was refused: {text}"))
+        if future is not mine:
+            with self._changed:
+                self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Takes in the answers that have come, unless somebody is reading them; never blocks."""
+        with self._changed:
+            if self._reading:
+                return
+            self._reading = True
+        try:
+            while self._take_next(0.0):
+                pass
+            if self._failure is not None:
+                self._fail_rest()
+        finally:
+            with self._changed:
+                self._reading = False
+                self._changed.notify_all()
+
+    def fail(self, failure: Callable[[str], BaseException]) -> None:
+        """Nothing more will be answered: what waits and what comes gets the error that `failure` makes of a call."""
+        if self._failure is None:
+            self._failure = failure
+            self._writer.close()
+            self._reader.wake()
+            self.drain()
+
+    def _fail_rest(self) -> None:
+        assert self._failure is not None
+        while self._take_next(0.0):  # it answered these before it was gone
+            pass
+        for number in list(self._futures):
+            if future := self._futures.pop(number, None):
+                future.settle(None, self._failure(future.what))
+        with self._changed:
+            self._changed.notify_all()
+
+    def _late(self, future: Future, timeout_s: float) -> TransportTimeout:
+        self._futures.pop(future.number, None)
+        return TransportTimeout(
+            f"{self.peer!r} did not answer {future.what} within {timeout_s:g} s. Is it stopped, or busy? If it is "
+            "slow, raise the timeout."
+        )
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()

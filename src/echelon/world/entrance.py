@@ -1,0 +1,174 @@
+"""How a process enters a world: where it meets the others, and how it opens the world as its host or joins it.
+
+Siblings, processes with one parent that run one script, meet in a folder of shared memory whose name says so; nobody
+else can read it. Others meet at an address. What a killed member leaves in a folder is removed by those who outlive it,
+or swept by the next run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.errors import ConfigError, Refused, TransportTimeout
+from echelon.transport.codec import Limits
+from echelon.transport.secret import SECRET_VARIABLE, secret_from_environment
+from echelon.transport.session import NAME, create_session, start_ticks, sweep
+from echelon.transport.sockets import why_silent
+from echelon.world.address import check_address, check_name, resolved
+from echelon.world.endpoint import is_turned_away
+from echelon.world.node import Node
+from echelon.world.registry import BEGUN, Registry
+from echelon.world.watch import Card, write_card
+
+SHM_DIR = "/dev/shm"
+SHARED = ".shared"  # how the name of a member's folder ends that lies beside its socket
+DOOR = "host"  # the socket of the host inside a meeting folder
+LIMITS = Limits(header_bytes=16 << 20, total_bytes=1 << 30)  # of whatever members send each other
+TRY_S = 5.0  # how long a host that listens may take to let us in
+PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """Who enters which world; `launched` where the launcher is its host, and not rank 0."""
+
+    name: str
+    rank: int
+    size: int
+    address: str
+    timeout_s: float
+    launched: bool = False
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        if self.rank < 0 and not self.address:
+            raise ConfigError(
+                f"World({self.name!r}) has neither a rank nor an address. Give rank and world_size in every process "
+                "that starts the world, or the address of one to join."
+            )
+        if self.rank >= 0 and not self.rank < self.size:
+            raise ConfigError(f"World({self.name!r}) has rank={self.rank} of world_size={self.size}: no such rank.")
+
+    @property
+    def is_host(self) -> bool:
+        return self.rank == 0 and not self.launched
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A node that is in its world, the host's registry if it is the host, and what it says of itself."""
+
+    node: Node
+    card: Card
+    registry: Registry | None = None
+
+
+def enter(entrance: Entrance) -> Entered:
+    """Opens or joins the world; raises within the entrance's timeout, in a sentence that says why."""
+    address = resolved(entrance.address) or f"ipc://{_meeting_folder(entrance.size)}/{DOOR}"
+    secret = secret_from_environment() if address.startswith("tcp://") else None
+    check_address(address, secret)
+    folder = _member_folder(address, entrance.name)
+    try:
+        card = write_card(entrance.rank, max(1, entrance.size), folder)
+        if entrance.is_host:
+            node = _open(entrance, address, secret, card)
+            return Entered(node, card, Registry(node, entrance.size))
+        return Entered(_join(entrance, address, secret, card), card)
+    except BaseException:
+        remove_folder(folder)
+        raise
+
+
+def _open(entrance: Entrance, address: str, secret: str | None, card: Card) -> Node:
+    deadline = time.monotonic() + entrance.timeout_s
+    while True:
+        try:
+            return Node.host(address, entrance.name, limits=LIMITS, card=card.to_wire(), secret=secret)
+        except ConfigError:  # a world of ours, there before this one, may be about to end
+            if entrance.address or time.monotonic() >= deadline:
+                raise
+            time.sleep(PAUSE_S)
+
+
+def _join(entrance: Entrance, address: str, secret: str | None, card: Card) -> Node:
+    deadline = time.monotonic() + entrance.timeout_s
+    name, words = entrance.name, card.to_wire()
+    while True:
+        if address.startswith("tcp://") and is_turned_away(address, secret):
+            own = f"with the {SECRET_VARIABLE} that it has" if secret is not None else f"without {SECRET_VARIABLE}"
+            raise Refused(
+                f"the world at {address} does not let {name!r} in {own}. Set {SECRET_VARIABLE} to the same value in "
+                "every member, or in none."
+            )
+        left_s = max(0.1, deadline - time.monotonic())
+        try:
+            return Node.join(address, name, timeout_s=min(TRY_S, left_s), limits=LIMITS, card=words, secret=secret)
+        except TransportTimeout as error:
+            if time.monotonic() >= deadline:
+                raise TransportTimeout(_no_world(entrance, address)) from error
+        except Refused as error:
+            if entrance.address or BEGUN not in str(error) or time.monotonic() >= deadline:
+                raise
+            time.sleep(PAUSE_S)  # siblings' former world is about to end
+
+
+def _no_world(entrance: Entrance, address: str) -> str:
+    if address.startswith("tcp://"):
+        return f"{entrance.name!r} found no world at {address}: {why_silent(address)}"
+    return (
+        f"{entrance.name!r} found no host of its world within {entrance.timeout_s:g} s, at {address}. Is rank 0 "
+        "started, by the same parent process and with the same script? If not, give all of them an address."
+    )
+
+
+def _meeting_folder(size: int) -> Path:
+    """The folder where the siblings of this process meet, made by whoever comes first."""
+    sweep(SHM_DIR)
+    parent = os.getppid()
+    script = os.path.realpath(getattr(sys.modules.get("__main__"), "__file__", None) or os.getcwd())
+    words = f"{os.getuid()} {parent} {start_ticks(parent)} {script} {size}"
+    folder = Path(SHM_DIR) / f"echelon-{parent}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{folder} is not a private folder of this user. Remove it, or give the world an address.")
+    return folder
+
+
+def _member_folder(address: str, name: str) -> Path:
+    """A new private folder for what a member of the world at `address` shares: beside its socket if it has one."""
+    if not address.startswith("ipc://"):
+        return create_session(SHM_DIR)
+    folder = Path(address.removeprefix("ipc://")).parent / f"{name}.{secrets.token_hex(8)}{SHARED}"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def remove_folder_of(dead: Card, own: Card) -> None:
+    """Removes what a dead member of this host left behind, if what it said of itself is a member's folder."""
+    folder = Path(dead.folder)
+    is_session = folder.parent == Path(SHM_DIR) and NAME.fullmatch(folder.name)
+    is_sibling = folder.parent == Path(own.folder).parent and folder.name.endswith(SHARED)
+    if (is_session or is_sibling) and dead.is_near:
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+            remove_folder(folder)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a member's folder, and the meeting folder that it lies in if that was the last."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.parent.parent == Path(SHM_DIR):
+        with contextlib.suppress(OSError):  # not empty: others are there
+            folder.parent.rmdir()

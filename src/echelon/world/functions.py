@@ -1,0 +1,122 @@
+"""What others may call and fetch in this process: functions by import path, and what its groups have under keys.
+
+A program's own modules are its script, the module that entered the world, and what lies beside the one or in the top
+package of the other; never the standard library, installed packages, or Echelon. Their functions alone can be called,
+and a name counts only if the module defines that function itself, not if it imported it from elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from echelon.errors import ConfigError
+from echelon.world.messages import Refusal
+
+MAIN = ("__main__", "__mp_main__")  # the script: as started, and as a child of it runs it
+VALUE, SERVICE = "value", "service"  # kinds of keys
+HOW = "Name a function at the top of a module of your program, or register() it as a service."
+
+Function = Callable[..., Any]
+
+
+def name_of(function: Function) -> str:
+    """How `function` is named to another process; raises ConfigError, with the reason, where it cannot be."""
+    if not isinstance(function, FunctionType):
+        raise ConfigError(
+            f"{_shown(function)} cannot be called in another process: it is a {type(function).__name__}, not a "
+            f"function written in Python. {HOW}"
+        )
+    module, name = function.__module__, function.__qualname__
+    if "<lambda>" in name:
+        raise ConfigError(f"a lambda of {module} cannot be called in another process: it has no name there. {HOW}")
+    if "." in name:
+        raise ConfigError(f"{module}.{name} cannot be called in another process: it lies inside another object. {HOW}")
+    if getattr(sys.modules.get(module), name, None) is not function:
+        raise ConfigError(f"{module}.{name} cannot be called in another process: that name is something else. {HOW}")
+    return f"{MAIN[0] if module in MAIN else module}:{name}"
+
+
+def _shown(function: object) -> str:
+    return str(getattr(function, "__qualname__", None) or repr(function)[:80])
+
+
+class KeyGone(Exception):
+    """A request names a key that this process does not have."""
+
+
+class Scope:
+    """The functions of the program's own modules, and what this process paired and registered in its groups."""
+
+    def __init__(self, entrance: str) -> None:
+        """`entrance` is the module that entered the world, or whose function was launched."""
+        self.groups: dict[str, dict[tuple[str, str], Any]] = {}  # group -> kind and key -> value or service
+        self._functions: dict[str, Function] = {}
+        self._roots = [root for name in (MAIN[0], entrance) if (root := _root(sys.modules.get(name)))]
+        own = Path(__file__).resolve().parents[1]
+        paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+        self._foreign = [own, *(Path(path).resolve() for path in paths)]
+
+    def bound(self, group: str, kind: str, key: str) -> Any:
+        """What this process has under a key; raises KeyGone where it has nothing."""
+        try:
+            return self.groups[group][kind, key]
+        except KeyError:
+            raise KeyGone from None
+
+    def function(self, path: str) -> Function:
+        """The function of that name; raises Refusal where none may be called."""
+        if (function := self._functions.get(path)) is None:
+            function = self._functions[path] = self._resolve(path)
+        return function
+
+    def _resolve(self, path: str) -> Function:
+        module_name, _, name = path.partition(":")
+        module = sys.modules.get(MAIN[0]) if module_name == MAIN[0] else self._module(module_name)
+        function = getattr(module, name, None)
+        if not isinstance(function, FunctionType) or function.__qualname__ != name:
+            raise Refusal(f"{module_name} has no function {name[:80]!r} of its own.")
+        if function.__module__ != module_name and not (module_name in MAIN and function.__module__ in MAIN):
+            raise Refusal(f"{name[:80]!r} is not {module_name}'s own: it comes from {function.__module__}.")
+        return function
+
+    def _module(self, name: str) -> ModuleType:
+        top = name.partition(".")[0]
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise Refusal(f"{name[:80]!r} is no name of a module.")
+        spec = importlib.util.find_spec(top)  # runs nothing: the name has no dot
+        places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+        if not any(place and self._is_own(Path(place)) for place in places):
+            roots = ", ".join(map(str, self._roots)) or "the script"
+            raise Refusal(f"{name[:80]} is not of this program, whose modules lie in {roots}.")
+        module = importlib.import_module(name)
+        if not (module.__file__ and self._is_own(Path(module.__file__))):
+            raise Refusal(f"{name[:80]} is not of this program: it lies at {module.__file__}.")
+        return module
+
+    def _is_own(self, place: Path) -> bool:
+        place = place.resolve()
+        if any(part in ("site-packages", "dist-packages") for part in place.parts):
+            return False
+        if any(place.is_relative_to(foreign) for foreign in self._foreign):
+            return False
+        return any(place.is_relative_to(root) for root in self._roots)
+
+
+def _root(module: ModuleType | None) -> Path | None:
+    """The folder that is the program's own because of `module`: its top package, or where it lies."""
+    if module is None or not getattr(module, "__file__", None):
+        return None
+    spec = getattr(module, "__spec__", None)
+    name = spec.name if spec is not None else module.__name__  # of `python -m package.module`: in full
+    if name in MAIN:  # a script by its path, or the one of the launcher, which may be in a package
+        name = f"{module.__package__}.{name}" if module.__package__ else name
+    depth = name.count(".")
+    is_package = hasattr(module, "__path__")
+    return Path(str(module.__file__)).resolve().parents[depth if is_package else max(0, depth - 1)]

@@ -1,0 +1,123 @@
+"""What a process that `launch` started does: it enters the world, runs the function, and serves until all are done."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import threading
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from typing import Any
+
+from echelon.engines.process import failure_of
+from echelon.errors import ConfigError, EchelonError, RunError, WorldStopped
+from echelon.transport.codec import encode
+from echelon.world.entrance import LIMITS, Entrance
+from echelon.world.functions import MAIN
+from echelon.world.node import Node
+from echelon.world.watch import Card
+from echelon.world.world import World, get_world
+
+NO_CARD = Card(-1, 0, "", "", "", "", 0)  # of those who only bring something to the host
+TELL_S = 5.0  # how long the host may take to hear why a member fails
+
+_loading = False
+
+
+def is_loading() -> bool:
+    """Whether this process is running the script of its launcher, to have its functions."""
+    return _loading
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The program's own script: the file, and the package that it is run in."""
+
+    path: str
+    package: str
+
+    @classmethod
+    def of_this_process(cls) -> Script:
+        main = sys.modules[MAIN[0]]
+        return cls(str(getattr(main, "__file__", None) or ""), str(getattr(main, "__package__", None) or ""))
+
+    def load(self) -> None:
+        """Runs the script under another name than `__main__`, as multiprocessing does; it is both from then on."""
+        global _loading
+        loader = SourceFileLoader(MAIN[1], self.path)
+        spec = importlib.util.spec_from_file_location(MAIN[1], self.path, loader=loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        module.__package__ = self.package
+        sys.modules[MAIN[0]] = sys.modules[MAIN[1]] = module
+        _loading = True
+        try:
+            loader.exec_module(module)
+        finally:
+            _loading = False
+
+
+class MemberRole:
+    """Runs the launched function as the only step of its process."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.finished = False
+        self._entrance = Entrance(**config["entrance"], launched=True)
+        self._script, self._path, self._argv = Script(**config["script"]), str(config["function"]), config["argv"]
+
+    def step(self, timeout_s: float) -> bool:
+        del timeout_s
+        self.finished = True
+        sys.argv[:] = self._argv
+        if self._script.path:
+            self._script.load()
+        module = self._path.partition(":")[0]
+        if module != MAIN[0]:
+            importlib.import_module(module)
+        world = World.launched(self._entrance, module)
+        with contextlib.suppress(WorldStopped):  # somebody else was done
+            self._run(world)
+        return True
+
+    def _run(self, world: World) -> None:
+        args = world.control("task")
+        try:
+            value = world.scope.function(self._path)(world, *args)
+        except WorldStopped:
+            raise
+        except SystemExit as end:
+            if end.code not in (0, None):
+                error = RunError(f"{world.name!r} (rank {world.rank}) called exit({end.code!r}).")
+                _tell(world, error)
+                raise error from None
+            if get_world() is world:  # else: the function left it, saying so
+                world.end(f"{world.name!r} called exit(0)")
+            return
+        except BaseException as error:
+            _tell(world, error)
+            raise
+        try:
+            encode(value, LIMITS)
+        except ConfigError as error:
+            raise ConfigError(f"what {self._path}() returned in {world.name!r} cannot be sent: {error}") from None
+        if get_world() is world:
+            world.control("result", world.name, value, timeout_s=threading.TIMEOUT_MAX)
+            world.stop()
+        else:  # the function stopped it
+            bearer = f"{world.name}:result"
+            address = self._entrance.address
+            with Node.join(address, bearer, timeout_s=world.timeout_s, limits=LIMITS, card=NO_CARD.to_wire()) as node:
+                node.call(node.host_name, "result", world.name, value, timeout_s=threading.TIMEOUT_MAX)
+
+    def close(self) -> None:
+        if world := get_world():
+            world.stop()
+
+
+def _tell(world: World, error: BaseException) -> None:
+    """Ends the world for the reason `error`, before its process leaves and the others wonder why."""
+    if get_world() is world:
+        with contextlib.suppress(EchelonError, WorldStopped):  # somebody else failed first
+            failure = failure_of(error)
+            world.control("failed", world.name, failure.kind, failure.message, failure.traceback, timeout_s=TELL_S)

@@ -1,0 +1,207 @@
+"""launch: runs a function in several processes of one world, and returns what it returned in each."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon.engines.local import COMPILER, LocalEngine
+from echelon.engines.process import INHERITED, Exit, ProcessSpec
+from echelon.errors import ConfigError, EchelonError, PeerLost, RpcException
+from echelon.transport.codec import encode
+from echelon.transport.session import create_session
+from echelon.world.address import check_name
+from echelon.world.entrance import DOOR, LIMITS, SHM_DIR
+from echelon.world.functions import MAIN, name_of
+from echelon.world.launched import Script, is_loading
+from echelon.world.messages import Deferred
+from echelon.world.node import Node
+from echelon.world.registry import Registry
+from echelon.world.watch import write_card
+
+HOST = "launcher:host"  # the name of the launcher's node, which is no member
+PRELOAD = ("torch", "echelon.world.launched", "echelon.world.collective_group")
+LIKELY = {"gymnasium": "gymnasium", "echelon.frames": "echelon.frames", "echelon.servers.starting": COMPILER}
+LOOK_S = 0.2
+GRACE_S = 5.0  # how long a member may go on when the world has ended
+FAILED_GRACE_S = 1.0  # the same after a failure
+TERMINATE_S = 2.0  # how long it may take to end when it is told to
+
+
+def launch(
+    fn: Callable[..., Any],
+    world_size: int,
+    args: Sequence[Any] = (),
+    engine: str = "local",
+    *,
+    timeout_s: float = 60.0,
+    names: Sequence[str] | None = None,
+) -> list[Any]:
+    """Calls `fn(world, *args)` in `world_size` processes of this machine; returns their results in rank order.
+
+    A member whose function returned serves the others until all have. `exit(0)` in a member ends the world: blocking
+    calls of the others raise WorldStopped, and the result of those who did not return is None. A failure stops the
+    rest and is raised here: RpcException with the remote traceback, or PeerLost naming who was killed by which signal.
+    `names` are those of the ranks, "0", "1" and so on by default. Nothing is left behind, whatever ends it.
+    """
+    if engine != "local":
+        raise ConfigError(f'there is no engine {engine!r} for launch: use "local", processes of this machine.')
+    if is_loading():
+        raise ConfigError(
+            "launch() was called while a process it started loaded the script, so it would go on for ever. Put the "
+            'call under `if __name__ == "__main__":`.'
+        )
+    members = [str(rank) for rank in range(world_size)] if names is None else list(names)
+    _check(world_size, members)
+    try:
+        encode(tuple(args), LIMITS)
+    except ConfigError as error:
+        raise ConfigError(f"args of launch() cannot be sent to its processes: {error}") from None
+    function, script = name_of(fn), Script.of_this_process()
+    if function.startswith(MAIN[0]) and not Path(script.path).is_file():
+        raise ConfigError(
+            f"{fn.__name__}() was not read from a file, so no other process can have it. Save it in a .py file, and "
+            "run or import that."
+        )
+    run = Launch(members, tuple(args), timeout_s)
+    try:
+        run.start(function, script)
+        while not run.is_over:
+            run.step()
+    finally:
+        run.close()
+    return run.results()
+
+
+def _preload() -> tuple[str, ...]:
+    """What the members need, and what they will if this process has imported what goes with it: once for all."""
+    return (*PRELOAD, *(module for sign, module in LIKELY.items() if sign in sys.modules))
+
+
+def _check(world_size: int, names: list[str]) -> None:
+    if world_size < 1 or len(names) != world_size or len(set(names)) < world_size:
+        raise ConfigError(
+            f"launch() needs world_size of at least 1 and as many different names; got {world_size} and {names}."
+        )
+    for name in names:
+        check_name(name)
+
+
+class Launch:
+    """One launch: its processes, its host, and what became of them; in the launcher's thread."""
+
+    def __init__(self, members: list[str], args: tuple[Any, ...], timeout_s: float) -> None:
+        self._members, self._args, self._timeout_s = members, args, timeout_s
+        self._results: dict[str, Any] = {}
+        self._returned: list[Deferred] = []
+        self._left: set[str] = set()
+        self._failure: EchelonError | None = None
+        self._deadline = 0.0  # when those who are still there are told to end, once the world is over
+        self._session = create_session(SHM_DIR)
+        try:
+            self._engine = LocalEngine(str(self._session), _preload())
+            card = write_card(-1, 0, self._session)  # by it the members watch this process
+            self._node = Node.host(f"ipc://{self._session}/{DOOR}", HOST, limits=LIMITS, card=card.to_wire())
+        except BaseException:
+            self.close()
+            raise
+        self._registry = Registry(self._node, len(members), frozenset(members))
+        self._node.on_lost = self._registry.on_lost
+        self._node.serve("task", lambda: self._args)
+        self._node.serve("result", self._on_result)
+        self._node.serve("failed", self._on_failed)
+        self._node.serve("ended", lambda why: None)
+
+    def start(self, function: str, script: Script) -> None:
+        """Starts the processes."""
+        for rank, name in enumerate(self._members):
+            entrance = {
+                "name": name,
+                "rank": rank,
+                "size": len(self._members),
+                "address": self._node.address,
+                "timeout_s": self._timeout_s,
+            }
+            config = {
+                "entrance": entrance,
+                "script": dataclasses.asdict(script),
+                "function": function,
+                "argv": sys.argv,
+            }
+            self._engine.start(ProcessSpec(name, "echelon.world.launched:MemberRole", config, log=INHERITED))
+
+    def _on_result(self, name: str, value: Any) -> Deferred:
+        self._results[name] = value
+        answer = Deferred()
+        self._returned.append(answer)
+        if len(self._results) == len(self._members):
+            for returned in self._returned:
+                returned.settle(None)
+        return answer
+
+    def _on_failed(self, name: str, kind: str, message: str, traceback: str) -> None:
+        """A member says why it fails, before it leaves; of a peer that is lost its own exit tells more."""
+        if not self._registry.ended and kind != PeerLost.__name__:
+            self._fail(RpcException(f"{self._who(name)} failed with {kind}: {message}", kind, traceback))
+
+    def _fail(self, failure: EchelonError) -> None:
+        self._failure = failure
+        self._registry.end(str(failure.args[0]))
+
+    def _who(self, name: str, pid: int | None = None) -> str:
+        return f"{name!r} (rank {self._members.index(name)}, process {pid or self._engine.pid(name)})"
+
+    @property
+    def is_over(self) -> bool:
+        return len(self._left) == len(self._members)
+
+    def step(self) -> None:
+        """Waits a little and deals with what has happened."""
+        self._node.poll(LOOK_S, [self._engine.descriptor, *self._registry.watch.descriptors])
+        for left in self._engine.exits():
+            self._on_exit(left)
+        self._registry.watch.look()
+        if self._registry.ended and not self._deadline:
+            self._deadline = time.monotonic() + (FAILED_GRACE_S if self._failure else GRACE_S)
+        if self._deadline and time.monotonic() >= self._deadline:
+            for name in set(self._members) - self._left:
+                self._engine.signal(name, signal.SIGTERM)
+            self._engine.close(TERMINATE_S)
+            self._left.update(self._members)
+
+    def _on_exit(self, left: Exit) -> None:
+        self._left.add(left.name)
+        signal_name = signal.Signals(left.signal).name if left.signal else ""
+        if member := self._node.member(left.name):
+            self._registry.forget(member, f"killed by {signal_name}" if left.signal else f"left with code {left.code}")
+        if self._registry.ended:
+            return
+        who = self._who(left.name, left.pid)
+        if left.failure is not None:  # it failed before it could say so
+            text = f"{who} failed with {left.failure.kind}: {left.failure.message}"
+            self._fail(RpcException(text, left.failure.kind, left.failure.traceback))
+        elif left.signal:
+            self._fail(PeerLost(f"{who} was killed by {signal_name}, and the rest stopped."))
+        elif left.code or left.name not in self._results:
+            self._fail(PeerLost(f"{who} left with code {left.code} and without a result, and the rest stopped."))
+
+    def results(self) -> list[Any]:
+        """What the function returned in each rank; raises what ended the launch otherwise."""
+        if self._failure is not None:
+            raise self._failure
+        return [self._results.get(name) for name in self._members]
+
+    def close(self) -> None:
+        """Ends what still runs, and removes everything."""
+        if engine := getattr(self, "_engine", None):
+            engine.close(0.0)
+        if node := getattr(self, "_node", None):
+            node.close()
+            self._registry.watch.close()
+        shutil.rmtree(self._session, ignore_errors=True)

@@ -1,0 +1,251 @@
+"""A process in its world: how it enters, what it is told, how it leaves; `World` is what users see of it.
+
+Deaths and the end are told in the thread of the node; whoever waits, in whichever thread, gets them as errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.errors import EchelonError, PeerLost, TransportError, TransportTimeout, WorldError, WorldStopped
+from echelon.world.calls import Future
+from echelon.world.directory import Member
+from echelon.world.ending import ending_error, note_exits
+from echelon.world.entrance import LIMITS, Entrance, enter, remove_folder, remove_folder_of
+from echelon.world.functions import Scope
+from echelon.world.messages import print_error
+from echelon.world.node_thread import NodeThread
+from echelon.world.rpc_group import EXPLAIN_S
+from echelon.world.switchboard import Switchboard
+from echelon.world.watch import BEAT_S, Card, Watch
+
+USUAL_THREADS = torch.get_num_threads()  # unless somebody sets it
+
+_here: Membership | None = None
+_lock = threading.Lock()
+
+
+def membership_here() -> Membership | None:
+    """That of this process, if it is in a world."""
+    return _here
+
+
+class Membership:
+    """This process as a member: its node and the thread of it, its lines, whom it watches, and what it offers."""
+
+    def __init__(self, entrance: Entrance, module: str) -> None:
+        """Enters, and returns when all ranks are there; functions beside `module` can be called by others."""
+        global _here
+        with _lock:
+            if _here is not None:
+                raise WorldError(
+                    f"this process is in a world already, as {_here.name!r}; there can be one. stop() it first."
+                )
+            _here = self
+        try:
+            self._enter(entrance, module)
+        except BaseException:
+            _here = None
+            raise
+
+    def _enter(self, entrance: Entrance, module: str) -> None:
+        self.name, self.rank, self.timeout_s = entrance.name, entrance.rank, entrance.timeout_s
+        self.scope = Scope(module)
+        self.num_collective: Counter[tuple[int, ...]] = Counter()  # collective groups so far, by their ranks
+        self._over: Callable[[str], BaseException] | None = None  # makes the error of whatever is tried after the end
+        self._departed = threading.Condition()
+        entered = enter(entrance)
+        self._node, self._registry, self._card = entered.node, entered.registry, entered.card
+        self._watch = self._registry.watch if self._registry else Watch(self._on_host_death)
+        self._thread = NodeThread(self._node, self._watch, self._on_tick, self._on_broken)
+        self._switchboard = Switchboard(self._thread, self._card, self.scope, LIMITS)
+        self._node.on_lost = self._on_lost
+        self._node.serve("ended", self._on_ended)
+        self._beats, self._beat_at = False, 0.0
+        host = self._node.member(self._node.host_name)
+        if host is not None and not self._registry:
+            self._beats = not self._watch.add(host, Card.of(host))
+        self._thread.start()
+        note_exits()
+        self._finalize = Finalize(None, lambda: self._leave(ending_error()), exitpriority=100)
+        try:
+            self._ranked, self.world_size = self._await_all()
+        except BaseException:
+            self._close()
+            raise
+        share_cores(sum(1 for name in self._ranked if (one := self._node.member(name)) and Card.of(one).is_near))
+
+    def _await_all(self) -> tuple[list[str], int]:
+        """The names of all ranks in order, and how many there are, once they have come."""
+        try:
+            _, ranked, size = self.control("ready", self.name)
+        except TransportTimeout as error:
+            missing = self.explain(error, "missing")
+            raise TransportTimeout(
+                f"of the world at {self._node.host_address}, rank {', '.join(map(str, missing))} did not come within "
+                f"{self.timeout_s:g} s. Start it, or raise timeout_s."
+            ) from None
+        return ranked, size
+
+    # Asking others; what groups are made of.
+
+    def seconds(self, timeout: float | None) -> float:
+        """A timeout as users give it: None, or below 0, is the world's own."""
+        return self.timeout_s if timeout is None or timeout < 0 else timeout
+
+    def begin_call(self, to: str, what: str, request: tuple[Any, ...], timeout: float | None) -> Future:
+        """Sends a request to `to`; `what` names it in errors."""
+        if self._over is not None:
+            raise self._over(what)
+        seconds = self.seconds(timeout)
+        return self._switchboard.calls_to(to, seconds).begin(what, request, seconds)
+
+    def free(self, owner: str, number: int) -> None:
+        """A value that `owner` keeps is no longer needed."""
+        self._switchboard.free(owner, number)
+
+    def control(self, function: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Asks the host of the world."""
+        if self._over is not None:
+            raise self._over(f"{function}()")
+        return self._thread.call(self._node.host_name, function, *args, timeout_s=self.seconds(timeout_s))
+
+    def explain(self, error: EchelonError, function: str, *args: Any) -> Any:
+        """Asks the host what is behind `error`; raises that one if the host cannot be asked."""
+        try:
+            return self.control(function, *args, timeout_s=EXPLAIN_S)
+        except EchelonError:
+            raise error from None
+
+    def why_lost(self, name: str) -> str:
+        """Why a member is gone, or ""; raises WorldStopped, or PeerLost with the host, if the world is over."""
+        if self._over is not None:
+            raise self._over("whatever waits")
+        return "" if self._node.member(name) else self._node.why_gone(name) or "it never came"
+
+    # What happens to others; in the thread of the node.
+
+    def _on_lost(self, member: Member, why: str) -> None:
+        if self._over is None:
+            self._switchboard.lose(member, why)  # reads the last answers, which lie in the folder of the dead
+        if self._registry:
+            self._registry.on_lost(member, why)
+            remove_folder_of(Card.of(member), self._card)
+        if member.name == self._node.host_name:
+            self._end(
+                lambda what: PeerLost(f"{what} of {self.name!r} was cut short: {member.name!r}, the host, left: {why}.")
+            )
+        with self._departed:
+            self._departed.notify_all()
+
+    def _on_host_death(self, host: Member, why: str) -> None:
+        self._node.lose_host(why)
+        remove_folder_of(Card.of(host), self._card)
+
+    def _on_ended(self, why: str) -> None:
+        self._end(lambda what: WorldStopped(f"the world has ended while {self.name!r} was in {what}: {why}."))
+
+    def _end(self, failure: Callable[[str], BaseException]) -> None:
+        """From now on everything here raises; the first reason counts."""
+        if self._over is None:
+            self._over = failure
+            self._thread.fail(lambda: failure("a call to the host"))
+            with self._departed:
+                self._departed.notify_all()
+            self._switchboard.fail(failure)
+
+    def _on_broken(self, error: Exception) -> None:
+        """The thread of the node cannot go on: without it nothing here works, and nobody shall wait for it."""
+        text = f"was cut short: the connection of {self.name!r} to its world broke: {type(error).__name__}: {error}"
+        self._end(lambda what: TransportError(f"{what} {text}"))
+
+    def _on_tick(self) -> None:
+        self._switchboard.tick()
+        if self._beats and self._over is None and time.monotonic() >= self._beat_at:
+            self._beat_at = time.monotonic() + BEAT_S
+            host = self._node.host_name
+            self._node.begin(host, "beat", (self.name,), lambda answer: self._watch.hear(host))
+
+    # The end.
+
+    def end(self, why: str) -> None:
+        """Ends the world for everybody: blocking calls raise WorldStopped."""
+        with contextlib.suppress(WorldStopped):  # by this very end
+            self.control("end", why, timeout_s=EXPLAIN_S)
+
+    def stop(self) -> None:
+        """Leaves the world; the host first waits, at most `timeout_s`, until the other ranks have left."""
+        self._await_others()
+        self._close()
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Leaves without `stop`, because of `error` if there is one: nobody waits for the others then."""
+        try:
+            if self._over is not None:
+                pass
+            elif isinstance(error, SystemExit) and error.code in (0, None):
+                self.end(f"{self.name!r} called exit(0)")
+            elif error is None:
+                self._await_others()
+            elif self._registry:
+                self._node.farewell = f"it ended with {type(error).__name__}: {error}"
+            else:
+                self.control("depart", self.name, f"it ended with {type(error).__name__}: {error}", timeout_s=EXPLAIN_S)
+        except (EchelonError, WorldStopped) as late:
+            print_error(f"{self.name!r} could not take leave: {late}")
+        self._close()
+
+    def _await_others(self) -> None:
+        """The host keeps what the others need until they have left, or for `timeout_s`."""
+        if self._registry and self._over is None:
+            with self._departed:
+                self._departed.wait_for(self._is_alone, self.timeout_s)
+
+    def _is_alone(self) -> bool:
+        return self._over is not None or not any(self._node.member(name) for name in self._ranked if name != self.name)
+
+    def _close(self) -> None:
+        global _here
+        with _lock:
+            if _here is not self:
+                return
+            _here = None
+        self._finalize.cancel()
+        self._thread.do(lambda: self._end(lambda what: WorldError(f"{what}: {self.name!r} has left the world.")))
+        self._thread.stop()
+        self._switchboard.close()
+        self.scope.groups.clear()  # what was registered need not live as long as this object
+        remove_folder(Path(self._card.folder))
+
+
+def _forget_in_fork() -> None:
+    """A forked copy has none of the threads that a member needs, and is none."""
+    global _here
+    if _here is not None:
+        name, pid = _here.name, os.getppid()
+        _here._over = lambda what: WorldError(
+            f"{what}: {name!r} is process {pid}, and this is a fork of it. Make a World in the process that uses it."
+        )
+        _here = None
+
+
+os.register_at_fork(after_in_child=_forget_in_fork)
+
+
+def share_cores(num_ranks: int) -> None:
+    """Gives torch this process's share of the cores that `num_ranks` processes have, where nobody has said otherwise.
+
+    By default each would take all of them, and threads that wait for a core by spinning slow everybody down many times.
+    """
+    if num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() == USUAL_THREADS:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))

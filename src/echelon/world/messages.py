@@ -1,0 +1,248 @@
+"""What nodes say to each other: requests and answers, and who sends and takes them."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.errors import ConfigError, EchelonError, PeerLost, Refused, RpcException, TransportTimeout
+from echelon.transport.codec import Buffer, Limits, decode, encode
+from echelon.world.directory import Member
+from echelon.world.endpoint import Arrival, Endpoint
+
+TRACEBACK_CHARACTERS = 20_000
+FRAMES_MARK = b"\xc1"  # opens frames of a relay; no header of ours does, as msgpack never uses it
+RELAY_BYTES = 16  # the name of a relay
+
+
+class Refusal(Refused):
+    """The world itself, not a handler, says no to a request; the caller gets it as Refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call (`number` above 0, its answer carries it) or a post (0)."""
+
+    number: int
+    sender: str
+    incarnation: str
+    function: str
+    args: tuple[Any, ...]
+
+    def to_wire(self) -> tuple[Any, ...]:
+        return (self.number, self.sender, self.incarnation, self.function, self.args)
+
+    @classmethod
+    def from_wire(cls, message: object) -> Request:
+        """The request another process sent; raises Refused on anything else."""
+        match message:
+            case (int(number), str(sender), str(incarnation), str(function), tuple(args)):
+                return cls(number, sender, incarnation, function, args)
+        raise Refused(f"a message was refused: it is no request but a {type(message).__name__}.")
+
+
+@dataclass(slots=True)
+class Pending:
+    """A call that waits for its answer."""
+
+    member: Member
+    function: str
+    on_settled: Callable[[Pending], None] | None = None  # called in the node's thread
+    number: int = 0  # of a call that `begin` began
+    settled: bool = False
+    value: Any = None
+    error: EchelonError | None = None
+
+    def settle(self, outcome: object) -> None:
+        """Takes what the peer said; raises Refused if that is no answer."""
+        where = f"{self.function}() in {self.member.name!r}"
+        match outcome:
+            case (_, "answer", value):
+                self.value = value
+            case (_, "refused", str(text)):
+                self.error = Refused(f"{where} was refused: {text}")
+            case (_, "failed", str(kind), str(text), str(trace)):
+                self.error = RpcException(f"{where} failed with {kind}: {text}", kind, trace)
+            case _:
+                raise Refused(f"an answer was refused: it is a {type(outcome).__name__} of no known form.")
+        self._tell()
+
+    def lose(self, error: EchelonError) -> None:
+        """Settles with `error`: nobody will answer any more."""
+        self.error = error
+        self._tell()
+
+    def _tell(self) -> None:
+        self.settled = True
+        if self.on_settled is not None:
+            self.on_settled(self)
+
+
+class Deferred:
+    """What a handler returns whose answer comes later: `settle` it in the node's thread; only the first time counts."""
+
+    def __init__(self) -> None:
+        self._send: Callable[[Any], None] | None = None
+        self._value: tuple[Any, ...] = ()  # empty, or the answer
+
+    def settle(self, value: Any) -> None:
+        if not self._value:
+            self._value = (value,)
+            if self._send is not None:
+                self._send(value)
+
+    def attach(self, send: Callable[[Any], None]) -> None:
+        """Says how the answer is sent; at once if there is one."""
+        self._send = send
+        if self._value:
+            send(self._value[0])
+
+
+def failure(error: BaseException, posted: bool = False) -> tuple[str, ...]:
+    """How `error`, just caught, is told to the caller; of a post nobody waits for, every error is a failure."""
+    if isinstance(error, Refusal) and not posted:
+        return ("refused", _printable(str(error)))
+    return ("failed", type(error).__qualname__, _printable(str(error)), _printable(traceback.format_exc()))
+
+
+def print_error(text: str) -> None:
+    """What happens to the error of a post unless somebody listens: it is written to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _printable(text: str) -> str:
+    """`text` as UTF-8 can say it, its end if it is long."""
+    return text[-TRACEBACK_CHARACTERS:].encode(errors="replace").decode()
+
+
+class Messenger:
+    """What asks others and answers them; who may say what is for the node to decide, in `_why_stranger` and `_obey`."""
+
+    def __init__(self, me: Member, endpoint: Endpoint, limits: Limits) -> None:
+        self.name, self.limits = me.name, limits
+        self.relays: dict[bytes, Callable[[list[bytes]], None]] = {}  # what takes frames that `forward` sent
+        self.on_error: Callable[[str], None] = print_error  # gets the error of a post that failed here
+        self.refused = 0  # messages that broke the rules; nothing more is taken from that connection
+        self._me, self._endpoint = me, endpoint
+        self._pending: dict[int, Pending] = {}
+        self._numbers = itertools.count(1)
+        self._handlers: dict[str, Callable[..., Any]] = {}
+
+    @property
+    def address(self) -> str:
+        """Where this member is bound; of the host: what the others join."""
+        return self._endpoint.address
+
+    @property
+    def incarnation(self) -> str:
+        """Tells this life of the name from others."""
+        return self._me.incarnation
+
+    def serve(self, function: str, handler: Callable[..., Any]) -> None:
+        """Lets others call `handler` as `function`."""
+        if function.startswith("_"):
+            raise ConfigError(f"{function!r} cannot be served: names with a leading underscore are the world's own.")
+        self._handlers[function] = handler
+
+    def abandon(self, pending: Pending) -> None:
+        """Waits no longer for what `begin` began."""
+        self._pending.pop(pending.number, None)
+
+    def forward(self, address: str, relay: bytes, frames: Sequence[Buffer]) -> bool:
+        """Queues a copy of `frames` for the relay of that name of the member at `address`; False if there is no room.
+
+        Without a word when nobody is there, or the relay is closed.
+        """
+        return self._endpoint.send(address, [FRAMES_MARK + relay, *frames])
+
+    def _begin(
+        self, member: Member, function: str, args: tuple[Any, ...], on_settled: Callable[[Pending], None]
+    ) -> Pending:
+        number = next(self._numbers)
+        pending = self._pending[number] = Pending(member, function, on_settled, number)
+        try:
+            if not self._endpoint.send(member.address, self._frames(number, function, args)):
+                raise TransportTimeout(
+                    f"{member.name!r} takes nothing in: the queue of {self.name!r} to it is full, so {function}() "
+                    "cannot be called."
+                )
+        except BaseException:
+            del self._pending[number]
+            raise
+        return pending
+
+    def _lose_pending(self, member: Member, why: str) -> None:
+        """Nobody answers what `begin` asked of `member`."""
+        for pending in [one for one in self._pending.values() if one.number and one.member == member]:
+            self.abandon(pending)
+            what = f"{member.name!r} left before it answered {pending.function}() of {self.name!r}: {why}."
+            pending.lose(PeerLost(what))
+
+    def _frames(self, number: int, function: str, args: tuple[Any, ...]) -> list[Buffer]:
+        return encode(Request(number, self.name, self._me.incarnation, function, args).to_wire(), self.limits)
+
+    def _take_request(self, arrival: Arrival) -> None:
+        if arrival.frames[0][:1] == FRAMES_MARK and len(arrival.frames[0]) == 1 + RELAY_BYTES:
+            if relay := self.relays.get(arrival.frames[0][1:]):  # else: it was closed, or nobody told its name
+                relay(arrival.frames[1:])
+            return
+        try:
+            request = Request.from_wire(decode(arrival.frames, self.limits))
+        except Refused:
+            self.refused += 1
+            self._endpoint.ignore(arrival.connection)
+            return
+        outcome: tuple[Any, ...]
+        if why := self._why_stranger(request):
+            self.refused += 1
+            outcome = ("refused", why)
+        else:
+            outcome = self._run(request)
+        if request.number and isinstance(outcome[-1], Deferred):
+            outcome[-1].attach(lambda value: self._answer(arrival.connection, request.number, ("answer", value)))
+        elif request.number:
+            self._answer(arrival.connection, request.number, outcome)
+        elif outcome[0] == "failed":
+            self.on_error(f"{request.function}(), posted by {request.sender!r} to {self.name!r}, failed: {outcome[-1]}")
+
+    def _run(self, request: Request) -> tuple[Any, ...]:
+        try:
+            if request.function.startswith("_"):
+                return ("answer", self._obey(request))
+            if (handler := self._handlers.get(request.function)) is None:
+                served = ", ".join(sorted(self._handlers)) or "nothing"
+                raise Refusal(f"{self.name!r} serves no function {request.function[:80]!r}; it serves {served}.")
+            return ("answer", handler(*request.args))
+        except Exception as error:  # not ours to handle: it goes to the caller, with its traceback
+            return failure(error, posted=not request.number)
+
+    def _answer(self, connection: bytes, number: int, outcome: tuple[Any, ...]) -> None:
+        try:
+            frames = encode((number, *outcome), self.limits)
+        except ConfigError as error:  # the handler returned what the wire does not carry
+            frames = encode((number, *failure(error)), self.limits)
+        self._endpoint.answer(connection, frames)
+
+    def _take_answer(self, arrival: Arrival) -> None:
+        try:
+            outcome = decode(arrival.frames, self.limits)
+            number = outcome[0] if isinstance(outcome, tuple) and outcome else None
+            pending = self._pending.get(number) if isinstance(number, int) else None
+            if pending is not None and pending.member.address == arrival.address:  # else: it came too late
+                pending.settle(outcome)
+                if pending.number:
+                    self.abandon(pending)
+        except Refused:
+            self.refused += 1
+
+    def _why_stranger(self, request: Request) -> str:
+        """Why the sender may ask for nothing here, or ""."""
+        raise NotImplementedError
+
+    def _obey(self, request: Request) -> Any:
+        """Does what one of the world's own functions, with a leading underscore, says."""
+        raise NotImplementedError

@@ -1,0 +1,177 @@
+"""The thread of a node: it polls it, so that a member answers the control plane whatever its other threads do.
+
+Other threads hand it tasks and sleep. Its queue is not bounded by itself: who hands over control calls waits for each,
+and relays have windows. A wake-up is a write to a descriptor that the node polls beside its sockets, so none is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from echelon.errors import EchelonError, TransportTimeout
+from echelon.world.messages import Pending, print_error
+from echelon.world.node import Node
+from echelon.world.serving import wait_for
+from echelon.world.watch import Watch
+
+TICK_S = 0.5  # how often it looks around when nothing happens
+
+
+class Ticket:
+    """A control call under way; the thread that waits for it is woken by the thread of the node."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.pending: Pending | None = None
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def settle(self, pending: Pending) -> None:
+        if not self.done.is_set():
+            self.value, self.error = pending.value, pending.error
+            self.done.set()
+
+    def fail(self, error: BaseException) -> None:
+        if not self.done.is_set():
+            self.error = error
+            self.done.set()
+
+
+class NodeThread:
+    """Runs `node` and looks at `watch` in a thread of its own, from `start` to `stop`."""
+
+    def __init__(
+        self, node: Node, watch: Watch, on_tick: Callable[[], None], on_broken: Callable[[Exception], None]
+    ) -> None:
+        """`on_broken` is told, in this thread, of an error that the node does not survive; it shall `fail` the rest."""
+        self.node = node
+        self._watch, self._on_tick, self._on_broken = watch, on_tick, on_broken
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._tickets: set[Ticket] = set()
+        self._make_error: Callable[[], BaseException] | None = None  # that of every call, once they fail
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # held to ring, and to close the bell
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="echelon-node", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def do(self, task: Callable[[], None]) -> None:
+        """Runs `task` in this thread, in the order of the calls; lost once it has stopped."""
+        self._tasks.append(task)
+        with self._lock:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+
+    def call(self, to: str, function: str, *args: Any, timeout_s: float) -> Any:
+        """What `function` of the node of `to` returns; from any other thread."""
+        assert threading.current_thread() is not self._thread, f"{function}() would wait for itself"
+        ticket = Ticket()
+
+        def begin() -> None:
+            if self._make_error is not None:
+                ticket.fail(self._make_error())
+                return
+            self._tickets.add(ticket)
+            try:
+                ticket.pending = self.node.begin(to, function, args, ticket.settle)
+            except EchelonError as error:
+                ticket.fail(error)
+
+        def end() -> None:
+            self._tickets.discard(ticket)
+            if ticket.pending is not None:
+                self.node.abandon(ticket.pending)
+
+        self.do(begin)
+        try:
+            if not wait_for(ticket.done, timeout_s):
+                raise TransportTimeout(
+                    f"{to!r} did not answer {function}() of {self.node.name!r} within {timeout_s:g} s. Is it stopped? "
+                    "If it is slow, raise timeout_s."
+                )
+        finally:
+            self.do(end)
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.value
+
+    def post(self, to: str, function: str, *args: Any) -> None:
+        """Calls `function` of the node of `to` without an answer, from any thread."""
+        self.do(lambda: self.node.post(to, function, *args))
+
+    def fail(self, make_error: Callable[[], BaseException]) -> None:
+        """Ends the control calls under way, and those that come, with an error; in this thread."""
+        self._make_error = make_error
+        for ticket in self._tickets:
+            ticket.fail(make_error())
+
+    def stop(self) -> None:
+        """Ends the thread, which closes the node; what was handed over before is done first."""
+        self._stopping = True
+        self.do(lambda: None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self._outlive(error)
+        self.node.close()
+        self._watch.close()
+        with self._lock:
+            os.close(self._bell)
+            self._bell = -1
+
+    def _work(self) -> None:
+        looked_at = 0.0
+        while not self._stopping or self._tasks:
+            self._do_tasks()
+            self.node.poll(TICK_S if not self._tasks else 0.0, [self._bell, *self._watch.descriptors])
+            self._clear()
+            self._watch.look()
+            if (now := time.monotonic()) - looked_at >= TICK_S:
+                looked_at = now
+                self._do(self._on_tick)
+
+    def _outlive(self, error: Exception) -> None:
+        """A bug, ours or of what we rely on: the node leaves, and whoever asks anything of it is told why."""
+        print_error(f"{self.node.name!r} leaves its world: {''.join(traceback.format_exception(error))}")
+        for end in (lambda: self._on_broken(error), self.node.close):
+            self._try(end)
+        while not self._stopping or self._tasks:
+            while self._tasks:
+                self._try(self._tasks.popleft())
+            select.select([self._bell], [], [], TICK_S)
+            self._clear()
+
+    def _try(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except Exception as error:
+            print_error(f"{self.node.name!r}: {type(error).__name__}: {error}")
+
+    def _do_tasks(self) -> None:
+        for _ in range(len(self._tasks)):
+            self._do(self._tasks.popleft())
+
+    def _do(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except EchelonError as error:
+            print_error(f"{self.node.name!r}: {error}")
+
+    def _clear(self) -> None:
+        try:
+            os.eventfd_read(self._bell)
+        except BlockingIOError:
+            return

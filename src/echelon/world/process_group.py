@@ -1,0 +1,191 @@
+"""Process groups of torch.distributed among any processes that share a store; the others need not know.
+
+What is not public in torch is used here and nowhere else. A group made here is not registered with torch.distributed:
+its methods (`group.allreduce([tensor]).wait()`) and DistributedDataParallel(module, process_group=group) work, and so
+do those functions of torch.distributed that take `group` and count ranks inside of it (`group_src`, `group_dst`).
+
+Sockets: gloo listens at `hostname` alone, nccl at the interface that has it, so `hostname` is the address of this host
+by which the other members reach it; 127.0.0.1 where all of them are on one. What travels between hosts is neither
+authenticated nor encrypted by gloo or nccl: keep such groups on a network of their own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from echelon.errors import ConfigError, TransportError, TransportTimeout
+
+BACKENDS = ("gloo", "nccl")
+LOOK_S = 0.1  # how often a wait for gloo looks whether everybody is alive
+LINGER_S = 1.0  # how long a group outlives its end
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+# Every group lives until it is ended: torch keeps only its own half of a store that is written in Python, and it stops
+# for good if the last to let go of a group is a DistributedDataParallel just after an operation. Its end then waits for
+# gloo's thread without giving up the interpreter, which that thread needs to tidy the operation up.
+_alive: dict[dist.ProcessGroup, Store] = {}
+
+
+def make_process_group(
+    store: Store,
+    name: str,
+    rank: int,
+    members: Sequence[str],
+    *,
+    backend: str = "gloo",
+    hostname: str = "127.0.0.1",
+    timeout_s: float = 60.0,
+    watch: Callable[[], None] | None = None,
+) -> dist.ProcessGroup:
+    """The process group `name` of `members`, of whom this process is number `rank`; returns when all are in it.
+
+    Every member calls it with the same name and members; names are used once for each store. Whoever does not come
+    within `timeout_s` is named by a TransportTimeout; after it, the same bound holds for each operation of the group.
+    `watch` raises when a member is gone, and is asked now and then while gloo connects, in a thread of its own that
+    must be able to ask the store: gloo itself may wait for the dead five times as long, and names nobody.
+    """
+    _check(rank, members, backend)
+    deadline = time.monotonic() + timeout_s
+    own = _meet(PrefixStore(f"{name}/", store), name, rank, members, timeout_s)
+    try:
+        group: Any = dist.ProcessGroup(own, rank, len(members))
+        kind = getattr(dist.ProcessGroup.BackendType, backend.upper())
+        if backend == "nccl":  # it connects at the first operation
+            made = _nccl(own, group, hostname, timeout_s)
+        elif watch is None:
+            made = _gloo(own, group, hostname, timeout_s)
+        else:
+            made = _watched(lambda: _gloo(own, group, hostname, timeout_s), watch, deadline)
+        group._set_default_backend(kind)
+        for device in _devices(backend):
+            group._register_backend(torch.device(device), kind, made)
+        group._set_group_name(name)
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"torch {torch.__version__} cannot make the process group {name!r} as Echelon does: {error}. "
+            "Use a torch from 2.10 to 2.13."
+        ) from error
+    except RuntimeError as error:
+        raise TransportError(
+            f"the process group {name!r} of {', '.join(members)} could not be connected from {hostname}: {error}. "
+            "Did a member end meanwhile, or is there a firewall between them?"
+        ) from error
+    _alive[group] = store
+    return cast(dist.ProcessGroup, group)
+
+
+def end_process_group(group: dist.ProcessGroup) -> None:
+    """Ends a group of `make_process_group`; its sockets close a little later, when nothing refers to it any more."""
+    group.shutdown()
+    timer = threading.Timer(LINGER_S, _alive.pop, (group, None))
+    timer.daemon = True
+    timer.start()
+
+
+def _check(rank: int, members: Sequence[str], backend: str) -> None:
+    if not 0 <= rank < len(members):
+        raise ConfigError(f"there is no rank {rank} among the {len(members)} members {', '.join(members)}.")
+    if len(set(members)) < len(members):
+        raise ConfigError(f"a member is named twice among {', '.join(members)}. Name each once.")
+    if backend not in BACKENDS:
+        raise ConfigError(f"there is no backend {backend!r}: use {' or '.join(BACKENDS)}.")
+    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        raise ConfigError("the backend nccl needs a GPU and a torch that is built with it. Use gloo on this machine.")
+
+
+def _meet(store: Store, name: str, rank: int, members: Sequence[str], timeout_s: float) -> Store:
+    """Waits until every member is here: gloo and nccl would not say whom they miss. Returns a store for them alone.
+
+    Its prefix comes from a word of each, so that those who try again after a failure read nothing of the first time.
+    """
+    store.set(f"here/{rank}", secrets.token_hex(8))
+    keys = [f"here/{other}" for other in range(len(members))]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except (TransportTimeout, dist.DistStoreError) as error:
+        late = [member for key, member in zip(keys, members, strict=True) if not store.check([key])]
+        store.delete_key(keys[rank])  # whoever comes later must not find us
+        raise TransportTimeout(
+            f"{', '.join(map(repr, late)) or 'somebody'} did not come to the process group {name!r} of "
+            f"{', '.join(members)} within {timeout_s:g} s. Every member has to make it."
+        ) from error
+    words = b"".join(store.get(key) for key in keys)
+    return PrefixStore(f"{hashlib.sha256(words).hexdigest()[:16]}/", store)
+
+
+def _gloo(store: Store, group: dist.ProcessGroup, hostname: str, timeout_s: float) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=hostname)]
+    options._timeout = timedelta(seconds=timeout_s)
+    made = gloo(store, group.rank(), group.size(), options)
+    made._set_sequence_number_for_group()
+    return made
+
+
+def _watched(connect: Callable[[], Any], watch: Callable[[], None], deadline: float) -> Any:
+    """What `connect` returns or raises; what `watch` raises meanwhile, or RuntimeError at the `deadline`."""
+    made: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            made.set_result(connect())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=work, name="echelon-connect", daemon=True).start()
+    while not wait_for([made], LOOK_S).done:
+        watch()
+        if time.monotonic() >= deadline:
+            raise RuntimeError("it took longer than the timeout")
+    return made.result()
+
+
+def _nccl(store: Store, group: dist.ProcessGroup, hostname: str, timeout_s: float) -> Any:
+    if interface := interface_of(hostname):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # nccl has no option for it, and reads it once
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    made = nccl(store, group.rank(), group.size(), options)
+    made._set_sequence_number_for_group()
+    return made
+
+
+def _devices(backend: str) -> list[str]:
+    if backend == "nccl":
+        return ["cuda"]
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def interface_of(hostname: str) -> str:
+    """The name of the interface of this host that has the IPv4 address `hostname`, or ""."""
+    try:
+        wanted = socket.inet_aton(socket.gethostbyname(hostname))
+    except OSError:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no such address
+                continue
+            if answer[20:24] == wanted:
+                return name
+    return ""

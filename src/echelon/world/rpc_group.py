@@ -1,0 +1,298 @@
+"""RpcGroup: named members that call each other, share values and offer services under keys.
+
+Keys are kept by the host of the world, values and services where they were paired or registered. Callers remember who
+has a key, so a service call costs one round trip; when the owner says that it has it no longer, or is gone, they ask
+the host again. Every method may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from echelon.errors import KeyUnknown, PeerLost, TransportTimeout, WorldError
+from echelon.world.calls import Future, Remote
+from echelon.world.functions import SERVICE, VALUE, name_of
+
+if TYPE_CHECKING:
+    from echelon.world.membership import Membership
+
+DONE = {VALUE: "paired", SERVICE: "registered"}
+EXPLAIN_S = 5.0  # how long an error may take to find out whom it is about
+
+Kwargs = Mapping[str, Any] | None
+
+
+class RpcGroup:
+    """Some members of a world; made by `World.create_rpc_group`."""
+
+    def __init__(self, world: Membership, name: str, members: Sequence[str]) -> None:
+        self._world, self._name, self._members = world, name, sorted(members)
+        self.own: dict[tuple[str, str], Any] = {}  # kind and key -> what others may fetch or call here
+        self.owners: dict[tuple[str, str], str] = {}
+        self._binding = threading.Lock()
+        self._arrivals = itertools.count(1)
+        self._destroyed = False
+
+    # Calls.
+
+    def rpc_sync(
+        self, to: str, func: Callable[..., Any], timeout: float = -1, args: Sequence[Any] = (), kwargs: Kwargs = None
+    ) -> Any:
+        """What `func` returns in the process of the member `to`."""
+        return self.rpc_async(to, func, timeout, args, kwargs).wait()
+
+    def rpc_async(
+        self, to: str, func: Callable[..., Any], timeout: float = -1, args: Sequence[Any] = (), kwargs: Kwargs = None
+    ) -> Future:
+        """Begins a call; the future's `wait()` gives the value or the error."""
+        return self._call(to, func, timeout, args, kwargs, False)
+
+    def remote(
+        self, to: str, func: Callable[..., Any], timeout: float = -1, args: Sequence[Any] = (), kwargs: Kwargs = None
+    ) -> Remote:
+        """Begins a call whose value stays with `to` until it is fetched, or the handle is no longer needed."""
+        return self._kept(to, self._call(to, func, timeout, args, kwargs, True))
+
+    def _call(
+        self, to: str, func: Callable[..., Any], timeout: float, args: Sequence[Any], kwargs: Kwargs, keep: bool
+    ) -> Future:
+        self._check_usable()
+        if to not in self._members:
+            raise WorldError(f"{to!r} is not in the group {self._name!r}, whose members are {self._shown}.")
+        path = name_of(func)
+        request = (self._name, "function", path, tuple(args), dict(kwargs or {}), keep)
+        return self._world.begin_call(to, f"{path}()", request, timeout)
+
+    # Shared values.
+
+    def pair(self, key: str, value: Any) -> None:
+        """Shares `value` under `key`; it is sent to whoever fetches it, as it is then."""
+        self._bind(VALUE, key, value)
+
+    def unpair(self, key: str) -> None:
+        """Takes back what this member paired."""
+        self._unbind(VALUE, key)
+
+    def is_paired(self, key: str) -> bool:
+        return self._holder(VALUE, key) is not None
+
+    def get_paired(self, key: str) -> Remote:
+        """A handle of the value that some member paired; `to_here()` fetches it."""
+        return Remote(self._find(VALUE, key), lambda timeout_s: self._ask(VALUE, key, (), {}, timeout_s).wait())
+
+    # Services.
+
+    def register(self, key: str, service: Callable[..., Any]) -> None:
+        """Lets the members call `service` by `key`: any callable, run in a thread of this process."""
+        if not callable(service):
+            raise WorldError(f"{key!r} of the group {self._name!r} cannot be registered: {service!r} is not callable.")
+        self._bind(SERVICE, key, service)
+
+    def deregister(self, key: str) -> None:
+        """Takes back what this member registered."""
+        self._unbind(SERVICE, key)
+
+    def is_registered(self, key: str) -> bool:
+        return self._holder(SERVICE, key) is not None
+
+    def registered_sync(self, key: str, args: Sequence[Any] = (), kwargs: Kwargs = None, timeout: float = -1) -> Any:
+        """What the service `key` returns."""
+        return self._ask(SERVICE, key, args, kwargs, timeout).wait()
+
+    def registered_async(
+        self, key: str, args: Sequence[Any] = (), kwargs: Kwargs = None, timeout: float = -1
+    ) -> Future:
+        """Begins a call of the service `key`."""
+        return self._ask(SERVICE, key, args, kwargs, timeout)
+
+    def registered_remote(
+        self, key: str, args: Sequence[Any] = (), kwargs: Kwargs = None, timeout: float = -1
+    ) -> Remote:
+        """Begins a call of the service `key` whose value stays with its owner."""
+        owner = self._find(SERVICE, key)
+        return self._kept(owner, self._begin(owner, (SERVICE, key, tuple(args), dict(kwargs or {}), True), timeout))
+
+    def _kept(self, owner: str, future: Future) -> Remote:
+        """A handle of the result of a call, which `owner` keeps until the handle is gone."""
+        world = self._world
+
+        def fetch(timeout_s: float | None) -> Any:
+            future.wait(timeout_s)
+            request: tuple[Any, ...] = ("", "kept", "", (future.number,), {}, False)
+            return world.begin_call(owner, f"the result of {future.what}", request, timeout_s).wait()
+
+        return Remote(owner, fetch, lambda: world.free(owner, future.number))
+
+    def _ask(self, kind: str, key: str, args: Sequence[Any], kwargs: Kwargs, timeout: float | None) -> Future:
+        """Asks the owner of `key` for a call or a value, and its new one if that has changed."""
+        self._check_usable()
+        request = (kind, key, tuple(args), dict(kwargs or {}), False)
+        owner = self.owners.get((kind, key))
+        try:
+            future = self._begin(owner or self._find(kind, key), request, timeout)
+        except PeerLost:
+            if owner is None:
+                raise
+            self.owners.pop((kind, key), None)  # the call has not reached it, so it may go to its successor
+            future = self._begin(self._find(kind, key), request, timeout)
+        future.if_missing = lambda: self._begin(self._find(kind, key), request, timeout).wait()
+        return future
+
+    def _begin(self, owner: str, request: tuple[Any, ...], timeout: float | None) -> Future:
+        kind, key = request[0], request[1]
+
+        def missing() -> Any:
+            raise self._unknown(kind, key)
+
+        future = self._world.begin_call(owner, f"{key!r} of the group {self._name!r}", (self._name, *request), timeout)
+        future.if_missing = missing
+        return future
+
+    # Keys.
+
+    def _bind(self, kind: str, key: str, thing: Any) -> None:
+        self._check_usable()
+        with self._binding:  # of two threads with one key, one is too late
+            if (kind, key) in self.own:
+                raise self._taken(kind, key, self._world.name)
+            self.own[kind, key] = thing  # before others can know of it
+        match self._world.control("bind", self._name, kind, key, self._world.name):
+            case ("taken", str(holder)):
+                del self.own[kind, key]
+                raise self._taken(kind, key, holder)
+
+    def _unbind(self, kind: str, key: str) -> None:
+        self._check_usable()
+        if (kind, key) not in self.own:
+            raise KeyUnknown(
+                f"{key!r} is not {DONE[kind]} by {self._world.name!r} in the group {self._name!r}, so it cannot take "
+                "it back. Only the owner can."
+            )
+        self._world.control("unbind", self._name, kind, key, self._world.name)
+        self.own.pop((kind, key), None)
+
+    def _holder(self, kind: str, key: str) -> str | None:
+        self._check_usable()
+        match self._world.control("find", self._name, kind, key):
+            case ("ok", str(holder)):
+                return holder
+        return None
+
+    def _find(self, kind: str, key: str) -> str:
+        self._check_usable()
+        match self._world.control("find", self._name, kind, key):
+            case ("ok", str(holder)):
+                self.owners[kind, key] = holder
+                return holder
+            case ("lost", str(holder), str(why)):
+                raise PeerLost(f"{key!r} of the group {self._name!r} went with its owner {holder!r}: {why}.")
+        raise self._unknown(kind, key)
+
+    def _taken(self, kind: str, key: str, holder: str) -> KeyUnknown:
+        return KeyUnknown(f"{key!r} is already {DONE[kind]} in the group {self._name!r}, by {holder!r}.")
+
+    def _unknown(self, kind: str, key: str) -> KeyUnknown:
+        self.owners.pop((kind, key), None)
+        return KeyUnknown(f"{key!r} is not found in the group {self._name!r}: nobody has {DONE[kind]} it.")
+
+    # The group itself.
+
+    def barrier(self, timeout: float = -1) -> None:
+        """Waits until every member has come here.
+
+        The n-th time that a member comes, from whichever of its threads, meets the n-th time of every other. Raises
+        PeerLost if a member died or left, TransportTimeout with the names of those who have not come; whoever gave up
+        has not come.
+        """
+        self._check_usable()
+        me, number = self._world.name, next(self._arrivals)
+        try:
+            answer = self._world.control("barrier", self._name, me, number, timeout_s=timeout)
+        except TransportTimeout as error:
+            answer = self._world.explain(error, "withdraw", self._name, me, number)
+        match answer:
+            case ("absent", list(absent)):
+                raise TransportTimeout(
+                    f"{', '.join(map(repr, absent)) or 'nobody'} did not come to the barrier of the group "
+                    f"{self._name!r} within {self._world.seconds(timeout):g} s."
+                )
+            case ("lost", str(lost), str(why)):
+                raise PeerLost(f"{lost!r} never came to the barrier of the group {self._name!r}: {why}.")
+
+    def size(self) -> int:
+        return len(self._members)
+
+    def is_member(self, name: str | None = None) -> bool:
+        """Whether `name`, or this process, is in the group."""
+        return (self._world.name if name is None else name) in self._members
+
+    def get_group_name(self) -> str:
+        return self._name
+
+    def get_group_members(self) -> list[str]:
+        """The names of the members, sorted."""
+        return list(self._members)
+
+    def get_cur_name(self) -> str:
+        """The name of this process."""
+        return self._world.name
+
+    def meet(self) -> None:
+        """Returns when every member has created the group; `create_rpc_group` does it."""
+        world, name = self._world, self._name
+        try:
+            answer = world.control("create_rpc_group", name, world.name, self._members)
+        except TransportTimeout as error:
+            missing = world.explain(error, "give_up_group", name, world.name)
+            if not missing:  # they came just now
+                return
+            raise TransportTimeout(
+                f"{', '.join(map(repr, missing))} did not create the group {name!r} within {world.timeout_s:g} s."
+            ) from None
+        match answer:
+            case ("lost", str(lost), str(why)):
+                gone = PeerLost(f"{lost!r} never came to the group {name!r}: {why}.")
+                world.explain(gone, "leave_group", name, world.name)
+                raise gone
+            case ("differs", list(others)):
+                raise WorldError(
+                    f"the group {name!r} was created with the members {', '.join(others)} elsewhere, and with "
+                    f"{self._shown} by {world.name!r}. Names of groups are unique in a world."
+                )
+
+    def destroy(self) -> None:
+        """Leaves the group: its keys of this member go; the others' barriers raise PeerLost."""
+        if not self._destroyed:
+            self._world.scope.groups.pop(self._name, None)
+            self._world.control("leave_group", self._name, self._world.name)
+            self._destroyed = True
+
+    @property
+    def _shown(self) -> str:
+        return ", ".join(self._members)
+
+    def _check_usable(self) -> None:
+        if self._destroyed:
+            raise WorldError(f"the group {self._name!r} was used after destroy(). Create it again.")
+
+
+def enter_rpc_group(world: Membership, name: str, members: Sequence[str]) -> RpcGroup:
+    """The group `name` of `members`, of whom this process is one, when all of them have called this."""
+    if len(set(members)) < len(members) or isinstance(members, str) or not members:
+        raise WorldError(f"the group {name!r} needs a list of different members, not {members!r}.")
+    if world.name not in members:
+        raise WorldError(
+            f"{world.name!r} is not in the group {name!r} of {', '.join(members)}, so it cannot create it."
+        )
+    group = RpcGroup(world, name, members)
+    if world.scope.groups.setdefault(name, group.own) is not group.own:
+        raise WorldError(f"there is a group {name!r} already in {world.name!r}. destroy() it first.")
+    try:
+        group.meet()
+    except BaseException:
+        world.scope.groups.pop(name, None)
+        raise
+    return group

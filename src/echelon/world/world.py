@@ -1,0 +1,120 @@
+"""World: what a user's program sees of the world that it is in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from echelon.errors import ConfigError, WorldError
+from echelon.world.entrance import Entrance
+from echelon.world.membership import Membership, membership_here
+from echelon.world.rpc_group import RpcGroup, enter_rpc_group
+from echelon.world.watch import Card
+
+if TYPE_CHECKING:
+    from echelon.world.collective_group import CollectiveGroup
+
+# Machin's keywords that have no meaning here.
+UNUSED = {"dist_timeout", "init_dist", "init_rpc", "dist_backend", "dist_init_method", "rpc_init_method"}
+
+
+def get_world() -> World | None:
+    """The World of this process, if it has one."""
+    here = membership_here()
+    return here if isinstance(here, World) else None
+
+
+class World(Membership):
+    """This process as a member of a world; made by `launch`, or by hand in each process.
+
+    By hand: every process makes a World with its `rank` and the same `world_size` and returns from it when all are
+    there; rank 0 is the host. Without an `address` the children of one process find each other; with
+    "tcp://HOST:PORT", that of rank 0, processes anywhere do. A rank of -1 joins a world at an address at any time.
+
+    What waits here ends in bounded time: with an answer; TransportTimeout after `timeout_s` or the timeout of the call;
+    PeerLost if the process it waits for dies; WorldStopped if a member ends the world. There is one World in a process;
+    it does not survive a fork.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int = -1,
+        world_size: int = -1,
+        address: str = "",
+        timeout_s: float = 60.0,
+        **keywords: Any,
+    ) -> None:
+        """`keywords` are Machin's: `rpc_timeout` is another word for `timeout_s`, the others have no meaning here."""
+        timeout_s = float(keywords.pop("rpc_timeout", timeout_s))
+        if unknown := set(keywords) - UNUSED:
+            raise TypeError(f"World() got an unexpected keyword argument {min(unknown)!r}")
+        module = str(sys._getframe(1).f_globals.get("__name__", ""))
+        super().__init__(Entrance(name, rank, world_size, address, timeout_s), module)
+
+    @classmethod
+    def launched(cls, entrance: Entrance, module: str) -> World:
+        """The World of a process that `launch` started to run a function of `module`."""
+        world = cls.__new__(cls)
+        Membership.__init__(world, entrance, module)
+        return world
+
+    # Members.
+
+    @property
+    def address(self) -> str:
+        """Where others can join this world."""
+        return self._node.host_address
+
+    @property
+    def members(self) -> list[str]:
+        """The names of all members that are there, sorted."""
+        return [name for name in self._node.members if (one := self._node.member(name)) and Card.of(one).size]
+
+    def get_members(self) -> list[str]:
+        """The names of all members that are there, sorted."""
+        return self.members
+
+    def get_ranks(self) -> list[int]:
+        """The ranks of the world, sorted."""
+        return list(range(self.world_size))
+
+    def name_of(self, rank: int) -> str:
+        """The name of the member with that rank."""
+        if not 0 <= rank < self.world_size:
+            raise WorldError(f"there is no rank {rank} in this world: it has {self.world_size}.")
+        return self._ranked[rank]
+
+    # Groups.
+
+    def create_rpc_group(self, group_name: str, members: Sequence[str]) -> RpcGroup:
+        """A group of `members`, of whom this process is one; returns when all of them have called this."""
+        return enter_rpc_group(self, group_name, members)
+
+    def create_collective_group(
+        self, ranks: Sequence[int], timeout: float | None = None, backend: str | None = None
+    ) -> CollectiveGroup:
+        """A group for torch.distributed's operations among `ranks`, which alone call this; gloo, or the `backend`."""
+        from echelon.world.collective_group import enter_collective_group
+
+        hostname = self._hostname([self.name_of(rank) for rank in ranks])
+        return enter_collective_group(self, ranks, self.seconds(timeout), backend or "gloo", hostname)
+
+    def _hostname(self, names: Sequence[str]) -> str:
+        """The address of this host by which those members reach it."""
+        if all((one := self._node.member(name)) is None or Card.of(one).is_beside for name in names):
+            return "127.0.0.1"
+        if not self._node.address.startswith("tcp://"):
+            raise ConfigError(
+                f"{', '.join(names)} are on one host but not in one network, so they cannot have a collective group. "
+                "Give the world an address, tcp://HOST:PORT, by which they reach each other."
+            )
+        return self._node.address.removeprefix("tcp://").rpartition(":")[0]
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._leave(error)
