@@ -46,7 +46,7 @@ def check(report: dict[str, Any]) -> None:
     assert report["hardware"]["cores"] == len(os.sched_getaffinity(0)) and report["hardware"]["processor"]
 
 
-@pytest.mark.parametrize("name", ["impala", "ppo", "async-ppo"])
+@pytest.mark.parametrize("name", ["impala", "ppo", "async-ppo", "a3c"])
 def test_inline_reports_everything(name: str) -> None:
     output = io.StringIO()
     report = bench_train(tiny("inline", name, 4_000), seconds=60.0, num_chunks=1, chunk_s=0.02, output=output)

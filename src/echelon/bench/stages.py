@@ -18,6 +18,7 @@ import torch
 from echelon.algorithms import build_algorithm
 from echelon.algorithms.exploration import Explorer
 from echelon.algorithms.value_policy import ValuePolicy
+from echelon.bench.gradients import GradientLearning
 from echelon.bench.replayed import ReplayLearning
 from echelon.config import TrainConfig
 from echelon.envs.make import env_seeds, make_group, probe_spaces
@@ -149,7 +150,7 @@ def _acting(plan: Plan, seed: int) -> Acting:
     """What an actor acts with, all of its environments as one group."""
     config = plan.context.train
     num_envs = config.actor.envs
-    if config.experience == "queue":
+    if config.experience != "replay":
         return LocalActing(plan.model, plan.board(), [num_envs], [seed])
     explorer = Explorer(config.algorithm, range(num_envs), num_envs * config.actor.num_actors)
     policy = ValuePolicy(plan.model, seed, with_values=config.replay.prioritized)
@@ -218,9 +219,11 @@ class Stages:
             torch.set_float32_matmul_precision("high")  # as the learner does
         self.collecting = Collecting(Plan(context))
         plan, views = Plan(context, device=device), self.collecting.views
-        self.learning: Learning | ReplayLearning
+        self.learning: Learning | ReplayLearning | GradientLearning
         if config.experience == "replay":
             self.learning = ReplayLearning(plan, views, samples_per_step)
+        elif config.experience == "gradients":
+            self.learning = GradientLearning(plan, views)
         else:
             self.learning = Learning(plan, views)
 

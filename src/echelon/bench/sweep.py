@@ -40,8 +40,8 @@ def sweep_of(report: Mapping[str, Any], path: Path) -> Sweep:
     x_axis_name, results = report.get("x_axis_name"), report.get("benchmark_results")
     if not isinstance(results, list) or not results:
         raise ConfigError(
-            f"{path} is not a report of `echelon bench rpc`: it has no list of `benchmark_results`. "
-            "Make one with `echelon bench rpc --world_size 10,20 --output_file_path FILE`."
+            f"{path} is {_kind(report)}: it has no list of `benchmark_results`. `plot` draws reports of `rpc` and "
+            "`replay`: make one with `echelon bench rpc --world_size 10,20 --output_file_path FILE`."
         )
     if not isinstance(x_axis_name, str) or not x_axis_name:
         raise ConfigError(
@@ -65,6 +65,11 @@ def sweep_of(report: Mapping[str, Any], path: Path) -> Sweep:
         arguments={k: v for k, v in report.items() if k not in ("x_axis_name", "benchmark_results", "echelon")},
         extra=extra if isinstance(extra, dict) else {},
     )
+
+
+def _kind(report: Mapping[str, Any]) -> str:
+    bench = report.get("bench")
+    return f"a report of `echelon bench {bench}`" if isinstance(bench, str) else "not a report of `echelon bench rpc`"
 
 
 def load_report(path: Path) -> dict[str, Any]:

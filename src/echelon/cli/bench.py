@@ -21,6 +21,10 @@ BENCHES = {
         "replay: inserts, draws, new priorities and memory: echelon bench replay",
         "echelon.cli.bench_replay:run",
     ),
+    "world": (
+        "calls between two processes, beside torch.distributed.rpc: echelon bench world",
+        "echelon.cli.bench_world:run",
+    ),
     "plot": ("the figures of a report of `rpc` or `replay`: echelon bench plot REPORT", "echelon.cli.bench_plot:run"),
     "act": ("actions per second of the inference server: echelon bench act", "echelon.cli.bench_act:run"),
 }
