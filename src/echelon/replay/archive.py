@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 
 from echelon.replay.limiter import Limiter
+from echelon.replay.reader import Seen
 from echelon.replay.sharded import Replay
 from echelon.replay.snapshot import Snapshot
 from echelon.room import Free, check_room
@@ -62,7 +63,7 @@ class Archive:
                 self._is_told = False
         return self._writer is not None
 
-    def begin(self, name: str, replay: Replay, limiter: Limiter) -> None:
+    def begin(self, name: str, replay: Replay | Seen, limiter: Limiter) -> None:
         """Begins to write what the replay holds now, unless another is being written."""
         if self.is_writing:
             return

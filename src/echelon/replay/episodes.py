@@ -35,7 +35,12 @@ class SampledEpisodes:
     keys: Keys
     weights: Array  # (n,)
     offsets: Array  # (n + 1,)
-    fields: dict[str, Array]  # (steps of all, ...)
+    rows: Array  # (steps of all,) records
+
+    @property
+    def fields(self) -> dict[str, Array]:
+        """Every field (steps of all, ...); strided views of the rows."""
+        return {name: self.rows[name] for name in self.rows.dtype.names or ()}
 
     def __getitem__(self, index: int) -> dict[str, Array]:
         where = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
@@ -59,8 +64,18 @@ def _rows(name: str, value: ArrayLike) -> Array:
 class EpisodeBuffer:
     """Room for `num_steps` steps in at most `num_episodes` episodes, in private memory; one process uses it."""
 
-    def __init__(self, num_steps: int, num_episodes: int, alpha: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_steps: int,
+        num_episodes: int,
+        alpha: float = 0.0,
+        *,
+        name: str = "episode buffer",
+        lower: str = "num_steps",
+    ) -> None:
+        """`lower` is what its user would make smaller, should there be no room."""
         self.num_steps, self.num_episodes, self.alpha = num_steps, num_episodes, alpha
+        self.name, self._lower = name, lower
         self._replay: Replay | None = None
 
     def _open(self, fields: Mapping[str, tuple[tuple[int, ...], Any]]) -> None:
@@ -70,7 +85,7 @@ class EpisodeBuffer:
         for name, (shape, dtype) in fields.items():
             ItemField(name, shape, dtype)  # refuses what replay cannot hold
         layout = ShardLayout(items, self.num_episodes, (SideRing(STEPS, row_type(fields), self.num_steps),))
-        shard = Shard(layout, name="episode buffer")
+        shard = Shard(layout, name=self.name, lower=self._lower)
         self._fields, self._writer, self._reader = dict(fields), ShardWriter(shard), ShardReader(shard)
 
     def append(self, episode: Mapping[str, ArrayLike], priority: float = 1.0) -> int:
@@ -107,10 +122,33 @@ class EpisodeBuffer:
                 f"episode buffer: a batch of {batch} cannot be drawn before the first episode is appended."
             )
         drawn = self._replay.sample(batch, beta, rng)
-        first, length = drawn.fields["first"], drawn.fields["length"]
+        return self._whole(drawn.keys, drawn.weights, drawn.fields)
+
+    def window(self) -> tuple[int, int]:
+        """The numbers of the episodes that are there: from the first to before the last."""
+        return self._replay.window(0) if self._replay is not None else (0, 0)
+
+    def read(self, numbers: Array) -> SampledEpisodes:
+        """The episodes of `numbers`, all of which must be there."""
+        start, stop = self.window()
+        if len(numbers) == 0 or numbers.min() < start or numbers.max() >= stop:
+            raise ReplayError(f"episode buffer: {numbers} cannot be read; it holds those from {start} to {stop - 1}.")
+        block = self._reader.layout.block(len(numbers))
+        self._reader.read(numbers, block)
+        return self._whole(Keys(np.zeros_like(numbers), numbers), np.ones(len(numbers)), block.fields)
+
+    def _whole(self, keys: Keys, weights: Array, items: Mapping[str, Array]) -> SampledEpisodes:
+        """Episodes with the steps that their items refer to."""
+        first, length = items["first"], items["length"]
         offsets = np.concatenate([[0], np.cumsum(length)])
         steps = np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], length)
-        return SampledEpisodes(drawn.keys, drawn.weights, offsets, self._reader.read_side(STEPS, steps))
+        return SampledEpisodes(keys, weights, offsets, self._reader.read_side(STEPS, steps))
+
+    def clear(self) -> None:
+        """Forgets every episode; their numbers are not given again."""
+        if self._replay is not None:
+            self._writer.clear()
+            self._replay.advance()
 
     def update(self, keys: Keys, priorities: Array) -> int:
         """Gives drawn episodes new priorities; those that are gone are passed over. Returns how many were there."""

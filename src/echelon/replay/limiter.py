@@ -220,10 +220,12 @@ class Limiter:
         return {name: words.tolist() for name, words in counts.items()}
 
     def load(self, state: dict[str, list[int]]) -> None:
-        """Before anybody counts on: the numbers of shards and learners must be the same."""
-        if len(state["inserted"]) != len(self._inserted) or len(state["sampled"]) != len(self._sampled):
+        """Before anybody counts on: there must be as many shards; learners, of whom only the sums count, may change."""
+        if len(state["inserted"]) != len(self._inserted):
             raise ConfigError(
-                f"replay limiter: the checkpoint counts {len(state['inserted'])} shards and {len(state['sampled'])} "
-                f"learners; this run has {len(self._inserted)} and {len(self._sampled)}."
+                f"replay limiter: the checkpoint counts {len(state['inserted'])} shards, where this run has "
+                f"{len(self._inserted)}."
             )
-        self._counts[:] = [*state["inserted"], *state["sampled"], *state["written_off"]]
+        others = [0] * (self.rule.num_learners - 1)
+        spent = [total for name in ("sampled", "written_off") for total in (sum(state[name]), *others)]
+        self._counts[:] = [*state["inserted"], *spent]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -159,9 +160,29 @@ class ShardReader:
             whole &= oldest >= words[RINGS + index] - self._rings[index].capacity
         return whole
 
-    def read_side(self, ring: str, numbers: Array) -> dict[str, Array]:
+    def read_side(self, ring: str, numbers: Array) -> Array:
         """The rows of `numbers` in a side ring; where it matters whether they tore, `read` of their items says so."""
         index = next(i for i, side in enumerate(self._rings) if side.name == ring)
         rows = np.empty(len(numbers), self._rings[index].row)
         self.shard.sides[index].gather(numbers, rows)
-        return {name: rows[name] for name in rows.dtype.names or ()}
+        return rows
+
+
+class Seen:
+    """The shards of several learners, as far as each has taken its own in: for the one that counts or saves them all.
+
+    It changes nothing, so it stands beside the learners' own replays.
+    """
+
+    def __init__(self, readers: Sequence[ShardReader], alpha: float) -> None:
+        self.readers, self.alpha, self.layout = list(readers), alpha, readers[0].layout
+
+    def window(self, shard: int) -> tuple[int, int]:
+        """The numbers of the items of `shard` that can be drawn: from the first to before the last."""
+        reader = self.readers[shard]
+        tail, fed = reader.window()[0], reader.column.fed
+        return min(tail, fed), fed
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in map(self.window, range(len(self.readers))))

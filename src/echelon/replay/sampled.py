@@ -80,6 +80,14 @@ class Draft(NamedTuple):
         return all(part.read.is_ready() for part in self.reads)
 
 
+def importance(priority: Array, mass: Mass, beta: float) -> tuple[Array, float]:
+    """Weights (N * P)**-beta over the largest, and that one; P is an item's share of `mass`, N all its items."""
+    weights = (priority * (mass.size / mass.total)) ** -beta
+    largest = float(weights.max())
+    weights /= largest
+    return weights, largest
+
+
 def apportion(batch: int, masses: Sequence[Mass], share: float) -> list[int]:
     """How many items of a batch each learner draws from its shards, in proportion to their masses.
 

@@ -57,11 +57,20 @@ class Rows:
 class Shard:
     """The memory of a shard, as the actor and every reader see it."""
 
-    def __init__(self, layout: ShardLayout, memory: Array | None = None, name: str = "replay shard 0") -> None:
-        """Over `memory` of a segment; without it, over private memory, for a buffer inside one process."""
+    def __init__(
+        self,
+        layout: ShardLayout,
+        memory: Array | None = None,
+        name: str = "replay shard 0",
+        lower: str = "replay.capacity",
+    ) -> None:
+        """Over `memory` of a segment; without it, over private memory, for a buffer inside one process.
+
+        `lower` is what its user would make smaller, should there be no room.
+        """
         self.layout, self.name = layout, name
         if memory is None:
-            check_room(layout.nbytes, f"{name} of {layout.capacity} items", free_memory())
+            check_room(layout.nbytes, f"{name} of {layout.capacity} items", free_memory(), lower)
         parts = layout.parts(np.zeros(layout.nbytes, np.uint8) if memory is None else memory)
         self.words = parts["words"].view(np.int64).data  # plain integers are faster than numpy's
         self.items = Rows(parts["rows"], layout.row, layout.capacity)
@@ -83,9 +92,11 @@ class Shard:
 
     def window(self) -> tuple[int, int]:
         """The numbers of the items that are there: from the first to before the last."""
-        words = self.words
-        head = words[HEAD]
-        return min(head, max(words[TAIL], words[RESERVE] - self.layout.capacity)), head
+        words, head = self.words, -1
+        while head != words[HEAD]:  # else appended to in between: a shard that was overrun would look empty
+            head = words[HEAD]
+            tail = max(words[TAIL], words[RESERVE] - self.layout.capacity)
+        return min(head, tail), head
 
 
 def join(path: Path, nbytes: int) -> Array:
@@ -134,6 +145,10 @@ class ShardWriter:
             self._refer(fields, head, count)
         words[HEAD] = head + count
         return head
+
+    def clear(self) -> None:
+        """Forgets every item; their numbers are not given again."""
+        self.shard.words[TAIL] = self.shard.head
 
     def _check(self, fields: Mapping[str, Array], count: int) -> None:
         """Refuses items that do not fit, before anything is touched."""

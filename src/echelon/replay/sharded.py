@@ -29,7 +29,7 @@ import numpy as np
 from echelon.errors import PeerLost
 from echelon.replay.layout import Block, ReplayError, ShardLayout, spans
 from echelon.replay.reader import PriorityColumn, Reader
-from echelon.replay.sampled import Draft, Drawn, Keys, Mass, Part, Sampled
+from echelon.replay.sampled import Draft, Drawn, Keys, Mass, Part, Sampled, importance
 from echelon.replay.sum_tree import SumTree, check_priorities
 
 Array = np.ndarray[Any, Any]
@@ -110,9 +110,21 @@ class Replay:
                     self.is_lost[shard] = False
                     self.lost.append(f"{reader.name} is back with {self.sizes[shard]} items.")
                 if head != self._fed[shard] or tail != self._start[shard]:
-                    count += self._feed(shard, reader, tail, head)
+                    count += self._catch_up(shard, reader, tail, head)
             except PeerLost as error:
                 self._drop(shard, error)
+        return count
+
+    def _catch_up(self, shard: int, reader: Reader, tail: int, head: int) -> int:
+        """Takes in what `reader` has; again if that was overwritten meanwhile, as the shard is full of others then."""
+        count = 0
+        for _ in range(MAX_REDRAWS):
+            due = head - max(int(self._fed[shard]), tail)
+            taken = self._feed(shard, reader, tail, head)
+            count += taken
+            if taken >= due:
+                break
+            tail, head = reader.window()
         return count
 
     def _feed(self, shard: int, reader: Reader, tail: int, head: int) -> int:
@@ -171,7 +183,8 @@ class Replay:
 
     def draw(self, batch: int, beta: float, rng: np.random.Generator, others: Mass | None = None) -> Draft:
         """Draws `batch` items and asks for them; `others` is the mass of the shards of other learners."""
-        size = self.size
+        mass = self.mass + (others or Mass())
+        size = mass.size
         if not 0 < batch <= size:
             raise ReplayError(
                 f"replay: a batch of {batch} cannot be drawn from {size} items. Wait until the limiter admits it, or "
@@ -179,7 +192,6 @@ class Replay:
             )
         if not 0.0 <= beta < math.inf:
             raise ReplayError(f"replay: beta={beta} must be a number from 0 (no correction) on; 1 corrects fully.")
-        mass = self.mass + (others or Mass())
         drawn = self._draw((np.arange(batch) + rng.random(batch)) / batch)
         return Draft(drawn, self._ask(drawn), mass, beta, rng)
 
@@ -258,10 +270,7 @@ class Replay:
     def _weigh(self, priority: Array, mass: Mass, beta: float) -> tuple[Array, float]:
         if self._tree is None or beta == 0.0:
             return np.ones(len(priority)), 1.0
-        weights = (priority * (mass.size / mass.total)) ** -beta
-        largest = float(weights.max())
-        weights /= largest
-        return weights, largest
+        return importance(priority, mass, beta)
 
     # New priorities.
 

@@ -29,7 +29,7 @@ from echelon.disk import put_folder, sync
 from echelon.errors import ConfigError
 from echelon.replay.layout import ReplayError, ShardLayout, spans
 from echelon.replay.limiter import Limiter
-from echelon.replay.reader import ShardReader
+from echelon.replay.reader import Seen, ShardReader
 from echelon.replay.shard import RESERVE, RINGS, Rows, Shard
 from echelon.replay.sharded import Replay
 
@@ -94,7 +94,11 @@ class Snapshot:
     """A snapshot that is cut and not yet written: `write` it, or go through `pieces` between other work."""
 
     def __init__(
-        self, path: Path, replay: Replay, limiter: Limiter | None = None, counters: Mapping[str, Any] | None = None
+        self,
+        path: Path,
+        replay: Replay | Seen,
+        limiter: Limiter | None = None,
+        counters: Mapping[str, Any] | None = None,
     ) -> None:
         """Makes the cut. `counters` is whatever JSON the caller wants back. A snapshot at `path` is replaced."""
         readers = local_readers(replay)
@@ -181,7 +185,7 @@ def as_bytes(array: Array) -> Array:
     return array.view(np.uint8).reshape(-1)
 
 
-def local_readers(replay: Replay) -> list[ShardReader]:
+def local_readers(replay: Replay | Seen) -> list[ShardReader]:
     """The readers of shards that lie on this host."""
     readers = [reader for reader in replay.readers if isinstance(reader, ShardReader)]
     if len(readers) != len(replay.readers):

@@ -1,0 +1,187 @@
+"""Transitions as users write them, and the named arrays that replay holds of them.
+
+A transition is a dict: `state`, `action` and `next_state` are dicts of tensors with a leading dimension of 1, `reward`
+is a number, and either `terminal` or `terminated` (and `truncated`, if you like) says whether the episode ended; what
+else is in it are the user's own numbers and tensors. A tensor `state["camera"]` is the field `state/camera`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from echelon.replay.layout import ReplayError, row_type
+
+Array = np.ndarray[Any, Any]
+Transition = Mapping[str, Any]
+
+MAJOR = ("state", "action", "next_state")
+MINOR = ("reward", "terminal", "terminated", "truncated")
+ENDS = ("terminal", "terminated")  # two names of one thing: the episode has no future
+DTYPES = {"reward": np.dtype(np.float32)} | {name: np.dtype(np.bool_) for name in MINOR[1:]}
+
+
+def flatten(transition: Transition) -> dict[str, Array]:
+    """The fields of one transition, each (1, ...); raises ReplayError naming what does not fit."""
+    missing = [name for name in (*MAJOR, "reward") if name not in transition]
+    if not any(name in transition for name in ENDS):
+        missing.append("terminal")
+    if missing:
+        raise ReplayError(f"a transition lacks {missing}; it has {sorted(transition)}.")
+    fields = {}
+    for name in MAJOR:
+        parts = transition[name]
+        if not isinstance(parts, Mapping):
+            raise ReplayError(f"{name} of a transition is a {type(parts).__name__}; give a dict of tensors.")
+        for key, value in parts.items():
+            fields[f"{name}/{key}"] = _row(f"{name}[{key!r}]", value, None, is_number=False)
+    for name in sorted(transition.keys() - set(MAJOR)):
+        if "/" in name:
+            raise ReplayError(f"attribute {name!r} of a transition has a slash in its name; name it without.")
+        fields[name] = _row(name, transition[name], DTYPES.get(name), is_number=True)
+    return fields
+
+
+def flatten_packed(episode: Transition) -> dict[str, Array]:
+    """The fields of an episode that is one dict of attributes with a row for every step (T, ...)."""
+    fields = {}
+    for name, value in episode.items():
+        parts = {f"{name}/{key}": part for key, part in value.items()} if name in MAJOR else {name: value}
+        for field, part in parts.items():
+            rows = part.detach().cpu().numpy() if isinstance(part, torch.Tensor) else np.asarray(part)
+            fields[field] = rows.astype(DTYPES[name], copy=False) if name in DTYPES else rows
+    return fields
+
+
+def flatten_episode(episode: Sequence[Transition]) -> dict[str, Array]:
+    """The fields of an episode's transitions, one after the other (T, ...)."""
+    if not episode:
+        raise ReplayError("an episode of 0 transitions cannot be stored.")
+    steps = [flatten(transition) for transition in episode]
+    for step, fields in enumerate(steps):
+        if fields.keys() != steps[0].keys():
+            odd = sorted(fields.keys() ^ steps[0].keys())
+            raise ReplayError(f"transition {step} of an episode differs from its first one in {odd}.")
+    try:
+        return {name: np.concatenate([fields[name] for fields in steps]) for name in steps[0]}
+    except ValueError as error:
+        raise ReplayError(f"the transitions of an episode have different shapes: {error}.") from error
+
+
+def _row(name: str, value: Any, dtype: np.dtype[Any] | None, is_number: bool) -> Array:
+    """A value as an array (1, ...)."""
+    if isinstance(value, torch.Tensor):
+        try:
+            array = value.detach().cpu().numpy()
+        except TypeError as error:  # bfloat16 and the like
+            raise ReplayError(f"{name} of a transition is a tensor that numpy cannot hold: {error}.") from error
+    elif isinstance(value, np.ndarray):
+        array = value
+    elif is_number and isinstance(value, (bool, int, float, np.generic)):
+        array = np.array(value, dtype or (np.float32 if isinstance(value, float) else None))
+    else:
+        raise ReplayError(
+            f"{name} of a transition is a {type(value).__name__}; give a tensor"
+            f"{', a number or a boolean' if is_number else ' with a leading dimension of 1'}."
+        )
+    if array.ndim == 0 and is_number:
+        array = array[None]
+    if array.ndim == 0 or array.shape[0] != 1:
+        raise ReplayError(
+            f"{name} of a transition has the shape {tuple(array.shape)}; its first dimension must be 1, as in "
+            "`tensor.view(1, -1)`: one transition at a time."
+        )
+    return array if dtype is None else array.astype(dtype, copy=False)
+
+
+class Form:
+    """How items lie side by side in the rows that travel: one array for all fields costs less than one for each."""
+
+    def __init__(self, spec: str) -> None:
+        self.spec = spec  # JSON: name, shape and dtype of every field
+        self.row = row_type({name: (tuple(shape), np.dtype(dtype)) for name, shape, dtype in json.loads(spec)})
+
+    @staticmethod
+    def of(fields: Mapping[str, Array]) -> Form:
+        """The form of items with these fields (n, ...)."""
+        return Form(json.dumps([[name, value.shape[1:], value.dtype.str] for name, value in fields.items()]))
+
+    def pack(self, records: Array) -> Array:
+        """Items (n,), as replay gave them, as rows of bytes (n, bytes of an item): the same memory."""
+        assert records.dtype == self.row, f"items of {records.dtype} where {self.row} travel"
+        return records.view(np.uint8).reshape(len(records), self.row.itemsize)
+
+    def unpack(self, rows: Array) -> dict[str, Array]:
+        """The fields of items in rows of bytes; views of them."""
+        records = rows.reshape(-1).view(self.row)
+        return {name: records[name] for name in self.row.names or ()}
+
+    def join(self, parts: Sequence[Array]) -> dict[str, Array]:
+        """The fields of items in several arrays of rows, one after the other, in memory of their own."""
+        unpacked = [self.unpack(rows) for rows in parts]
+        return {name: np.concatenate([fields[name] for fields in unpacked]) for name in self.row.names or ()}
+
+
+form_of = functools.lru_cache(maxsize=64)(Form)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which attributes of a batch somebody wants, and how."""
+
+    attrs: Sequence[str] | None = None  # None: all there are
+    concatenate: bool = True
+    concat_attrs: Collection[str] = ()  # own attributes that are concatenated too
+    device: str | torch.device | None = None
+
+    def of(self, fields: Mapping[str, Array]) -> tuple[Any, ...]:
+        """The attributes of the items in `fields` (n, ...), in the order asked for."""
+        if self.attrs is None:
+            return tuple(self._attribute(name, fields) for name in names_of(fields))
+        return tuple(self._rest(fields) if name == "*" else self._attribute(name, fields) for name in self.attrs)
+
+    def _rest(self, fields: Mapping[str, Array]) -> dict[str, Any]:
+        """The user's own attributes that are not asked for by name."""
+        named = {*MAJOR, *MINOR, *(self.attrs or ())}
+        return {name: self._attribute(name, fields) for name in names_of(fields) if name not in named}
+
+    def _attribute(self, name: str, fields: Mapping[str, Array]) -> Any:
+        if name in MAJOR:
+            start = f"{name}/"
+            parts = {key.removeprefix(start): value for key, value in fields.items() if key.startswith(start)}
+            return {key: self._values(value, self.concatenate, is_number=False) for key, value in parts.items()}
+        concatenate = self.concatenate and (name in MINOR or name in self.concat_attrs)
+        return self._values(_minor(name, fields), concatenate, is_number=True)
+
+    def _values(self, values: Array, concatenate: bool, is_number: bool) -> Any:
+        """A tensor (n, ...), numbers as (n, 1); or a list of tensors (1, ...), numbers as they are."""
+        is_number = is_number and values.ndim == 1
+        if not concatenate and is_number:
+            return values.tolist()
+        tensor = torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+        if is_number:
+            tensor = tensor.unsqueeze(1)
+        return tensor if concatenate else [tensor[i : i + 1] for i in range(len(tensor))]
+
+
+def names_of(fields: Mapping[str, Array]) -> list[str]:
+    """The attributes that `fields` are the parts of: those that every transition has first."""
+    found = [name for name in MAJOR if any(key.startswith(f"{name}/") for key in fields)]
+    found += [name for name in MINOR if name in fields]
+    return found + sorted(name for name in fields if name not in MINOR and name.partition("/")[0] not in MAJOR)
+
+
+def _minor(name: str, fields: Mapping[str, Array]) -> Array:
+    """The field of an attribute that is no dict; `terminal` is `terminated` to those who say so."""
+    for other in (name, *(ENDS if name in ENDS else ())):
+        if other in fields:
+            return fields[other]
+    if name == "truncated":  # nobody said that an episode was
+        return np.zeros(len(next(iter(fields.values()))), np.bool_)
+    raise ReplayError(f"the transitions have no attribute {name!r}; they have {names_of(fields)}.")
