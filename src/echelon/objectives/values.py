@@ -18,6 +18,18 @@ Values = TypeVar("Values", Tensor, np.ndarray[Any, Any])
 PRIORITY_FLOOR = 1e-6  # so that what was predicted exactly can still be drawn
 
 
+@torch.no_grad()
+def double_q_targets(reward_B: Tensor, discount_B: Tensor, next_online_BA: Tensor, next_target_BA: Tensor) -> Tensor:
+    """Targets of Double Q-learning (van Hasselt et al., 2016): one network chooses, the other one judges.
+
+    Plain Q-learning's where both next values are the target's. An action that is not allowed next must not be the best
+    of `next_online_BA`.
+    """
+    best_B1 = next_online_BA.argmax(-1, keepdim=True)
+    bootstrap_B = next_target_BA.gather(-1, best_B1).squeeze(-1)
+    return torch.addcmul(reward_B, discount_B, bootstrap_B)
+
+
 def double_q_errors(
     q_BA: Tensor,
     action_B: Tensor,
@@ -26,14 +38,8 @@ def double_q_errors(
     next_online_BA: Tensor,
     next_target_BA: Tensor,
 ) -> Tensor:
-    """TD errors of Double Q-learning (van Hasselt et al., 2016).
-
-    Plain Q-learning's where both next values are the target's. An action that is not allowed next must not be the best
-    of `next_online_BA`.
-    """
-    best_B1 = next_online_BA.argmax(-1, keepdim=True)
-    bootstrap_B = next_target_BA.gather(-1, best_B1).squeeze(-1)
-    target_B = torch.addcmul(reward_B, discount_B, bootstrap_B).detach()
+    """TD errors of Double Q-learning: how far the values of the actions taken are below their targets."""
+    target_B = double_q_targets(reward_B, discount_B, next_online_BA, next_target_BA)
     return target_B - q_BA.gather(-1, action_B.unsqueeze(-1)).squeeze(-1)
 
 

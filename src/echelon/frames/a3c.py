@@ -1,0 +1,195 @@
+"""A3C: advantage actor-critic whose gradients are applied by servers (Mnih et al., 2016,
+https://arxiv.org/abs/1602.01783).
+
+Where we differ from the paper: steps come as episodes or pieces of them, and advantages are generalised estimates,
+normalised over what was stored. Where we differ from Machin: the gradient of every minibatch is pushed, advantages are
+computed at `update` with the critic of then, and an episode that was cut off bootstraps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import ConfigError
+from echelon.frames.actor_critic import check_entropy_weight, judge, policy_loss, values
+from echelon.frames.frame import Frame
+from echelon.frames.modules import Inputs, call, is_wrapped
+from echelon.frames.steps import Item, Steps, is_end, tidy
+from echelon.objectives.losses import masked_normalize
+from echelon.objectives.returns import gae
+from echelon.servers.buffer_items import Array, Wanted, flatten, flatten_episode, names_of
+
+
+class GradServer(Protocol):
+    """Who applies gradients: `echelon.servers.PushPullGradServer`."""
+
+    def push(self, model: nn.Module) -> Any: ...
+
+    def pull(self, model: nn.Module) -> bool: ...
+
+
+class Episodes:
+    """The steps since the last update, at most `size` of them: the oldest episodes make way."""
+
+    def __init__(self, size: int) -> None:
+        self.max_size = size
+        self._episodes: deque[dict[str, Array]] = deque()
+
+    def append(self, episode: dict[str, Array]) -> None:
+        self._episodes.append(episode)
+        while self.size() > self.max_size and len(self._episodes) > 1:
+            self._episodes.popleft()
+
+    def size(self) -> int:
+        return sum(self._lengths())
+
+    def all_size(self) -> int:
+        """The same as `size`: every process learns from steps of its own."""
+        return self.size()
+
+    def clear(self) -> None:
+        self._episodes.clear()
+
+    def take(self, device: str | torch.device) -> Steps:
+        """All steps; there are none afterwards."""
+        fields = {name: np.concatenate([x[name] for x in self._episodes]) for name in self._episodes[0]}
+        names = names_of(fields)
+        steps = Steps.of(dict(zip(names, Wanted(names, device=device).of(fields), strict=True)), self._lengths())
+        self.clear()
+        return steps
+
+    def _lengths(self) -> list[int]:
+        return [len(episode["reward"]) for episode in self._episodes]
+
+
+class A3C(Frame):
+    """Acts and computes gradients in this process; the servers step and hand out the weights.
+
+    `actor(state, action=None)` returns the action, its log-probability and perhaps its entropy; `critic(state)` the
+    value. A positive `entropy_weight` keeps the policy exploring. The many parameters are Machin's.
+    """
+
+    def __init__(
+        self,
+        actor: nn.Module,
+        critic: nn.Module,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+        grad_server: Sequence[GradServer],
+        *,
+        batch_size: int = 100,
+        actor_update_times: int = 5,
+        critic_update_times: int = 10,
+        entropy_weight: float | None = None,
+        value_weight: float = 0.5,
+        gradient_max: float = math.inf,
+        gae_lambda: float = 1.0,
+        discount: float = 0.99,
+        normalize_advantage: bool = True,
+        replay_size: int = 500_000,
+        replay_device: str | torch.device = "cpu",
+    ) -> None:
+        """`grad_server` are the servers of actor and critic; `replay_device` is where what they learn from lies."""
+        super().__init__({"actor": actor, "critic": critic}, gradient_max, discount)
+        if is_wrapped(actor) or is_wrapped(critic):
+            raise ConfigError(
+                "A3C: actor or critic is wrapped in DistributedDataParallel or DataParallel, but its gradients go to a "
+                "server that sums them. Pass the modules themselves."
+            )
+        if len(grad_server) < 2:
+            raise ConfigError(
+                f"A3C: {len(grad_server)} gradient servers; it needs one for the actor and one for the critic."
+            )
+        check_entropy_weight(entropy_weight, "A3C")
+        self.actor, self.critic, self.criterion = actor, critic, criterion
+        self.actor_grad_server, self.critic_grad_server = grad_server[0], grad_server[1]
+        self.batch_size = batch_size
+        self.actor_update_times, self.critic_update_times = actor_update_times, critic_update_times
+        self.entropy_weight, self.value_weight = entropy_weight, value_weight
+        self.gae_lambda, self.normalize_advantage = gae_lambda, normalize_advantage
+        self.replay_buffer, self.replay_device = Episodes(replay_size), replay_device
+        self._open: list[Item] = []
+
+    def manual_sync(self) -> None:
+        self.actor_grad_server.pull(self.actor)
+        self.critic_grad_server.pull(self.critic)
+
+    def act(self, state: Inputs) -> Any:
+        """Whatever the actor returns for `state`."""
+        if self.is_syncing:
+            self.actor_grad_server.pull(self.actor)
+        return call(self.actor, state)
+
+    def store_transition(self, item: Item) -> None:
+        """Adds a step to the episode under way, which ends where an item says so, or is cut off by `update`."""
+        flatten(tidy(item))  # refuses what cannot be stored, where it comes from
+        self._open.append(item)
+        if is_end(item):
+            self._close()
+
+    def store_episode(self, episode: Sequence[Item]) -> None:
+        """Adds the steps of an episode; one that does not end terminated bootstraps from its last `next_state`."""
+        self.replay_buffer.append(flatten_episode([tidy(item) for item in episode]))
+
+    def _close(self) -> None:
+        if self._open:
+            self.store_episode(self._open)
+            self._open = []
+
+    def update(self, update_value: bool = True, update_policy: bool = True) -> tuple[float, float]:
+        """Pushes the gradients of `actor_update_times` and `critic_update_times` minibatches of the stored steps.
+
+        What was stored is gone then. Returns the means of the policy's objective and of the value loss.
+        """
+        self._close()
+        if self.replay_buffer.size() == 0:
+            raise ConfigError("A3C.update: nothing was stored since the last one. Store an episode first.")
+        steps = self.replay_buffer.take(self.replay_device)
+        advantage_N, target_N = self._advantages(steps)
+        gained = lost = 0.0
+        for _ in range(self.actor_update_times if update_policy else 0):
+            index = self._draw(len(steps))
+            judged = judge(self.actor, *steps.rows(index))
+            loss = policy_loss(judged, advantage_N[index].to(judged.log_prob), self.entropy_weight)
+            self._push(self.actor_grad_server, self.actor, loss)
+            gained -= loss.item() / self.actor_update_times
+        for _ in range(self.critic_update_times if update_value else 0):
+            index = self._draw(len(steps))
+            value = values(self.critic, steps.rows(index)[0])
+            loss = self.value_weight * self.criterion(value, target_N[index].to(value))
+            self._push(self.critic_grad_server, self.critic, loss)
+            lost += loss.item() / self.critic_update_times
+        self.num_updates += 1
+        return gained, lost
+
+    @torch.no_grad()
+    def _advantages(self, steps: Steps) -> tuple[Tensor, Tensor]:
+        """Advantages and value targets of every step, with the critic as it is now."""
+        value = values(self.critic, steps.observed).to(self.replay_device)
+        lanes, valid_TE = steps.to_lanes, steps.valid_TE
+        advantage_TE = gae(
+            lanes(steps.reward.to(value)),
+            lanes(steps.discounts(self.discount, value)),
+            steps.to_rows(value),
+            valid_TE,
+            self.gae_lambda,
+        )
+        target_N = steps.from_lanes(advantage_TE) + value[: len(steps)]
+        if self.normalize_advantage:
+            advantage_TE = masked_normalize(advantage_TE, valid_TE)
+        return steps.from_lanes(advantage_TE), target_N
+
+    def _draw(self, num_steps: int) -> Tensor:
+        return torch.randperm(num_steps)[: self.batch_size]
+
+    def _push(self, server: GradServer, model: nn.Module, loss: Tensor) -> None:
+        model.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.clip(model)
+        server.push(model)

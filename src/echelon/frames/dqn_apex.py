@@ -1,0 +1,136 @@
+"""DQNApex: double Q-learning from prioritized replay over all workers (Horgan et al., 2018,
+https://arxiv.org/abs/1803.00933).
+
+Where we differ from the paper: new transitions get the largest priority so far, and every worker explores by an
+`epsilon` of its own that falls with every noisy act.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.frames.frame import Frame, MakeOptimizer, MakeSchedule, ModelServer
+from echelon.frames.modules import Inputs, bare, call, first, follow, per_item
+from echelon.frames.steps import Item, Named
+from echelon.frames.transitions import Following, Transitions
+from echelon.objectives.values import double_q_targets
+from echelon.servers.buffer_prioritized import DistributedPrioritizedBuffer
+
+if TYPE_CHECKING:
+    from echelon.world import RpcGroup
+
+
+class DQNApex(Frame):
+    """Workers act and store; learners draw from the buffers of all members and push the Q-network.
+
+    `qnet(state)` returns the values of the actions (B, A); items hold the action as an integer (1, 1). The many
+    parameters are Machin's; `n_step` is ours.
+    """
+
+    def __init__(
+        self,
+        qnet: nn.Module,
+        qnet_target: nn.Module,
+        optimizer: MakeOptimizer,
+        criterion: Callable[..., Any],
+        apex_group: RpcGroup,
+        model_server: Sequence[ModelServer],
+        *,
+        lr_scheduler: MakeSchedule | None = None,
+        lr_scheduler_args: Sequence[Sequence[Any]] | None = None,
+        lr_scheduler_kwargs: Sequence[Mapping[str, Any]] | None = None,
+        optimizer_kwargs: Mapping[str, Any] | None = None,
+        batch_size: int = 100,
+        epsilon_decay: float = 0.9999,
+        update_rate: float | None = 0.005,
+        update_steps: int | None = None,
+        learning_rate: float = 0.001,
+        discount: float = 0.99,
+        gradient_max: float = math.inf,
+        n_step: int = 1,
+        replay_size: int = 500_000,
+        replay_device: str | torch.device = "cpu",
+    ) -> None:
+        """`replay_size` is what each member keeps, `replay_device` where drawn batches are put."""
+        super().__init__({"qnet": qnet, "qnet_target": qnet_target}, gradient_max, discount)
+        self.qnet, self.qnet_target, self.criterion = qnet, qnet_target, per_item(criterion)
+        (self.qnet_optim,) = self.add_optimizers(optimizer, [(qnet, learning_rate)], optimizer_kwargs)
+        self.add_schedules(lr_scheduler, lr_scheduler_args, lr_scheduler_kwargs)
+        self.following = Following(update_rate, update_steps, "DQNApex")
+        follow(qnet_target, qnet, 1.0)
+        self.batch_size, self.epsilon, self.epsilon_decay = batch_size, 1.0, epsilon_decay
+        self.apex_group, self.replay_device = apex_group, replay_device
+        self.replay_buffer = DistributedPrioritizedBuffer("apex", apex_group, replay_size, seed=torch.initial_seed())
+        self.transitions = Transitions(self.replay_buffer, n_step, discount)
+        self.qnet_model_server = model_server[0]
+
+    def manual_sync(self) -> None:
+        self.pull(self.qnet_model_server, self.qnet)
+
+    @torch.no_grad()
+    def act_discrete(self, state: Inputs, use_target: bool = False) -> Tensor:
+        """The best actions (B, 1)."""
+        if self.is_syncing and not use_target:
+            self.manual_sync()
+        q_BA = first(call(bare(self.qnet_target if use_target else self.qnet), state))
+        return q_BA.argmax(-1, keepdim=True)
+
+    @torch.no_grad()
+    def act_discrete_with_noise(self, state: Inputs, use_target: bool = False, decay_epsilon: bool = True) -> Tensor:
+        """The best actions (B, 1), each exchanged for any one with a chance of `epsilon`, which falls then."""
+        if self.is_syncing and not use_target:
+            self.manual_sync()
+        q_BA = first(call(bare(self.qnet_target if use_target else self.qnet), state))
+        best, other = q_BA.argmax(-1, keepdim=True), torch.randint(q_BA.shape[-1], (len(q_BA), 1), device=q_BA.device)
+        strays = torch.rand(len(q_BA), 1, device=q_BA.device) < self.epsilon
+        if decay_epsilon:
+            self.epsilon *= self.epsilon_decay
+        return torch.where(strays, other, best)
+
+    def store_transition(self, item: Item) -> None:
+        """Stores one step in this process's part of the buffer."""
+        self.transitions.store(item)
+
+    def store_episode(self, episode: Sequence[Item]) -> None:
+        """Stores the steps of an episode, which ends with the last of them."""
+        self.transitions.store_episode(episode)
+
+    def update(self, update_value: bool = True, update_target: bool = True) -> float:
+        """One step on a batch drawn by priority; returns the loss."""
+        batch = self.transitions.draw(self.batch_size, self.replay_device, "DQNApex")
+        with torch.set_grad_enabled(update_value):
+            q_BA = first(call(self.qnet, batch.state))
+        with torch.no_grad():
+            next_online_BA = first(call(bare(self.qnet), batch.next_state))
+            next_target_BA = first(call(bare(self.qnet_target), batch.next_state)).to(q_BA)
+        reward_B, discount_B = batch.reward.to(q_BA), batch.discount.to(q_BA)
+        target_B = double_q_targets(reward_B, discount_B, next_online_BA, next_target_BA)
+        q_B = q_BA.gather(-1, _actions(batch.action).to(q_BA.device)).squeeze(-1)
+        loss = (self.criterion(q_B, target_B) * batch.weight.to(q_BA)).mean()
+        if update_value:
+            self.descend(self.qnet_optim, self.qnet, loss)
+        self.transitions.learned(batch, target_B - q_B)
+        self.num_updates += 1
+        rate = self.following.rate(self.num_updates)
+        if update_target and rate:
+            follow(self.qnet_target, self.qnet, rate)
+        self.push(self.qnet_model_server, self.qnet)
+        return loss.item()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"epsilon": self.epsilon}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.epsilon = state["epsilon"]
+
+
+def _actions(action: Named) -> Tensor:
+    """The numbers of the actions taken, (B, 1)."""
+    (taken,) = action.values()
+    return taken.reshape(len(taken), 1).long()

@@ -1,0 +1,148 @@
+"""IMPALA: V-trace actor-critic from a buffer of whole episodes (Espeholt et al., 2018,
+https://arxiv.org/abs/1802.01561).
+
+Where we differ from the paper: losses are means over steps, and episodes are drawn again and again, which V-trace
+corrects for as it does for any other lag. Where we differ from Machin: the last step of an episode has its target too,
+and an episode that was cut off bootstraps from its last `next_state`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import ConfigError
+from echelon.frames.actor_critic import check_entropy_weight, judge, policy_loss, values
+from echelon.frames.frame import Frame, MakeOptimizer, MakeSchedule, ModelServer
+from echelon.frames.modules import Inputs, call
+from echelon.frames.steps import Item, Steps, tidy
+from echelon.objectives.losses import masked_normalize
+from echelon.objectives.returns import VTrace, vtrace
+from echelon.servers.buffer_episodes import DistributedEpisodeBuffer
+
+if TYPE_CHECKING:
+    from echelon.world import RpcGroup
+
+
+class IMPALA(Frame):
+    """Workers act and store episodes; learners draw `batch_size` of them from all members and push the actor.
+
+    `actor(state, action=None)` returns the action, its log-probability and perhaps its entropy; `critic(state)` the
+    value. A positive `entropy_weight` keeps the policy exploring. The many parameters are Machin's.
+    """
+
+    def __init__(
+        self,
+        actor: nn.Module,
+        critic: nn.Module,
+        optimizer: MakeOptimizer,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+        impala_group: RpcGroup,
+        model_server: Sequence[ModelServer],
+        *,
+        lr_scheduler: MakeSchedule | None = None,
+        lr_scheduler_args: Sequence[Sequence[Any]] | None = None,
+        lr_scheduler_kwargs: Sequence[Mapping[str, Any]] | None = None,
+        optimizer_kwargs: Mapping[str, Any] | None = None,
+        batch_size: int = 5,
+        learning_rate: float = 0.001,
+        critic_learning_rate: float | None = None,
+        isw_clip_c: float = 1.0,
+        isw_clip_rho: float = 1.0,
+        entropy_weight: float | None = None,
+        value_weight: float = 1.0,
+        gradient_max: float = math.inf,
+        discount: float = 0.99,
+        normalize_advantage: bool = False,
+        replay_size: int = 500,
+        replay_device: str | torch.device = "cpu",
+    ) -> None:
+        """`replay_size` counts the episodes that each member keeps; `batch_size` those of one update.
+
+        `replay_device` is where drawn batches are put.
+        """
+        super().__init__({"actor": actor, "critic": critic}, gradient_max, discount)
+        check_entropy_weight(entropy_weight, "IMPALA")
+        self.actor, self.critic, self.criterion = actor, critic, criterion
+        rates = ((actor, learning_rate), (critic, critic_learning_rate or learning_rate))
+        self.actor_optim, self.critic_optim = self.add_optimizers(optimizer, rates, optimizer_kwargs)
+        self.add_schedules(lr_scheduler, lr_scheduler_args, lr_scheduler_kwargs)
+        self.batch_size, self.isw_clip_c, self.isw_clip_rho = batch_size, isw_clip_c, isw_clip_rho
+        self.entropy_weight, self.value_weight = entropy_weight, value_weight
+        self.normalize_advantage = normalize_advantage
+        self.impala_group, self.replay_device = impala_group, replay_device
+        self.replay_buffer = DistributedEpisodeBuffer("impala", impala_group, replay_size, seed=torch.initial_seed())
+        self.actor_model_server = model_server[0]
+
+    def manual_sync(self) -> None:
+        self.pull(self.actor_model_server, self.actor)
+
+    def act(self, state: Inputs) -> Any:
+        """Whatever the actor returns for `state`."""
+        if self.is_syncing:
+            self.manual_sync()
+        return call(self.actor, state)
+
+    def store_transition(self, item: Item) -> None:
+        """Not for IMPALA: says what to call instead."""
+        raise ConfigError(
+            "IMPALA.store_transition: V-trace goes over whole episodes. Collect their items and call store_episode."
+        )
+
+    def store_episode(self, episode: Sequence[Item]) -> None:
+        """Stores an episode, whose items also hold `action_log_prob`, that of the policy that acted."""
+        if any("action_log_prob" not in item for item in episode):
+            raise ConfigError(
+                "IMPALA.store_episode: an item lacks action_log_prob, by which V-trace corrects. Store what act() "
+                "returned."
+            )
+        self.replay_buffer.store_episode([tidy(item, "action_log_prob") for item in episode])
+
+    def update(self, update_value: bool = True, update_policy: bool = True) -> tuple[float, float]:
+        """One step of actor and critic; returns the policy's objective and the value loss."""
+        _, episodes = self.replay_buffer.sample_batch(self.batch_size, self.replay_device)
+        if episodes is None:
+            raise ConfigError(
+                "IMPALA.update: no member holds an episode. Wait until replay_buffer.all_size() says that there are "
+                "some."
+            )
+        steps = Steps.of(episodes.attrs, np.diff(episodes.offsets).tolist())
+        with torch.set_grad_enabled(update_policy):
+            judged = judge(self.actor, steps.state, steps.action)
+        with torch.set_grad_enabled(update_value):
+            value = values(self.critic, steps.observed)
+        trace = self._trace(steps, judged.log_prob.detach(), value.detach())
+        policy = policy_loss(judged, trace.advantage_TB.to(judged.log_prob), self.entropy_weight)
+        value_loss = self.value_weight * self.criterion(value[: len(steps)], trace.target_TB.to(value))
+        if update_policy:
+            self.descend(self.actor_optim, self.actor, policy)
+        if update_value:
+            self.descend(self.critic_optim, self.critic, value_loss)
+        self.push(self.actor_model_server, self.actor)
+        self.num_updates += 1
+        return -policy.item(), value_loss.item()
+
+    def _trace(self, steps: Steps, log_prob: Tensor, value: Tensor) -> VTrace:
+        """V-trace targets and advantages of every step, (N,) each."""
+        assert steps.log_prob is not None
+        log_prob, value = log_prob.to(steps.reward.device), value.to(steps.reward.device)
+        lanes, valid_TE = steps.to_lanes, steps.valid_TE
+        trace = vtrace(
+            lanes(log_prob - steps.log_prob.to(log_prob)),
+            lanes(steps.reward.to(value)),
+            lanes(steps.discounts(self.discount, value)),
+            steps.to_rows(value),
+            valid_TE,
+            rho_clip=self.isw_clip_rho,
+            c_clip=self.isw_clip_c,
+            trace_lambda=1.0,
+        )
+        advantage_TE = (
+            masked_normalize(trace.advantage_TB, valid_TE) if self.normalize_advantage else trace.advantage_TB
+        )
+        return VTrace(steps.from_lanes(trace.target_TB), steps.from_lanes(advantage_TE))

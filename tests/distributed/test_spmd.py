@@ -1,0 +1,64 @@
+"""The programs of examples/spmd and loops that people port: as they are run, to their own end, and nothing left."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from running import DEADLINE_S, MARK, TESTS, processes_marked, wait_until
+
+EXAMPLES = TESTS.parent / "examples" / "spmd"
+EASIER = {  # what of the program's text is changed so that it is solved after some episodes
+    "a3c": ("solved_reward, solved_repeat = 190, 5", "solved_reward, solved_repeat = 6, 3"),
+    "dqn_apex": ("solved_reward, solved_repeat = 190, 5", "solved_reward, solved_repeat = 6, 3"),
+    "impala": ("solved_reward, solved_repeat = 190, 5", "solved_reward, solved_repeat = 6, 3"),
+    "ddpg_apex": ("solved_reward, solved_repeat = -200, 5", "solved_reward, solved_repeat = -4000, 3"),
+}
+
+
+class Ended:
+    """A program that ran to its end."""
+
+    def __init__(self, path: Path, *arguments: str) -> None:
+        mark = secrets.token_hex(8)
+        environ = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, str(path), *arguments], capture_output=True, text=True, env=environ, timeout=DEADLINE_S * 2
+        )
+        self.code, self.output, self.errors = done.returncode, done.stdout, done.stderr
+        wait_until(lambda: not processes_marked(mark), "every process of the program is gone")
+
+
+def changed(path: Path, folder: Path, old: str, new: str) -> Path:
+    """A copy of a program with one line changed."""
+    text = path.read_text()
+    assert text.count(old) == 1, f"{path} does not say {old!r} once"
+    copy = folder / path.name
+    copy.write_text(text.replace(old, new))
+    return copy
+
+
+@pytest.mark.parametrize("name", EASIER)
+def test_an_example_ends_by_itself_when_it_is_solved(name: str, tmp_path: Path) -> None:
+    ended = Ended(changed(EXAMPLES / f"{name}.py", tmp_path, *EASIER[name]), "--seed", "3")
+    assert ended.code == 0, ended.errors
+    assert "Environment solved! Process" in ended.output
+    assert "Episode 3 total reward=" in ended.output
+    assert "Traceback" not in ended.errors
+
+
+def test_an_example_that_is_not_solved_in_time_fails(tmp_path: Path) -> None:
+    path = changed(EXAMPLES / "a3c.py", tmp_path, "max_episodes, max_steps = 2000,", "max_episodes, max_steps = 2,")
+    ended = Ended(path)
+    assert ended.code != 0 and "not solved within 2 episodes" in ended.errors
+
+
+def test_loops_written_for_machin_run_under_torch_multiprocessing() -> None:
+    ended = Ended(TESTS / "distributed" / "ported.py")
+    assert ended.code == 0, ended.errors
+    assert "solved" in ended.output and "all gone" in ended.output
