@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from echelon.config import (
+    A3cConfig,
     ActorConfig,
     DdpgConfig,
     DqnConfig,
@@ -77,6 +78,27 @@ def async_ppo(env: str = "CartPole-v1") -> TrainConfig:
         preset="async-ppo",
         learner=replace(config.learner, max_lag=1),
         algorithm=replace(config.algorithm, correct_lag=True),
+    )
+
+
+def a3c(env: str = "CartPole-v1") -> TrainConfig:
+    """Advantage actor-critic: actors learn from their own rollouts and bring gradients, each a step of the weights."""
+    if is_atari(env):
+        return TrainConfig(
+            preset="a3c",
+            env=EnvConfig(id=env),
+            actor=ActorConfig(envs=16, trajectory=20, slots=1),
+            learner=LearnerConfig(batch=1),
+            algorithm=A3cConfig(reward_clip=1.0),
+            optimizer=OptimizerConfig(learning_rate=3e-4),
+        )
+    return TrainConfig(
+        preset="a3c",
+        env=EnvConfig(id=env),
+        actor=ActorConfig(envs=16, trajectory=20, slots=1),
+        learner=LearnerConfig(batch=1),
+        algorithm=A3cConfig(gae_lambda=0.95, normalize_reward=True),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
     )
 
 
@@ -179,6 +201,7 @@ PRESETS: dict[str, Callable[[str], TrainConfig]] = {
     "impala": impala,
     "ppo": ppo,
     "async-ppo": async_ppo,
+    "a3c": a3c,
     **REPLAY_PRESETS,
 }
 

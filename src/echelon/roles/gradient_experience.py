@@ -1,0 +1,96 @@
+"""Gradient experience: an actor learns from its own rollout and hands over the gradients, not the steps.
+
+A rollout lies in memory of the actor's own. When it is through, each piece of it gives a gradient, at the weights that
+acted, which goes into the actor's next slot of the ring. The actor enters a rollout only where the learner has granted
+a slot for every gradient of it, so it never waits with one in hand. If it dies, what it committed counts, piece by
+piece, and its successor writes on at `head`; a slot that was half written was never shown to anybody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from echelon.algorithms.a3c import A3c
+from echelon.algorithms.model import Model
+from echelon.config import A3cConfig
+from echelon.roles.acting import Answer
+from echelon.roles.context import Station
+from echelon.roles.experience import EpisodeLedger
+from echelon.roles.gradient_slots import write
+from echelon.roles.plan import Plan
+from echelon.roles.queue_source import Staging
+from echelon.roles.team import UNSTAMPED, Page, Row, Team
+
+Array = np.ndarray[Any, Any]
+
+
+class GradientExperience:
+    """Gradients in the actor's slots; the learner admits each, and rings `free` when it does."""
+
+    def __init__(self, plan: Plan, actor: int, station: Station) -> None:
+        config = plan.context.train
+        assert isinstance(config.algorithm, A3cConfig), f"{config.algorithm.name} brings no gradients"
+        self.ring, self.actor, self.station, self.schema = plan.ring(), actor, station, plan.schema
+        self.acting: Model = plan.model  # follows the weights board, and can only be read
+        self.rule = A3c(config.algorithm, Plan(plan.context).model)
+        self.pieces = self.rule.pieces(self.schema.num_envs)
+        self.rollout = Staging(self.schema, 1, torch.device("cpu"))
+        self.rollout.place(0, actor)
+        self.rollout.move()
+        self.views = {**self.rollout.arrays, "version": self.rollout.arrays["version"][:, 0]}
+        self.ledger = EpisodeLedger(self.schema.num_envs)
+
+    @property
+    def head(self) -> int:
+        return 0  # rollouts are counted by nobody else
+
+    def pages(self, index: int, columns: slice) -> list[Page]:
+        del index
+        return [Page(self.schema, self.views, columns)]
+
+    def admits(self, trajectory: int) -> bool:
+        del trajectory
+        return bool(self.ring.head[self.actor] + len(self.pieces) <= self.ring.granted[self.actor])
+
+    def open(self, trajectory: int) -> None:
+        del trajectory
+        self.views["version"].fill(UNSTAMPED)
+
+    def stepped(self, team: Team, row: Row, answer: Answer) -> None:
+        """A rollout is learned from when it is whole."""
+
+    def left(self, team: Team, teams: Sequence[Team]) -> None:
+        """The only team has gone through its rollout: its gradients are handed over one by one."""
+        del team, teams
+        self.ledger.record(self.views)
+        self.rollout.check()
+        with torch.no_grad():
+            for mine, acting in zip(self.rule.model.tensors(), self.acting.tensors(), strict=True):
+                mine.copy_(acting)
+        start = time.perf_counter()
+        for columns, gradient in zip(self.pieces, self.rule.gradients(self.rollout.batch), strict=True):
+            self._count_learning(start)
+            write(self.ring.writable(self.actor), gradient, self.views, columns)
+            self.ring.commit(self.actor)
+            self.station.progress += 1
+            start = time.perf_counter()
+
+    def _count_learning(self, start: float) -> None:
+        """Of the time that the actor spends on leaving, which it counts as handing over."""
+        seconds = time.perf_counter() - start
+        self.station.phases["learn"] += seconds
+        self.station.phases["transfer"] -= seconds
+
+    def wait(self, teams: Sequence[Team], timeout_s: float) -> None:
+        doorbell = self.ring.free[self.actor]
+        doorbell.clear()
+        if not self.admits(teams[0].trajectory):
+            self.station.wait(timeout_s, [doorbell.descriptor])
+
+    def close(self) -> None:
+        self.ring.close()

@@ -1,0 +1,75 @@
+"""How a gradient lies in its slot: with what the piece of a rollout that it is of counts for.
+
+Shapes: P parameters of the model, V values that its losses show, S statistics, E the most episodes that end in a piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from echelon.algorithms.a3c import SHOWN, Gradient, num_statistics
+from echelon.algorithms.model import Model
+from echelon.config import A3cConfig, TrainConfig
+from echelon.layout import Field, place, size_of, views_of
+
+Array = np.ndarray[Any, Any]
+
+
+def num_pieces(config: TrainConfig) -> int:
+    """Slots that a trajectory of an actor takes: one, or of its own gradients one each."""
+    return config.algorithm.minibatches if isinstance(config.algorithm, A3cConfig) else 1
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSchema:
+    """The layout of one gradient slot.
+
+    `version` counts the weights that acted and that the gradient is of. `env_steps` are the valid steps of the piece;
+    `episodes` are return and length of the episodes that ended in it, `num_episodes` of them.
+    """
+
+    num_parameters: int
+    num_statistics: int
+    max_episodes: int
+    fields: tuple[Field, ...] = field(init=False)
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        fields = place(
+            [
+                ("gradient", (self.num_parameters,), np.float32),
+                ("values", (len(SHOWN),), np.float32),
+                ("statistics", (self.num_statistics,), np.float64),
+                ("version", (1,), np.int64),
+                ("env_steps", (1,), np.int64),
+                ("num_episodes", (1,), np.int64),
+                ("episodes", (self.max_episodes, 2), np.float64),
+            ]
+        )
+        object.__setattr__(self, "fields", fields)
+        object.__setattr__(self, "nbytes", size_of(fields))
+
+    @classmethod
+    def of(cls, config: TrainConfig, model: Model) -> GradientSchema:
+        largest = -(-config.actor.envs // num_pieces(config))  # environments of a piece
+        return cls(model.parameters.numel(), num_statistics(model), config.actor.trajectory * largest)
+
+    def views(self, memory: memoryview | Array) -> dict[str, Array]:
+        """Every field as an array over `memory` (one slot); nothing is copied."""
+        return views_of(self.fields, memory)
+
+
+def write(slot: dict[str, Array], gradient: Gradient, views: dict[str, Array], columns: slice) -> None:
+    """Fills `slot` with a gradient, and with what the `columns` of the trajectory in `views` count for."""
+    slot["gradient"][...] = gradient.flat.numpy()
+    slot["values"][...] = gradient.values.numpy()
+    slot["statistics"][...] = gradient.statistics.numpy()
+    slot["version"][0] = views["version"].min()
+    slot["env_steps"][0] = views["valid"][:, columns].sum()
+    returns, lengths = views["episode_return"][:, columns], views["episode_length"][:, columns]
+    ended = lengths.nonzero()
+    count = slot["num_episodes"][0] = len(ended[0])
+    slot["episodes"][:count, 0], slot["episodes"][:count, 1] = returns[ended], lengths[ended]
