@@ -2,13 +2,13 @@
 
     python benchmarks/learning.py [--presets dqn,sac] [--tasks cartpole,...] [--seeds 5] [--jobs 2] [--out FILE]
 
-Presets that learn from a queue (ppo, impala) solve a task when the mean return of their last 100 training episodes
-(stochastic policy) reaches the threshold within the step budget; there they stop. Presets with replay explore beside
-their policy, on a ladder some actors hardly follow it, so training returns say little: they train for the whole budget,
-and have solved the task if 100 greedy episodes with the last weights, on seeds that nobody saw before, reach the
-threshold on average. Their steps and seconds are those of the first evaluation that reached it: 20 greedy episodes,
-begun every other second beside training. When evaluations fall depends on the clock, what is learned does not. Seconds
-count from the run's start, evaluations included.
+Presets that learn from what their newest weights did (ppo, impala, a3c) solve a task when the mean return of their last
+100 training episodes (stochastic policy) reaches the threshold within the step budget; there they stop. Presets with
+replay explore beside their policy, on a ladder some actors hardly follow it, so training returns say little: they train
+for the whole budget, and have solved the task if 100 greedy episodes with the last weights, on seeds that nobody saw
+before, reach the threshold on average. Their steps and seconds are those of the first evaluation that reached it: 20
+greedy episodes, begun every other second beside training. When evaluations fall depends on the clock, what is learned
+does not. Seconds count from the run's start, evaluations included.
 
 Thresholds: CartPole-v1 475 and Acrobot-v1 -100 are gymnasium's own (reward_threshold); LunarLander's is its 200,
 discrete for dqn, else continuous; Pendulum-v1 has none: -200 is what the field counts as solved, and off-policy rules
@@ -71,14 +71,19 @@ TASKS = {
     "cartpole": Task(
         "CartPole-v1",
         475,
-        {"impala": 2_000_000, "ppo": 500_000, "dqn": 30_000, "apex-dqn": 30_000, "sac": 20_000},
+        {"impala": 2_000_000, "ppo": 500_000, "a3c": 1_000_000, "dqn": 30_000, "apex-dqn": 30_000, "sac": 20_000},
         {"sac": DISCRETE_SAC},
     ),
-    "acrobot": Task("Acrobot-v1", -100, {"impala": 1_000_000, "ppo": 300_000, "dqn": 50_000, "apex-dqn": 50_000}, {}),
+    "acrobot": Task(
+        "Acrobot-v1",
+        -100,
+        {"impala": 1_000_000, "ppo": 300_000, "a3c": 1_000_000, "dqn": 50_000, "apex-dqn": 50_000},
+        {},
+    ),
     "pendulum": Task(
         "Pendulum-v1",
         -200,
-        {"impala": 1_500_000, "ppo": 300_000, "ddpg": 20_000, "apex-ddpg": 20_000, "sac": 10_000},
+        {"impala": 1_500_000, "ppo": 300_000, "a3c": 1_500_000, "ddpg": 20_000, "apex-ddpg": 20_000, "sac": 10_000},
         {
             "impala": [
                 *SMALL,
@@ -87,6 +92,7 @@ TASKS = {
                 *["--algorithm.entropy-weight", "0", "--optimizer.learning-rate", "1e-3"],
             ],
             "ppo": [*NORMALIZED, "--algorithm.discount", "0.95", "--optimizer.learning-rate", "1e-3"],
+            "a3c": [*SMALL, *NORMALIZED, "--algorithm.discount", "0.9", "--algorithm.entropy-weight", "0"],
         },
         replay_threshold=-180,
     ),
@@ -177,7 +183,7 @@ def row(preset: str, name: str, results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--presets", default=",".join(["ppo", "impala", *REPLAY_PRESETS]))
+    parser.add_argument("--presets", default=",".join(["ppo", "impala", "a3c", *REPLAY_PRESETS]))
     parser.add_argument("--tasks", default=",".join(name for name in TASKS if name != LONG), help=f"all but {LONG}")
     parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--first-seed", type=int, default=0)

@@ -180,6 +180,13 @@ class Running:
         summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
         return summary
 
+    def stop(self) -> dict[str, Any]:
+        """Ends the run as a user does; its summary."""
+        self.process.send_signal(signal.SIGINT)
+        assert self.code() == 0, self.text()
+        self.assert_nothing_left()
+        return self.summary()
+
     def assert_nothing_left(self) -> None:
         """No process, no shared memory, no list of processes."""
         wait_until(lambda: not processes_marked(self.mark), f"no process is left of\n{self.text()}")

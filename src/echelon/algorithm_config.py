@@ -56,6 +56,26 @@ class PpoConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class A3cConfig:
+    """Advantage actor-critic (Mnih et al., 2016): actors bring the gradients of their own rollouts."""
+
+    name: Literal["a3c"] = "a3c"
+    discount: float = 0.99
+    gae_lambda: float = 1.0  # 1: the paper's n-step returns
+    minibatches: int = 1  # pieces of each rollout, by environment; every one brings a gradient
+    reduce: Literal["mean", "sum"] = "mean"  # of the learner.batch gradients that make one step
+    value_weight: float = 0.5
+    entropy_weight: float = 0.01
+    normalize_advantage: bool = False
+    reward_clip: float = 0.0
+    normalize_reward: bool = False
+
+    def __post_init__(self) -> None:
+        fractions(self, "algorithm", "discount", "gae_lambda")
+        at_least(self, "algorithm", minibatches=1, value_weight=0, reward_clip=0)
+
+
+@dataclass(frozen=True, slots=True)
 class DqnConfig:
     """Double Q-learning (van Hasselt et al., 2016), dueling (Wang et al., 2016)."""
 
@@ -153,4 +173,4 @@ class OwnConfig:
         at_least(self, "algorithm", reward_clip=0)
 
 
-AlgorithmConfig = ImpalaConfig | PpoConfig | DqnConfig | DdpgConfig | SacConfig | OwnConfig
+AlgorithmConfig = ImpalaConfig | PpoConfig | A3cConfig | DqnConfig | DdpgConfig | SacConfig | OwnConfig

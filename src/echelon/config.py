@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from echelon.algorithm_config import A3cConfig as A3cConfig
 from echelon.algorithm_config import AlgorithmConfig as AlgorithmConfig
 from echelon.algorithm_config import DdpgConfig as DdpgConfig
 from echelon.algorithm_config import DqnConfig as DqnConfig
@@ -70,15 +71,17 @@ class ActingConfig:
 class LearnerConfig:
     """How batches become weights."""
 
-    batch: int = 0  # trajectories per batch; 0: one from every actor
+    batch: int = 0  # trajectories (a3c: gradients) per batch; 0: one from every actor
     max_lag: int | None = None  # versions; 0: synchronous, None: bounded only by actor.slots
+    num_learners: int = 1  # processes that share every batch; --learners
     patience_s: float = 2.0  # with max_lag >= 1: how long a batch waits for an actor that stalled
     device: str = "auto"  # auto, cpu, cuda, cuda:N
-    threads: int = 0  # torch threads of the learner; 0: all cores for a large network, else 1
+    threads: int = 0  # torch threads of each learner; 0: for a large network on the CPU all cores, shared out, else 1
     precision: Literal["float32", "bfloat16"] = "float32"
     compile: bool = False  # torch.compile of the loss
 
     def __post_init__(self) -> None:
+        require(self.num_learners >= 1, f"--learners {self.num_learners} (learner.num_learners) must be at least 1.")
         require(self.batch >= 0, f"learner.batch={self.batch} must be 0 (one trajectory per actor) or more.")
         require(self.max_lag is None or self.max_lag >= 0, f"learner.max_lag={self.max_lag} must be None, 0 or more.")
         require(self.threads >= 0, f"learner.threads={self.threads} must be 0 (automatic) or more.")
@@ -268,8 +271,13 @@ class TrainConfig:
         )
         require(0 <= self.seed < 1 << 63, f"seed={self.seed} must be a number from 0 to 2**63 - 1.")
         require(
-            self.experience == "queue" or self.learner.max_lag is None,
+            self.experience != "replay" or self.learner.max_lag is None,
             f"learner.max_lag={self.learner.max_lag} is for trajectories, but {self.algorithm.name} replays. Use none.",
+        )
+        require(
+            self.experience != "gradients" or self.acting.mode != "central",
+            f"acting.mode=central, but actors of {self.algorithm.name} learn with the policy that they act with, so "
+            "each needs its own. Use --acting local.",
         )
         require(
             self.has_workers or not self.stop.epochs,
@@ -278,6 +286,8 @@ class TrainConfig:
         )
         if self.has_workers:
             self._check_workers()
+        if self.learner.num_learners > 1:
+            self._check_learners()
 
     def _check_workers(self) -> None:
         address = f"workers.address={self.workers.address}"
@@ -296,6 +306,52 @@ class TrainConfig:
             self.acting.mode != "central", f"{address}, where every worker chooses its own actions. Use --acting local."
         )
 
+    def _check_learners(self) -> None:
+        count, actors, batch = self.learner.num_learners, self.actor.num_actors, self.batch_trajectories
+        require(
+            self.engine == "local",
+            f"--learners {count} need processes: learners wait for each other in the middle of a batch. Use --engine "
+            "local, or --learners 1.",
+        )
+        what = "workers' episodes" if self.has_workers else f"{self.algorithm.name}'s gradients"
+        require(
+            not self.has_workers and self.experience != "gradients",
+            f"--learners {count}, but {what} come to one learner. Use --learners 1.",
+        )
+        require(
+            self.replay.transport == "shm",
+            f"--learners {count} draw from shards of their own host; replay.transport=tcp reads them from others. Use "
+            "--replay.transport shm, or --learners 1.",
+        )
+        require(
+            actors >= count,
+            f"--learners {count} are more than the {actors} actors, and a learner without an actor has nothing to "
+            f"learn from. Use --learners {actors} or fewer; or, in a new run, --actors {count} or more.",
+        )
+        fitting = " or ".join(str(n) for n in range(1, actors + 1) if actors % n == 0 and batch % n == 0)
+        option, amount = ("--actors", actors) if actors % count else ("--learner.batch", batch)
+        below = amount // count * count
+        require(
+            self.experience == "replay" or (actors % count == 0 and batch % count == 0),
+            f"--learners {count} do not divide the {actors} actors and the {batch} trajectories of a batch, so they "
+            f"could not take equal parts. Use --learners {fitting}; or, in a new run, {option} "
+            f"{f'{below} or ' if below else ''}{below + count}.",
+        )
+
+    @property
+    def learner_names(self) -> list[str]:
+        """Of their processes; the first one publishes, saves and keeps the account."""
+        count = self.learner.num_learners
+        return [f"learner-{index}" for index in range(count)] if count > 1 else ["learner"]
+
+    def actors_of(self, learner: int) -> range:
+        """The actors that a learner takes its share of a batch from."""
+        count, actors = self.learner.num_learners, self.actor.num_actors
+        return range(learner * actors // count, (learner + 1) * actors // count)
+
+    def learner_of(self, actor: int) -> int:
+        return next(index for index in range(self.learner.num_learners) if actor in self.actors_of(index))
+
     @property
     def has_workers(self) -> bool:
         return bool(self.workers.address)
@@ -306,8 +362,11 @@ class TrainConfig:
         return 1 if self.has_workers else self.actor.num_actors
 
     @property
-    def experience(self) -> Literal["queue", "replay"]:
-        """How steps reach the learner: as trajectories, once and in order, or as transitions, drawn again and again."""
+    def experience(self) -> Literal["queue", "replay", "gradients"]:
+        """What reaches the learner: trajectories, once and in order, transitions, drawn again and again, or what actors
+        found in their own trajectories."""
+        if isinstance(self.algorithm, A3cConfig):
+            return "gradients"
         return "queue" if isinstance(self.algorithm, ImpalaConfig | PpoConfig) else "replay"
 
     @property

@@ -6,6 +6,7 @@ Shapes: T steps, B lanes, N rows, F features.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -68,6 +69,7 @@ class Normalizer(nn.Module):
         self.count: Tensor
         self.mean: Tensor
         self.std: Tensor
+        self.report: Callable[[Tensor, Tensor, Tensor], None] | None = None  # told what else would be merged here
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(size))
         self.register_buffer("std", torch.ones(size))
@@ -75,15 +77,24 @@ class Normalizer(nn.Module):
     def forward(self, x_NF: Tensor) -> Tensor:
         return ((x_NF - self.mean) / self.std).clamp(-self.CLIP, self.CLIP)
 
-    @torch.no_grad()
     def update(self, x_NF: Tensor, valid_N: Tensor) -> None:
-        """Merge the valid rows (Chan et al., 1979); without any, nothing changes."""
+        """Takes in the valid rows."""
+        (self.report or self.merge)(*self.moments(x_NF, valid_N))
+
+    @staticmethod
+    @torch.no_grad()
+    def moments(x_NF: Tensor, valid_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """How many rows are valid, and the mean and variance of their features."""
         valid_N1 = valid_N.unsqueeze(-1)
         num_valid = valid_N.sum()
         divisor = num_valid.clamp(min=1)
         x_NF = torch.where(valid_N1, x_NF.double(), 0.0)
         batch_mean = x_NF.sum(0) / divisor
-        batch_variance = torch.where(valid_N1, x_NF - batch_mean, 0.0).square().sum(0) / divisor
+        return num_valid, batch_mean, torch.where(valid_N1, x_NF - batch_mean, 0.0).square().sum(0) / divisor
+
+    @torch.no_grad()
+    def merge(self, num_valid: Tensor, batch_mean: Tensor, batch_variance: Tensor) -> None:
+        """Takes in the moments of some rows (Chan et al., 1979); without any, nothing changes."""
         self.count += num_valid
         weight = num_valid / self.count.clamp(min=1)
         shift = batch_mean - self.mean
@@ -235,8 +246,10 @@ class Core(nn.Module):
 
     def forward(self, x_TBF: Tensor, state: State, first_TB: Tensor) -> tuple[Tensor, State]:
         """A sequence with resets in it: cut where episodes begin, all pieces side by side, in one fused call."""
-        plan = _cut(first_TB)
         num_steps, num_lanes, features = x_TBF.shape
+        if num_lanes == 0:  # what one of several learners may have of a minibatch
+            return x_TBF.new_zeros(num_steps, 0, self.cell.hidden_size), state
+        plan = _cut(first_TB)
         rows = x_TBF.float().transpose(0, 1).reshape(num_lanes * num_steps, features)
         # A piece at the start of a lane goes on with the lane's state; every other begins with an episode, from zero.
         kept = [leaf.float().masked_fill(first_TB[0].unsqueeze(-1), 0.0) for leaf in state]

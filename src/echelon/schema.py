@@ -259,6 +259,19 @@ class Batch:
 
 
 @dataclass(slots=True)
+class GradientBatch:
+    """What a learner learns from when actors bring gradients: their sum, on the learner's device.
+
+    Shapes: P parameters of the model, padded as they lie there.
+    """
+
+    gradient: torch.Tensor  # (P,)
+    num_gradients: int
+    values: torch.Tensor  # what the losses said, on average
+    statistics: list[torch.Tensor]  # of each, what its rollout says of observations and rewards
+
+
+@dataclass(slots=True)
 class TransitionBatch:
     """What a learner learns from when experience is replayed: n-step transitions, as tensors on the learner's device.
 
@@ -272,3 +285,4 @@ class TransitionBatch:
     next_observation: Tree
     weight: torch.Tensor  # importance weights; ones where sampling is uniform
     keys: Any = None  # which items of the replay these are, for the priorities that go back to it
+    others: tuple[int, int] = (0, 0)  # transitions of the same batch that learners before and after this one have

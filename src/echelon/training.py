@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from echelon.config import OwnConfig, StopConfig, TrainConfig
 from echelon.engines.hosted import HostedEngine
 from echelon.engines.inline import InlineEngine
-from echelon.engines.local import LocalEngine
+from echelon.engines.local import COMPILER, LocalEngine
 from echelon.errors import ConfigError, EchelonError
 from echelon.names import text_of
 from echelon.transport.session import create_session
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from echelon.roles.interrupts import Interrupts
     from echelon.runs.folder import RunFolder
 
-PRELOAD = ("echelon.roles.learner", "echelon.roles.inference", "echelon.roles.actor", "echelon.roles.evaluator")
-PRELOAD_WITH_WORKERS = ("echelon.roles.learner", "echelon.roles.door")
+ROLES = ("echelon.roles.joint_learner", "echelon.roles.inference", "echelon.roles.actor", "echelon.roles.evaluator")
+PRELOAD = (*ROLES, COMPILER)
+PRELOAD_WITH_WORKERS = ("echelon.roles.learner", "echelon.roles.door", COMPILER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,14 @@ def resume(
     minutes: float = 0.0,
     until_return: float | None = None,
     epochs: int = 0,
+    learners: int | None = None,
     output: TextIO | None = None,
     brought: Brought | None = None,
 ) -> RunResult:
-    """Goes on with the run in `run_dir` from its newest checkpoint; what is given replaces the old stop condition."""
+    """Goes on with the run in `run_dir` from its newest checkpoint; what is given replaces the old stop condition.
+
+    With `learners`, that many go on where others were before.
+    """
     from echelon.roles.stopping import stop_reason
     from echelon.runs.checkpoint import load_checkpoint, newest_intact
     from echelon.runs.folder import RunFolder
@@ -87,6 +92,8 @@ def resume(
     counters, wall_s = tree["counters"], tree["wall_s"]
     if steps or minutes or epochs or until_return is not None:
         config = replace(config, stop=StopConfig(steps, minutes, until_return, epochs))
+    if learners is not None:
+        config = replace(config, learner=replace(config.learner, num_learners=learners))
     past_epochs = counters["updates"] // config.workers.updates
     reason = stop_reason(config.stop, counters["env_steps"], counters["returns"], time.time() - wall_s, past_epochs)
     if reason:
@@ -128,7 +135,7 @@ def run(
     began, output = time.time(), output or sys.stdout
     _check_stop(config)
     tell = functools.partial(print, file=output, flush=True)
-    tell(f"preparing {config.preset} on {_place(config)}")
+    tell(f"preparing {_title(config)}")
     session = create_session(config.shm_dir)
     engine: InlineEngine | LocalEngine | None = None
     try:
@@ -151,8 +158,9 @@ def _make_engine(config: TrainConfig, session: Path, brought: Brought | None) ->
     return HostedEngine(str(session), preload, ["learner"]) if brought else LocalEngine(str(session), preload)
 
 
-def _place(config: TrainConfig) -> str:
-    return text_of(config.env.id) or "workers"
+def _title(config: TrainConfig) -> str:
+    learners = f" with {config.learner.num_learners} learners" if config.learner.num_learners > 1 else ""
+    return f"{config.preset} on {text_of(config.env.id) or 'workers'}{learners}"
 
 
 def _check_stop(config: TrainConfig) -> None:
@@ -196,7 +204,7 @@ def _coordinate(
     from echelon.runs.metrics import MetricsWriter
     from echelon.world.node import Node
 
-    console = Console(f"{context.train.preset} on {_place(context.train)}", context.run_dir, output)
+    console = Console(_title(context.train), context.run_dir, output)
     world = Node.host(context.address)
     metrics = MetricsWriter(folder.path, append=past.epoch > 0)
     coordinator = Coordinator(context, engine, world, console, metrics, interrupts)
@@ -219,7 +227,8 @@ def _coordinate(
 def _base(context: Context) -> dict[str, Any]:
     from echelon.runs.folder import versions
 
-    return {"seed": context.train.seed, "versions": versions(), "run_dir": str(context.run_dir)}
+    learners = context.train.learner.num_learners
+    return {"seed": context.train.seed, "learners": learners, "versions": versions(), "run_dir": str(context.run_dir)}
 
 
 def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dict[str, Any]:

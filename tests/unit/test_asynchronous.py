@@ -108,6 +108,8 @@ def test_commands_tell_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None
         (["worker", "--learner", "127.0.0.1:1", "--envs", "0"], "must each be at least 1"),
         (["learner", "dqn", "CartPole-v1", "--actors", "3"], "--actors: a learner has no actors: workers bring"),
         (["learner", "dqn", "CartPole-v1", "--actor.envs=3"], "a learner has no actors: workers bring"),
+        (["learner", "dqn", "CartPole-v1", "--learner.num-learners", "2"], "come to one learner. Drop it."),
+        (["learner", "dqn", "CartPole-v1", "--learner.num_learners=2"], "come to one learner. Drop it."),
         (["learner", "dqn", "CartPole-v1", "--address", "4480"], "--address 4480 is no address. Write HOST:PORT"),
         (["learner", "dqn", "CartPole-v1", "--address=host:x"], "--address host:x is no address"),
         (["train", "dqn", "CartPole-v1", "--workers.address", "tcp://127.0.0.1:0"], "use echelon learner"),

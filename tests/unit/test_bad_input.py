@@ -294,6 +294,7 @@ def test_a_run_that_reached_its_end_is_not_resumed_without_a_new_one(run: Path, 
     assert_told(command("resume", "run", "--minutes", "1e-9"), 2, "has reached its end", "--minutes")
     assert_told(command("resume", "run", "--steps", "-3"), 2, "stop.steps=-3")
     assert_told(command("resume", "run", "--steps", "many"), 2, "'many'")
+    assert_told(command("resume", "run", "--steps", "200", "--learners", "0"), 2, "--learners 0", "at least 1")
     assert_told(command("eval", "run", "--episodes", "0"), 2, "episodes=0")
     assert (run / "summary.json").read_bytes() == before
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import echelon
+from echelon.cli.bench import BENCHES
 from echelon.cli.main import COMMANDS, main
 from echelon.cli.train import SHORT, make_parser, parse_config
 from echelon.config import TrainConfig, replace
@@ -44,6 +45,7 @@ def test_without_a_command_it_lists_them(capsys: pytest.CaptureFixture[str]) -> 
         assert main(arguments) == 0
         out = capsys.readouterr().out
         assert all(name in out and text in out for name, text in COMMANDS.items())
+    assert all(f" {name}" in COMMANDS["bench"] for name in BENCHES)
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"echelon {echelon.__version__}\n"
 
@@ -106,7 +108,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_leaves_its_record_and_goes_on_and_plays(
     name: str, here: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rule = REPLAY if name in REPLAY_PRESETS else [] if name == "impala" else PPO
+    rule = REPLAY if name in REPLAY_PRESETS else PPO if name.endswith("ppo") else []
     env = PENDULUM if name in ("ddpg", "apex-ddpg", "sac") else ["CartPole-v1"]
     train = ["train", name, *env, *INLINE, *rule, "--steps", "200", "--shm-dir", str(shm_dir), "--seed", "5"]
     assert main([*train, "--run-dir", "run"]) == 0

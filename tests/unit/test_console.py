@@ -42,7 +42,7 @@ class Clock:
 
 
 def rendered(status: Status) -> list[str]:
-    terminal = Terminal(record=True, width=140, file=io.StringIO(), force_terminal=True)
+    terminal = Terminal(record=True, width=160, file=io.StringIO(), force_terminal=True)
     terminal.print(panel("impala · CartPole-v1 -> runs/x", status))
     return [line.rstrip() for line in terminal.export_text().splitlines()]
 
@@ -50,7 +50,7 @@ def rendered(status: Status) -> list[str]:
 def test_plain_line_has_every_figure() -> None:
     assert plain_line(STATUS) == (
         "1 min 15 s | 25% | steps 250,000 | 9,876 steps/s | return 195.2 | evaluation 210.0 | episodes 1,234 | "
-        "updates 456 | lag 1.2 (max 3) | dropped 2"
+        "updates 456 | lag 1.2 (max 3) | dropped 2 trajectories"
     )
     assert plain_line(Status(env_steps=0, steps_per_s=0.0, wall_s=1.0)) == (
         "1 s | steps 0 | 0 steps/s | episodes 0 | updates 0 | lag 0.0 (max 0)"
@@ -87,6 +87,13 @@ def test_panel_shows_progress_figures_and_a_bar_per_role() -> None:
     assert legend.split() == ["■", "env", "■", "act", "■", "learn", "■", "transfer", "■", "wait"]
     assert actor == "actor-0     " + "█" * BAR_WIDTH + "  80% busy"
     assert learner == "learner     " + "█" * BAR_WIDTH + "  60% busy"
+
+
+def test_the_exchange_of_several_learners_is_a_phase_of_its_own() -> None:
+    roles = {"learner-0": {"learn": 0.5, "exchange": 0.25, "wait": 0.25}}
+    *_, legend, learner = rendered(Status(env_steps=0, steps_per_s=0, wall_s=0, roles=roles))
+    assert legend.split()[4:8] == ["■", "learn", "■", "exchange"]
+    assert learner.endswith("  75% busy")
 
 
 def test_panel_cells_are_in_proportion() -> None:

@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "servers": {"errors", "config", "layout", "schema", "transport", "engines", "world", "replay"} | LEARNING,
     "envs": {"errors", "names", "config", "schema"},
     "runs": {"errors", "disk", "config", "config_io", "schema"},
+    "frames": {"errors", "objectives", "replay", "servers", "world", "runs"},
     "roles": GROUND | LEARNING | PLANES | {"replay", "servers", "envs", "runs"},
     "presets": {"errors", "config"},
     "preparation": GROUND | PLANES | {"envs", "runs", "roles"},

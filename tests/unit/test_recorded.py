@@ -130,7 +130,8 @@ def test_what_cannot_be_recorded_is_learned_kernel_by_kernel() -> None:
 
 @needs_gpu
 def test_our_networks_are_recorded_and_others_are_not() -> None:
-    learner, config = Learner(*RULES["dqn"], "cuda"), preset("dqn", "CartPole-v1")
+    learner = Learner(*RULES["dqn"], "cuda")
+    config = replace(preset("dqn", "CartPole-v1"), **{"optimizer.schedule": "constant"})
     fixed = {"network.name": "mine:make", "optimizer.schedule": "linear", "learner.compile": True}
     assert isinstance(make_learning(config, learner.algorithm, learner.update), RecordedLearning)
     for key, value in fixed.items():

@@ -91,7 +91,13 @@ class TestBand:
         other = Limiter(band)
         other.load(limiter.state())
         assert other.balance == -16.0
-        with pytest.raises(ConfigError, match="counts 2 shards and 2 learners; this run has 1 and 1"):
+        limiter.write_off(1)
+        alone = Limiter(rule(num_shards=2, tolerance=40.0))
+        alone.load(limiter.state())
+        assert alone.balance == limiter.balance and alone.sampled == 32, "of all learners, however many there were"
+        other.load(alone.state())
+        assert other.balance == limiter.balance
+        with pytest.raises(ConfigError, match="counts 2 shards, where this run has 1"):
             Limiter(rule()).load(limiter.state())
 
 

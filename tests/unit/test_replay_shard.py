@@ -16,7 +16,7 @@ from echelon.errors import ConfigError, TransportError
 from echelon.replay.frames import FrameWriter
 from echelon.replay.layout import ItemField, ReplayError, ShardLayout, item_layout, spans
 from echelon.replay.reader import PriorityColumn, ShardReader
-from echelon.replay.shard import RESERVE, RINGS, Shard, ShardWriter
+from echelon.replay.shard import HEAD, RESERVE, RINGS, Shard, ShardWriter
 from echelon.replay.sharded import Replay
 from echelon.room import check_room, free_memory
 
@@ -89,6 +89,29 @@ class TestRing:
         assert successor.append(items(10, 2), np.ones(2)) == 10
         assert read(reader, [2, 4, 5, 10, 11])[1] == [False, False, True, True, True]
         assert reader.window() == (5, 12)
+
+    def test_a_window_is_that_of_one_moment(self) -> None:
+        """Its words are read one by one; an actor that comes in between must not make a full shard look empty."""
+        writer, reader = make(10)
+        writer.append(items(0, 10), np.ones(10))
+
+        class Overrun:
+            """The words, of which the actor changes all after the first was read."""
+
+            is_fresh = True
+
+            def __getitem__(self, index: int) -> int:
+                value = words[index]
+                if index == HEAD and self.is_fresh:
+                    self.is_fresh = False
+                    for _ in range(2):
+                        writer.append(items(writer.head, 6), np.ones(6))
+                return int(value)
+
+        words = reader.shard.words
+        overrun: Any = Shard.__new__(Shard)
+        overrun.words, overrun.layout = Overrun(), reader.layout
+        assert Shard.window(overrun) == (12, 22)
 
 
 class TestRefusals:

@@ -130,6 +130,26 @@ class TestDrawing:
         assert len(torn) == 3 and (drawn.keys.number >= 3).all()
         np.testing.assert_array_equal(drawn.fields["number"], drawn.keys.number)
 
+    def test_a_shard_that_is_overrun_while_it_is_taken_in_is_full_and_not_empty(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As when the learner does not get a core for as long as its actor needs to fill the shard."""
+        shards = Shards(1, 10)
+        replay, initial = Replay(shards.readers, ALPHA), ShardReader.initial
+        shards.append(0, np.ones(10))
+
+        def overrun(reader: ShardReader, start: int, stop: int) -> Array:
+            priorities = initial(reader, start, stop)
+            if stop == 10:
+                shards.append(0, np.full(10, 2.0))
+                shards.append(0, np.full(2, 3.0))
+            return priorities
+
+        monkeypatch.setattr(ShardReader, "initial", overrun)
+        assert replay.advance() == 10 and replay.window(0) == (12, 22)
+        assert replay.mass == Mass(pytest.approx(8 * 2.0**ALPHA + 2 * 3.0**ALPHA), 10)
+        assert replay.sample(10, 0.4, np.random.default_rng(0)).fields["number"].min() >= 12
+
     def test_a_shard_that_is_always_torn_is_not_waited_for_forever(self, monkeypatch: pytest.MonkeyPatch) -> None:
         shards = Shards(1, 10)
         shards.append(0, np.ones(10))
@@ -285,7 +305,7 @@ class TestLosses:
         replay.advance()
         assert replay.window(0) == (36, 43) and replay.mass == Mass(28.0, 7)
 
-    def test_priorities_that_are_overwritten_while_they_are_copied_are_left_out(
+    def test_priorities_that_are_overwritten_while_they_are_copied_are_those_of_the_new_items(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         shards = Shards(1, 10)
@@ -299,8 +319,7 @@ class TestLosses:
             return initial(start, stop)
 
         monkeypatch.setattr(shards.readers[0], "initial", overwritten)
-        assert replay.advance() == 7 and replay.window(0) == (3, 10) and replay.mass == Mass(7.0, 7)
-        assert replay.advance() == 3 and replay.mass == Mass(22.0, 10)
+        assert replay.advance() == 7 + 3 and replay.window(0) == (3, 13) and replay.mass == Mass(22.0, 10)
 
 
 @given(

@@ -450,6 +450,35 @@ BOTTLENECKS = [
         8,
         "none is busy; they wait for each other (actors wait 70%, the learner 70%, inference 90%)",
     ),
+    (
+        {
+            "learner-0": shares(learn=0.4, exchange=0.5, transfer=0.05, wait=0.05),
+            "learner-1": shares(learn=0.35, exchange=0.6, wait=0.05),
+            "actor-0": shares(env=0.1, act=0.1, wait=0.8),
+            "actor-1": shares(env=0.1, act=0.1, wait=0.8),
+        },
+        2,
+        "bottleneck: the 2 learners exchange gradients at every optimizer step, 55% of their time (actors wait 80%). "
+        "One learner (--learners 1) or larger minibatches (--learner.batch) would save that. --learner.threads gives",
+    ),
+    (
+        {
+            "learner-0": shares(learn=0.25, exchange=0.35, wait=0.4),
+            "learner-1": shares(learn=0.25, exchange=0.35, wait=0.4),
+            "actor-0": shares(env=0.6, act=0.4),
+        },
+        2,
+        "all 2 cores are busy with 3 processes (env 27%, act 18%, learn 23%, exchange 32%, transfer 0%), so more",
+    ),
+    (
+        {
+            "learner-0": shares(learn=0.9, exchange=0.1),
+            "learner-1": shares(learn=0.9, exchange=0.1),
+            "actor-0": shares(env=0.4, wait=0.6),
+        },
+        8,
+        "bottleneck: the 2 learners (busy 100%; actors wait 60%)",
+    ),
     ({"learner": shares(learn=1.0)}, 8, "not known"),
 ]
 
@@ -468,6 +497,16 @@ def test_a_gpu_that_learns_is_not_recommended() -> None:
         ]
         assert "GPU" in told[0] and "GPU" not in told[1]
         assert all("the learner (busy 97%" in text for text in told)
+
+
+def test_what_replays_is_told_to_draw_larger_batches_and_has_no_epochs() -> None:
+    exchanging = shares(learn=0.5, exchange=0.45, wait=0.05)
+    roles = {"learner-0": exchanging, "learner-1": exchanging, "actor-0": shares(env=0.1, wait=0.9)}
+    told = bottleneck(roles, num_cores=8, num_processes=3, replayed=True, on_gpu=True)
+    assert "larger minibatches (--replay.batch)" in told and "threads" not in told
+    roles = {"learner": shares(learn=0.97, wait=0.03), "actor-0": shares(env=0.9, wait=0.1)}
+    told = bottleneck(roles, num_cores=2, num_processes=2, replayed=True)
+    assert "less work: a lower --replay.samples-per-insert" in told and "epochs" not in told
 
 
 def test_no_more_actors_where_no_core_is_free() -> None:

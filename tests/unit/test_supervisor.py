@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from echelon.config import TrainConfig
+from echelon.config import TrainConfig, replace
 from echelon.engines.process import Exit, Failure, ProcessSpec
+from echelon.errors import RunError
 from echelon.roles import supervisor as module
 from echelon.roles.context import Context
 from echelon.roles.supervisor import PROCESSES, START_GRACE_S, Supervisor, origin_of
@@ -34,7 +35,7 @@ class Clock:
 
 
 class Engine:
-    """Starts nothing; its one role is process 7."""
+    """Starts nothing; its one role is process 7. Who is to answer with a stack writes it to its log."""
 
     server_pid = 2
 
@@ -42,6 +43,8 @@ class Engine:
         self.process: int | None = 7
         self.signals: list[int] = []
         self.started: list[ProcessSpec] = []
+        self.killed: list[str] = []
+        self.stacks: dict[Path, str] = {}
 
     def start(self, spec: ProcessSpec) -> None:
         self.started.append(spec)
@@ -54,6 +57,11 @@ class Engine:
 
     def signal(self, name: str, number: int) -> None:
         self.signals.append(number)
+        if number == signal.SIGKILL:
+            self.killed.append(name)
+        for log, stack in self.stacks.items():
+            if number == signal.SIGUSR1 and log.stem == name:
+                log.write_text(stack)
 
 
 class Node:
@@ -69,17 +77,32 @@ class Node:
         self.progress = None
 
 
-@pytest.fixture
-def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A supervisor with one actor that was just started."""
+def make_scene(folder: Path, monkeypatch: pytest.MonkeyPatch, config: TrainConfig, *names: str) -> Any:
+    """A supervisor with roles that were just started."""
     clock, engine, world, told = Clock(), Engine(), Node(), list[str]()
     monkeypatch.setattr(module, "time", clock)
     env = CounterEnv()
     spaces = Spaces(env.observation_space, env.action_space)
-    context = Context("host", 0, 0, 0, TrainConfig(), spaces, (), tmp_path, "ipc://x", tmp_path, 0.0)
+    context = Context("host", 0, 0, 0, config, spaces, (), folder, "ipc://x", folder, 0.0)
     supervisor = Supervisor(context, engine, world, told.append)  # type: ignore[arg-type]
-    supervisor.start("actor-0", "actor", 0)
-    return SimpleNamespace(clock=clock, engine=engine, world=world, told=told, supervisor=supervisor, folder=tmp_path)
+    for index, name in enumerate(names):
+        supervisor.start(name, "role", index)
+    return SimpleNamespace(clock=clock, engine=engine, world=world, told=told, supervisor=supervisor, folder=folder)
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return make_scene(tmp_path, monkeypatch, TrainConfig(), "actor-0")
+
+
+@pytest.fixture
+def learners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Two of them, in the middle of a batch."""
+    (tmp_path / "logs").mkdir()
+    config = replace(TrainConfig(), **{"learner.num_learners": 2})
+    scene = make_scene(tmp_path, monkeypatch, config, *config.learner_names)
+    scene.world.progress = Progress(5, 1000.0, 7, 1000.0)
+    return scene
 
 
 def test_a_role_has_time_to_begin(scene: Any) -> None:
@@ -131,6 +154,51 @@ def test_a_successor_is_not_judged_by_its_predecessor(scene: Any) -> None:
     assert not scene.engine.signals
     assert [spec.config["incarnation"] for spec in scene.engine.started] == [0, 1]
     assert scene.supervisor.restarts == 1
+
+
+IN_EXCHANGE = 'Current thread:\n  File "echelon/roles/learners.py", line 66 in _finish'
+ELSEWHERE = 'Current thread:\n  File "net.py", line 3 in forward'
+
+
+@pytest.mark.parametrize(
+    ("stacks", "killed"),
+    [
+        (["", IN_EXCHANGE], ["learner-0"]),
+        ([IN_EXCHANGE, ""], ["learner-1"]),
+        ([IN_EXCHANGE, ELSEWHERE], ["learner-1"]),
+        ([ELSEWHERE, ""], ["learner-1"]),
+        ([IN_EXCHANGE, IN_EXCHANGE], ["learner-0", "learner-1"]),
+    ],
+)
+def test_of_learners_that_stand_still_the_one_is_blamed_that_the_others_wait_for(
+    learners: Any, stacks: list[str], killed: list[str]
+) -> None:
+    logs = [learners.folder / "logs" / f"learner-{index}.log" for index in range(2)]
+    learners.engine.stacks = {log: stack for log, stack in zip(logs, stacks, strict=True) if stack}
+    learners.clock.now += HANG_S + 1.0
+    learners.supervisor.look()
+    learners.supervisor.look()
+    assert learners.engine.killed == killed
+    assert [text.partition(" made no progress")[0] for text in learners.told] == killed
+    learners.clock.now += module.LEAVE_S + 0.1
+    learners.supervisor.look()
+    assert sorted(learners.engine.killed) == ["learner-0", "learner-1"], "the others did not leave by themselves"
+    assert len(learners.told) == len(killed), "and nothing is told of them"
+
+
+def test_failures_of_learners_count_together(learners: Any) -> None:
+    """Whichever of them it is: the third time the run ends."""
+    failure = Failure("ValueError", "x", 'File "net.py", line 7, in forward', expected=False)
+
+    def fail(index: int) -> None:
+        learners.supervisor.replace(Exit(f"learner-{1 - index}", 7, -1, signal.SIGKILL))
+        learners.supervisor.replace(Exit(f"learner-{index}", 7, 1, 0, failure))
+
+    fail(0)
+    fail(1)
+    assert "learner-1 (process 7) failed: ValueError: x; starting all 2 learners again" in learners.told[-1]
+    with pytest.raises(RunError, match=r"the learners failed 3 times .* \(learner-0 was the last\), so the run ends"):
+        fail(0)
 
 
 def test_processes_are_written_down(scene: Any) -> None:

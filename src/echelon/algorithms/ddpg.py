@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from echelon.algorithms.model import Model
+from echelon.algorithms.peers import ALONE, Peers, embed, extract
 from echelon.algorithms.protocol import Group, Loss
 from echelon.algorithms.replayed import Replayed
 from echelon.algorithms.target import Target
@@ -23,8 +24,8 @@ from echelon.schema import TransitionBatch
 class Ddpg(Replayed):
     """The critics learn at every step, the policy at every `policy_delay`-th; the model is the policy."""
 
-    def __init__(self, config: DdpgConfig, model: Model, seed: int) -> None:
-        super().__init__(model, seed)
+    def __init__(self, config: DdpgConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
+        super().__init__(model, seed, peers)
         self.config = config
         self.critic = self.build_critic(config.num_critics, seed + 1)
         self.groups["critic"] = Group(self.critic, config.critic_learning_rate)
@@ -49,17 +50,19 @@ class Ddpg(Replayed):
         with self.model.autocast():
             with torch.no_grad():
                 action = distribution.mode(self.target_policy.params(batch.next_observation))
+                action = embed(action, batch.others)
                 action = smoothed_actions(action, config.target_noise, config.target_noise_clip, self.generator)
+                action = extract(action, batch.others)
                 next_q_NB = self.target_critic.network(batch.next_observation, action)
             q_NB = self.critic.network(batch.observation, batch.action)
         errors = clipped_double_targets(batch.reward, batch.discount, next_q_NB) - q_NB
         self.errors = errors.detach()
         loss = huber_loss(errors, batch.weight, config.huber)
-        return Loss(loss, {"q_mean": q_NB.mean(), "td_error": self.errors.abs().mean()}, "critic")
+        return Loss(loss, {"q_mean": q_NB.mean(), "td_error": self.errors.abs().mean()}, "critic", count=len(q_NB[0]))
 
     def _policy_loss(self, batch: TransitionBatch) -> Loss:
         with self.model.autocast():
             action = self.model.distribution.mode(self.model.params(batch.observation))
             q_B = self.critic.network(batch.observation, action)[0]
         loss = -q_B.mean()
-        return Loss(loss, {"policy_loss": loss})
+        return Loss(loss, {"policy_loss": loss}, count=len(q_B))

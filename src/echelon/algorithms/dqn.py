@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from echelon.algorithms.model import Model
+from echelon.algorithms.peers import ALONE, Peers
 from echelon.algorithms.protocol import Loss
 from echelon.algorithms.replayed import Replayed
 from echelon.algorithms.target import Target
@@ -25,8 +26,8 @@ from echelon.schema import TransitionBatch
 class Dqn(Replayed):
     """One step on the TD errors of a batch; the model is the Q-network."""
 
-    def __init__(self, config: DqnConfig, model: Model, seed: int) -> None:
-        super().__init__(model, seed)
+    def __init__(self, config: DqnConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
+        super().__init__(model, seed, peers)
         self.config = config
         self.target = Target(model, tau=config.target_tau or 1.0)
         self.targets["model"] = self.target
@@ -58,4 +59,4 @@ class Dqn(Replayed):
         )
         self.errors = errors.detach()
         loss = huber_loss(errors, batch.weight, self.config.huber)
-        return Loss(loss, {"q_mean": q_BA.mean(), "td_error": self.errors.abs().mean()})
+        return Loss(loss, {"q_mean": q_BA.mean(), "td_error": self.errors.abs().mean()}, count=len(batch.reward))

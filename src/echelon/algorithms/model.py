@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.algorithms.value_networks import build_acting
-from echelon.config import AlgorithmConfig, ImpalaConfig, NetworkConfig
+from echelon.config import A3cConfig, AlgorithmConfig, ImpalaConfig, NetworkConfig
 from echelon.errors import ConfigError
 from echelon.layout import ALIGNMENT
 from echelon.networks import NetworkOutput, PolicyNetwork
@@ -24,6 +24,8 @@ from echelon.objectives.distributions import Distribution
 from echelon.schema import Spaces, Tree
 
 FLOATS_PER_LINE = ALIGNMENT // 4
+PRECISION = torch.float32  # of parameters
+NUM_TOLD = 16  # numbers that learners tell each other with a gradient
 
 
 class FlatModule:
@@ -34,14 +36,17 @@ class FlatModule:
         self.device = torch.device(device)
         named = list(self.network.named_parameters())
         for name, parameter in named:
-            if parameter.dtype != torch.float32:
+            if parameter.dtype != PRECISION:
                 raise ConfigError(
                     f"network parameter {name} is {parameter.dtype}; Echelon keeps parameters in float32. Build the "
                     "network in float32 and set --learner.precision bfloat16 to compute in bfloat16."
                 )
         self.leaves = [parameter for _, parameter in named]
-        self.parameters = torch.zeros(sum(_padded(p.numel()) for p in self.leaves), device=self.device)
-        self.gradients = torch.zeros_like(self.parameters)
+        size = sum(_padded(p.numel()) for p in self.leaves)
+        self.parameters = torch.zeros(size, dtype=PRECISION, device=self.device)
+        # What several learners add up in one go: the gradients, and what they tell of the loss.
+        self.exchange = torch.zeros(size + NUM_TOLD, dtype=PRECISION, device=self.device)
+        self.gradients, self.told = self.exchange[:size], self.exchange[size:]
         for parameter, (start, stop) in zip(self.leaves, self._ranges(), strict=True):
             self.parameters[start:stop] = parameter.data.reshape(-1)
             parameter.data = self.parameters[start:stop].view(parameter.shape)
@@ -52,6 +57,11 @@ class FlatModule:
         for parameter in self.leaves:
             yield offset, offset + parameter.numel()
             offset += _padded(parameter.numel())
+
+    def descend(self, loss: Tensor) -> None:
+        """Makes `gradients` those of `loss`."""
+        self.gradients.zero_()
+        loss.backward(inputs=self.leaves)  # type: ignore[no-untyped-call]
 
     def copy(self) -> FlatModule:
         """A network alike, with parameters of its own that need no gradients."""
@@ -93,7 +103,8 @@ class FlatModule:
 class Model(FlatModule):
     """The network that acts, and its action distribution, as the algorithm needs them.
 
-    `critic` is there where actors judge their own actions (`algorithm.publish_critic`): it travels with the model.
+    `critic` is there where actors judge their own actions (`algorithm.publish_critic`), `reward_deviation` where they
+    learn from their own normalised rewards: it travels with the model.
     """
 
     network: PolicyNetwork
@@ -117,6 +128,8 @@ class Model(FlatModule):
         super().__init__(acting.network, device)
         self.distribution: Distribution = acting.distribution
         self.critic = FlatModule(acting.critic, device) if acting.critic is not None else None
+        is_scaled = isinstance(algorithm, A3cConfig) and algorithm.normalize_reward
+        self.reward_deviation = torch.ones((), dtype=torch.float64, device=device) if is_scaled else None
         # A recurrent core cuts its sequences by their data, which no static graph can follow.
         compiles = compile and not self.network.state_shapes
         self._forward: Any = torch.compile(self.network) if compiles else self.network
@@ -144,6 +157,10 @@ class Model(FlatModule):
     def weights(self) -> dict[str, Tensor]:
         critic = self.critic.weights() if self.critic is not None else {}
         return {**super().weights(), **{f"critic.{name}": tensor for name, tensor in critic.items()}}
+
+    def tensors(self) -> list[Tensor]:
+        scale = [self.reward_deviation] if self.reward_deviation is not None else []
+        return [*super().tensors(), *scale]
 
     def flats(self) -> list[FlatModule]:
         """What travels together."""

@@ -16,6 +16,7 @@ import torch
 
 from echelon.algorithms.model import Model
 from echelon.algorithms.passes import Passes
+from echelon.algorithms.peers import ALONE, Peers, merged, moments, scaled
 from echelon.algorithms.protocol import Loss
 from echelon.config import PpoConfig
 from echelon.networks import action_mask
@@ -48,16 +49,37 @@ class Minibatch:
 class Ppo(Passes):
     """Several epochs of minibatches over each batch."""
 
-    def __init__(self, config: PpoConfig, model: Model, seed: int) -> None:
-        super().__init__(config, model, seed)
+    def __init__(self, config: PpoConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
+        super().__init__(config, model, seed, peers)
         self.config = config
 
     def minibatches(self, batch: Batch) -> Iterator[Minibatch]:
         whole = self._with_advantages(batch)
-        if not self.model.network.state_shapes:
+        rows, lanes = batch.valid.shape
+        if self.model.network.state_shapes:
+            rows = 1
+        else:
             whole = _as_one_row(whole)
-        for lanes in self.pieces(whole.valid.shape[1], whole.valid.device):
-            yield _lanes(whole, lanes)
+        pieces = self.pieces(rows, lanes, whole.valid.device)
+        if self.config.normalize_advantage:
+            yield from self._normalized(whole, pieces)
+        else:
+            yield from (_lanes(whole, piece) for piece in pieces)
+
+    def _normalized(self, whole: Minibatch, pieces: Iterator[torch.Tensor]) -> Iterator[Minibatch]:
+        """Pieces whose advantages are normalised, each over what all learners have of it."""
+        if self.peers.size == 1:
+            for piece in pieces:
+                minibatch = _lanes(whole, piece)
+                minibatch.advantage = masked_normalize(minibatch.advantage, minibatch.valid)
+                yield minibatch
+            return
+        every = list(pieces)
+        mine = [moments(whole.advantage[:, piece], whole.valid[:, piece]) for piece in every]
+        for piece, of in zip(every, merged(self.peers.gather(torch.stack(mine))), strict=True):
+            minibatch = _lanes(whole, piece)
+            minibatch.advantage = scaled(minibatch.advantage, minibatch.valid, of)
+            yield minibatch
 
     def _with_advantages(self, batch: Batch) -> Minibatch:
         config = self.config
@@ -105,10 +127,7 @@ class Ppo(Passes):
         output = self.model.evaluate(minibatch.observation, minibatch.state, minibatch.first)
         mask = action_mask(minibatch.observation)
         log_prob = distribution.log_prob(output.params, minibatch.action, mask)
-        advantage = minibatch.advantage
-        if config.normalize_advantage:
-            advantage = masked_normalize(advantage, minibatch.valid)
-        policy = clipped_surrogate(log_prob, minibatch.log_prob, advantage, minibatch.valid, config.clip)
+        policy = clipped_surrogate(log_prob, minibatch.log_prob, minibatch.advantage, minibatch.valid, config.clip)
         if config.value_clip > 0:
             value = clipped_value_loss(
                 output.value, minibatch.old_value, minibatch.target, minibatch.valid, config.value_clip
@@ -121,7 +140,8 @@ class Ppo(Passes):
             log_ratio = log_prob - minibatch.log_prob
             ratio = log_ratio.exp()
             divergence = masked_mean(ratio - 1 - log_ratio, minibatch.valid)
-        yield Loss(total, {"policy_loss": policy, "value_loss": value, "entropy": entropy, "divergence": divergence})
+        shown = {"policy_loss": policy, "value_loss": value, "entropy": entropy, "divergence": divergence}
+        yield Loss(total, shown, count=minibatch.valid.sum() if self.peers.size > 1 else 1)
 
 
 def _map(minibatch: Minibatch, sequence: Any, lane: Any) -> Minibatch:

@@ -28,12 +28,15 @@ class Loss:
     value: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     group: str = POLICY  # whose parameters it changes; those of others get no gradient
+    gradient: torch.Tensor | None = None  # of those parameters, flat, where somebody else has found it already
+    count: torch.Tensor | int = 1  # what it is the mean of, where several learners weigh theirs
 
 
 class Algorithm(Protocol):
     """A learning rule: it turns batches into losses and knows no process, no queue and no clock.
 
-    Its batches are trajectories (`schema.Batch`) or transitions (`schema.TransitionBatch`).
+    Its batches are trajectories (`schema.Batch`), transitions (`schema.TransitionBatch`) or gradients
+    (`schema.GradientBatch`).
     """
 
     model: Model

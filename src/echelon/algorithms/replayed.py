@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from echelon.algorithms.model import FlatModule, Model
+from echelon.algorithms.peers import ALONE, Peers, embed, extract
 from echelon.algorithms.protocol import Group, Loss
 from echelon.algorithms.target import Target
 from echelon.algorithms.value_networks import Critic
+from echelon.objectives.distributions import Sample
 from echelon.objectives.values import priorities
 from echelon.schema import TransitionBatch
 
@@ -20,8 +22,8 @@ from echelon.schema import TransitionBatch
 class Replayed(ABC):
     """One batch of transitions is one minibatch; every transition's TD error becomes its priority."""
 
-    def __init__(self, model: Model, seed: int) -> None:
-        self.model = model
+    def __init__(self, model: Model, seed: int, peers: Peers = ALONE) -> None:
+        self.model, self.peers = model, peers
         self.groups: dict[str, Group] = {}
         self.targets: dict[str, Target] = {}
         self.seed, self.generator = seed, torch.Generator(model.device).manual_seed(seed)
@@ -30,11 +32,17 @@ class Replayed(ABC):
 
     def build_critic(self, num: int, seed: int) -> FlatModule:
         """The critics: the model's own where it has them, else new ones that stay with the learner."""
-        if self.model.critic is not None:
-            return self.model.critic
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return FlatModule(Critic(self.model.config, self.model.spaces, num), self.model.device)
+        critic = self.model.critic
+        if critic is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                critic = FlatModule(Critic(self.model.config, self.model.spaces, num), self.model.device)
+        return critic
+
+    def sample(self, params: Tensor, others: tuple[int, int]) -> Sample:
+        """Actions drawn for the rows of this learner, as they are when one learner draws for all rows."""
+        drawn = self.model.distribution.sample(embed(params, others), self.generator)
+        return Sample(extract(drawn.action, others), extract(drawn.log_prob, others))
 
     @property
     def variant(self) -> bool:

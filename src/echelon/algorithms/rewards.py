@@ -43,6 +43,13 @@ class RewardScale:
         for columns in _in_order(batch.lanes.tolist()):
             self._observe(batch, np.array(columns))
 
+    def moments(self, batch: Batch) -> list[float]:
+        """Those of the returns of `batch` alone, which are not taken into the deviation."""
+        past, (self.count, self.mean, self.squares) = (self.count, self.mean, self.squares), (0.0, 0.0, 0.0)
+        self.observe(batch)
+        found, (self.count, self.mean, self.squares) = [self.count, self.mean, self.squares], past
+        return found
+
     def _observe(self, batch: Batch, columns: Array) -> None:
         """Takes in columns of different lanes."""
         lanes = batch.lanes.cpu().numpy()[columns]
@@ -61,14 +68,17 @@ class RewardScale:
             row_B += decay_B * running_B  # the rewards become the returns
             running_B = row_B
         returns[lanes] = running_B
-        self._merge(reward_TB[valid_TB])
+        self._take(reward_TB[valid_TB])
 
-    def _merge(self, values: Array) -> None:
-        """Chan et al.'s update of count, mean and sum of squares by a batch of values."""
-        if values.size == 0:
+    def _take(self, values: Array) -> None:
+        if values.size:
+            mean = float(values.mean())
+            self.merge(float(values.size), mean, float(((values - mean) ** 2).sum()))
+
+    def merge(self, count: float, mean: float, squares: float) -> None:
+        """Takes in the moments of other returns (Chan et al., 1979)."""
+        if count == 0:
             return
-        count, mean = float(values.size), float(values.mean())
-        squares = float(((values - mean) ** 2).sum())
         total, delta = self.count + count, mean - self.mean
         self.squares += squares + delta * delta * self.count * count / total
         self.mean += delta * count / total

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.algorithms.model import FlatModule, Model
+from echelon.algorithms.peers import ALONE, Peers
 from echelon.algorithms.protocol import Group, Loss
 from echelon.algorithms.replayed import Replayed
 from echelon.algorithms.target import Target
@@ -35,8 +36,8 @@ class Temperature(nn.Module):
 class Sac(Replayed):
     """Critics, policy and temperature learn at every step, in this order; the model is the policy."""
 
-    def __init__(self, config: SacConfig, model: Model, seed: int) -> None:
-        super().__init__(model, seed)
+    def __init__(self, config: SacConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
+        super().__init__(model, seed, peers)
         self.config = config
         self.critic = self.build_critic(config.num_critics, seed + 1)
         self.groups["critic"] = Group(self.critic, config.critic_learning_rate)
@@ -64,7 +65,7 @@ class Sac(Replayed):
         yield policy_loss
         if self.config.learn_temperature:
             loss = temperature_loss(self.log_temperature, log_prob_B, self.target_entropy)
-            yield Loss(loss, {"temperature": self.log_temperature.exp()}, "temperature")
+            yield Loss(loss, {"temperature": self.log_temperature.exp()}, "temperature", count=len(log_prob_B))
         self.target.follow()
 
     def _critic_loss(self, batch: TransitionBatch) -> Loss:
@@ -78,14 +79,14 @@ class Sac(Replayed):
         errors = target_B - q_NB
         self.errors = errors.detach()
         loss = huber_loss(errors, batch.weight, 0.0)
-        return Loss(loss, {"q_mean": q_NB.mean(), "td_error": self.errors.abs().mean()}, "critic")
+        return Loss(loss, {"q_mean": q_NB.mean(), "td_error": self.errors.abs().mean()}, "critic", count=len(q_NB[0]))
 
     def _targets(self, batch: TransitionBatch) -> Tensor:
         observation, temperature = batch.next_observation, self.log_temperature.exp()
         if self.discrete:
             soft_value_B = expected_soft_value(self.target.network(observation), self._log_p(observation), temperature)
             return torch.addcmul(batch.reward, batch.discount, soft_value_B)
-        sample = self.model.distribution.sample(self.model.params(observation), self.generator)
+        sample = self.sample(self.model.params(observation), batch.others)
         next_q_NB = self.target.network(observation, sample.action)
         return soft_targets(batch.reward, batch.discount, next_q_NB, sample.log_prob, temperature)
 
@@ -105,8 +106,8 @@ class Sac(Replayed):
                 value_B = expected_soft_value(q_NBA, log_p_BA, temperature)
                 log_prob_B = (log_p_BA.exp() * log_p_BA).sum(-1)
             else:
-                sample = self.model.distribution.sample(self.model.params(batch.observation), self.generator)
+                sample = self.sample(self.model.params(batch.observation), batch.others)
                 q_NB = self.critic.network(batch.observation, sample.action)
                 value_B, log_prob_B = q_NB.amin(0) - temperature * sample.log_prob, sample.log_prob
         loss = -value_B.mean()
-        return Loss(loss, {"policy_loss": loss, "entropy": -log_prob_B.mean()}), log_prob_B
+        return Loss(loss, {"policy_loss": loss, "entropy": -log_prob_B.mean()}, count=len(value_B)), log_prob_B

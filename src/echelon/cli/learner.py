@@ -9,7 +9,7 @@ from echelon.errors import ConfigError
 from echelon.presets import REPLAY_PRESETS
 
 DEFAULT_ADDRESS = "127.0.0.1:4444"
-NOT_HERE = ("actors", "envs-per-actor", "acting", "engine")
+NOT_HERE = ("actors", "envs-per-actor", "learners", "acting", "engine")
 OPTIONS = {
     "address": ("workers.address", "HOST:PORT", f"where workers come to (default {DEFAULT_ADDRESS}; port 0: any)"),
     "epochs": ("stop.epochs", "N", "stop after N episodes that were learned from"),
@@ -36,6 +36,8 @@ def _refuse_actors(arguments: Sequence[str]) -> None:
         name = word.partition("=")[0]
         if name in ("--actors", "--envs-per-actor") or name.startswith("--actor."):
             raise ConfigError(f"{name}: a learner has no actors: workers bring the experience. Drop it.")
+        if name.replace("_", "-") in ("--learners", "--learner.num-learners"):
+            raise ConfigError(f"{name}: workers' episodes come to one learner. Drop it.")
 
 
 def with_address(arguments: Sequence[str]) -> list[str]:

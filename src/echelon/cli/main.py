@@ -17,7 +17,7 @@ COMMANDS = {
     "learner": "learn from the episodes that workers bring: echelon learner PRESET ENV",
     "worker": "bring episodes to a learner: echelon worker --learner HOST:PORT",
     "eval": "play greedy episodes with a run's newest weights: echelon eval RUN",
-    "bench": "measure: echelon bench train | rpc | act | replay | plot",
+    "bench": "measure: echelon bench train | rpc | act | replay | world | plot",
     "doctor": "look at this machine: cores, GPU, shared memory, leftovers",
 }
 

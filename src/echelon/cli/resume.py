@@ -24,6 +24,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=0.0, metavar="TOTAL", help="new total of minutes")
     parser.add_argument("--until-return", type=float, default=None, metavar="R", help="new return to stop at")
     parser.add_argument("--epochs", type=whole, default=0, metavar="TOTAL", help="new total of epochs (with workers)")
+    parser.add_argument("--learners", type=whole, default=None, metavar="N", help="learner processes from now on")
     known = parser.parse_args(list(arguments))
     resume(
         known.run,
@@ -31,5 +32,6 @@ def run(arguments: Sequence[str]) -> int:
         minutes=known.minutes,
         until_return=known.until_return,
         epochs=known.epochs,
+        learners=known.learners,
     )
     return 0

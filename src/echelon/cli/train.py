@@ -15,6 +15,11 @@ Options = Mapping[str, tuple[str, str, str]]  # name: the field's path, what its
 SHORT: Options = {
     "actors": ("actor.num_actors", "N", "actor processes"),
     "envs-per-actor": ("actor.envs", "K", "environments each actor steps"),
+    "learners": (
+        "learner.num_learners",
+        "N",
+        "learner processes, which share every batch (default 1; N divides the actors, with replay N <= actors)",
+    ),
     "acting": ("acting.mode", "auto|local|central", "who chooses actions: every actor, or inference servers"),
     "engine": ("engine", "inline|local", "all roles in one process, or a process each"),
     "seed": ("seed", "S", "seed of everything drawn"),

@@ -26,6 +26,7 @@ from echelon.roles.acting import Acting, Answer, CentralActing, LocalActing, Rem
 from echelon.roles.context import Context, Station
 from echelon.roles.experience import Experience, SlotExperience
 from echelon.roles.exploring import ExploringActing, Straying, StrayingActing
+from echelon.roles.gradient_experience import GradientExperience
 from echelon.roles.plan import Plan, act_layout, num_groups
 from echelon.roles.replay_experience import ReplayExperience
 from echelon.roles.team import Page, Team
@@ -64,10 +65,14 @@ class Actor:
     def _make_experience(self, plan: Plan) -> Experience:
         if self.config.experience == "replay":
             return ReplayExperience(plan.replay, plan.schema, self.index, self.station)
-        return SlotExperience(plan.ring(), plan.schema, self.index, self.station)
+        if self.config.experience == "gradients":
+            return GradientExperience(plan, self.index, self.station)
+        learner = self.config.learner_of(self.index)
+        stream = self.index - self.config.actors_of(learner).start
+        return SlotExperience(plan.ring(learner), plan.schema, stream, self.station)
 
     def _make_acting(self, plan: Plan, seed: int) -> Acting:
-        if self.config.experience == "queue":
+        if self.config.experience != "replay":
             if self.config.acting.mode != "central":
                 return LocalActing(plan.model, plan.board(), [self.config.actor.envs], [seed])
             return self._ask_centrally(plan)

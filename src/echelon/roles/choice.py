@@ -153,6 +153,8 @@ def choose_acting(context: Context, engine: InlineEngine | LocalEngine, model: M
         raise ConfigError(f"acting.value=true, but the networks of {config.preset} judge actions. Leave it at false.")
     if config.has_workers:
         return Choice("local", "every worker chooses its own actions")
+    if config.experience == "gradients":
+        return Choice("local", "actors learn with the policy that they act with")
     if config.acting.mode != "auto":
         return Choice(config.acting.mode, "as asked for")
     if config.experience == "replay" and config.replay.prioritized:

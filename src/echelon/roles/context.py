@@ -16,7 +16,7 @@ from echelon.world.node import Node
 
 COORDINATOR = "coordinator"
 BEAT_INTERVAL_S = 0.25
-PHASES = ("env", "act", "wait", "transfer", "learn")
+PHASES = ("env", "act", "wait", "transfer", "learn", "exchange")  # the last: between several learners
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Station:
         self.stop_requested = False
         self.progress = 0
         self.phases = dict.fromkeys(PHASES, 0.0)
-        self._next_beat = 0.0
+        self._next_beat, self._has_begun = 0.0, False
         self.world.serve("stop", self._stop)
         self.tick(time.perf_counter())
 
@@ -94,8 +94,8 @@ class Station:
 
     def tick(self, now: float) -> None:
         """Keeps in touch; cheap when nothing is due."""
-        if now >= self._next_beat:
-            self._next_beat = now + BEAT_INTERVAL_S
+        if now >= self._next_beat or (self.progress and not self._has_begun):  # who has begun is known at once
+            self._next_beat, self._has_begun = now + BEAT_INTERVAL_S, self.progress > 0
             self.world.beat(self.progress)
             self.world.post(COORDINATOR, "phases", self.world.name, self.phases)
             self.world.poll(0.0)

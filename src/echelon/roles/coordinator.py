@@ -21,6 +21,7 @@ from echelon.roles.supervisor import Supervisor
 from echelon.runs.console import Console, Status
 from echelon.runs.metrics import MetricsWriter
 from echelon.world.node import Node
+from echelon.world.store_table import StoreTable
 
 LOOP_S = 0.05
 TOLD_ENV_RESTARTS = 5
@@ -46,6 +47,7 @@ class Coordinator:
         self.context, self.config, self.interrupts = context, context.train, interrupts
         self.engine, self.world, self.console, self.metrics = engine, world, console, metrics
         self.supervisor = Supervisor(context, engine, world, console.message)
+        self.first = self.config.learner_names[0]  # the learner that keeps the account
         self.row: dict[str, Any] = {}
         self.summary: dict[str, Any] | None = None
         # Returns of the newest evaluations; one of a worker is a single episode.
@@ -63,8 +65,10 @@ class Coordinator:
         world.serve("train", self._on_train)
         world.serve("evaluation", self._on_evaluation)
         world.serve("message", self.console.message)
+        world.serve("restored", self._on_restored)
         world.serve("env_restarted", self._on_env_restarted)
         world.serve("finished", self._on_finished)
+        world.serve("store", StoreTable())  # by which several learners find each other
 
     # What the roles tell.
 
@@ -92,6 +96,17 @@ class Coordinator:
         self.evaluations.append(score["return_mean"])
         steps = {"env_steps": self.row.get("env_steps", 0), "wall_s": self.row.get("wall_s", 0.0)}
         self.metrics.write({"kind": "evaluation", **steps, **score})
+
+    def _on_restored(self, checkpoint: str, env_steps: int, updates: int) -> None:
+        """The learner was started again: tells from where, and what was lost since."""
+        several = len(self.config.learner_names) > 1
+        who = "the learners go on" if several else "the learner goes on"
+        place = f"{checkpoint} ({env_steps:,} steps)" if checkpoint else "the beginning, there is no checkpoint yet"
+        lost = self.row.get("updates", 0) - updates
+        again = f"{lost:,} updates"
+        if self.config.experience != "replay":  # where steps count when they are made, and stay
+            again = f"{max(self.row.get('env_steps', 0) - env_steps, 0):,} steps and {again}"
+        self.console.message(f"{who} from {place}" + (f"; {again} since then are learned anew" if lost > 0 else ""))
 
     def _on_env_restarted(self, text: str) -> None:
         """Tells the first few as they are, and of the rest every hundredth: a broken environment fails often."""
@@ -137,7 +152,9 @@ class Coordinator:
             self.world.post("door", "over")
 
     def _start(self) -> None:
-        self.supervisor.start("learner", "learner", 0)
+        names = self.config.learner_names
+        for index, name in enumerate(names):
+            self.supervisor.start(name, "learner" if len(names) == 1 else "joint_learner", index)
         if self.config.has_workers:
             self.supervisor.start("door", "door", 0)
             return
@@ -172,7 +189,7 @@ class Coordinator:
     def _has_finished(self, gone: Exit) -> bool:
         """Whether it was the learner that left, and as it should: with its summary, which may be under way."""
         deadline = time.monotonic() + LAST_WORDS_S
-        while gone.name == "learner" and gone.code == 0 and self.summary is None and time.monotonic() < deadline:
+        while gone.name == self.first and gone.code == 0 and self.summary is None and time.monotonic() < deadline:
             self.world.poll(LOOP_S)
         return self.summary is not None
 
@@ -181,8 +198,8 @@ class Coordinator:
         if not self.stopping:
             self.stopping = True
             self.console.message("stopping: writing the final checkpoint (interrupt again to leave at once)")
-        if "learner" in self.world.members:
-            self.world.post("learner", "stop")
+        if self.first in self.world.members:
+            self.world.post(self.first, "stop")
 
     # What the user sees.
 
@@ -217,6 +234,7 @@ class Coordinator:
                 updates=row.get("updates", 0),
                 wall_s=wall_s,
                 dropped=row.get("dropped", 0),
+                experience="gradients" if self.config.experience == "gradients" else "trajectories",
                 roles=self.shares(),
                 workers=self.workers,
                 filling=self._filling(),

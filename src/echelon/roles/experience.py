@@ -81,23 +81,23 @@ class Experience(Protocol):
 class SlotExperience:
     """Trajectories in the actor's slots; the learner admits each, and rings `free` when it does."""
 
-    def __init__(self, ring: SlotRing, schema: TrajectorySchema, actor: int, station: Station) -> None:
-        self.ring, self.schema, self.actor, self.station = ring, schema, actor, station
+    def __init__(self, ring: SlotRing, schema: TrajectorySchema, stream: int, station: Station) -> None:
+        self.ring, self.schema, self.stream, self.station = ring, schema, stream, station
         self.ledger = EpisodeLedger(schema.num_envs)
 
     @property
     def head(self) -> int:
-        return int(self.ring.head[self.actor])
+        return int(self.ring.head[self.stream])
 
     def pages(self, index: int, columns: slice) -> list[Page]:
         del index
-        return [Page(self.schema, views, columns) for views in self.ring.slots[self.actor]]
+        return [Page(self.schema, views, columns) for views in self.ring.slots[self.stream]]
 
     def admits(self, trajectory: int) -> bool:
-        return bool(trajectory < self.ring.granted[self.actor])
+        return bool(trajectory < self.ring.granted[self.stream])
 
     def open(self, trajectory: int) -> None:
-        self.ring.slots[self.actor][trajectory % self.ring.num_slots]["version"].fill(UNSTAMPED)
+        self.ring.slots[self.stream][trajectory % self.ring.num_slots]["version"].fill(UNSTAMPED)
 
     def stepped(self, team: Team, row: Row, answer: Answer) -> None:
         """The page is the slot: everything lies where the learner reads it."""
@@ -105,11 +105,11 @@ class SlotExperience:
     def left(self, team: Team, teams: Sequence[Team]) -> None:
         """The last team to leave a trajectory hands it over."""
         if min(other.trajectory for other in teams) > self.head:
-            self.ledger.record(self.ring.writable(self.actor))
-            self.ring.commit(self.actor)
+            self.ledger.record(self.ring.writable(self.stream))
+            self.ring.commit(self.stream)
 
     def wait(self, teams: Sequence[Team], timeout_s: float) -> None:
-        doorbell = self.ring.free[self.actor]
+        doorbell = self.ring.free[self.stream]
         doorbell.clear()
         if not any(self.admits(team.trajectory) for team in teams):
             self.station.wait(timeout_s, [doorbell.descriptor])

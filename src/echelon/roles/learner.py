@@ -16,10 +16,13 @@ from echelon.errors import DivergedError
 from echelon.roles.account import LossAccount, diverged
 from echelon.roles.context import Context, Station
 from echelon.roles.episode_source import EpisodeSource
+from echelon.roles.gradient_slots import GradientSchema
+from echelon.roles.gradient_source import GradientSource
 from echelon.roles.plan import Plan
-from echelon.roles.pupil import make_pupil
+from echelon.roles.pupil import Pupil, make_pupil
 from echelon.roles.queue_source import QueueSource
 from echelon.roles.rate import EPISODES_WINDOW_S, WINDOW_S, Rate
+from echelon.roles.replay_part import ReplayPart
 from echelon.roles.replay_source import ReplaySource
 from echelon.roles.source import Source
 from echelon.roles.stopping import stop_reason
@@ -31,7 +34,7 @@ from echelon.runs.checkpoint import (
     save_weights,
     weights_sha256,
 )
-from echelon.schema import Batch, TransitionBatch
+from echelon.schema import Batch, GradientBatch, TransitionBatch
 
 # A row of metrics comes after 2 % of the time so far, within these bounds: a run of seconds has a curve, one of days a
 # file that can be read.
@@ -47,9 +50,9 @@ class Learner:
         self.context, self.stop = context, config.stop
         self.station = Station(context)
         self.finished = False
-        self.pupil, plan = make_pupil(context), Plan(context)
-        self.board, self.source = plan.board(), make_source(plan, self.pupil.device)
-        self.counters = self.source.counters
+        self.pupil, plan = make_pupil(context, self.station.world), Plan(context)
+        self.board, self.source = plan.board(), make_source(plan, self.pupil)
+        self.counters, self.fresh_lag = self.source.counters, self.source.fresh_lag
         self.checkpoints = context.run_dir / "checkpoints"
         self.writer = CheckpointWriter(self.checkpoints, config.run.keep_checkpoints)
         self.rate = Rate(EPISODES_WINDOW_S if config.has_workers else WINDOW_S)
@@ -72,32 +75,41 @@ class Learner:
             self.past_version = int(tree["version"])
             if self.context.train.engine != "inline":  # there the generator belongs to the caller's process
                 torch.set_rng_state(tree["rng"])  # a user's dropout draws from it
-            if message:
+            if message and self.context.index == 0:
                 self.station.report("message", message)
-            if self.context.incarnation > 0:
-                self.station.report(
-                    "message", f"the learner goes on from {path.name} ({self.counters.env_steps:,} steps)"
-                )
-        elif self.context.train.run.init_from:
-            source = self.context.train.run.init_from
+            self._tell_place(path.name)
+            return
+        if source := self.context.train.run.init_from:
             self.pupil.load_weights(find_weights(source), source)
+        self._tell_place("")
+
+    def _tell_place(self, checkpoint: str) -> None:
+        """Says where a successor starts from, with `checkpoint` "" at the beginning."""
+        if self.context.incarnation > 0 and self.context.index == 0:
+            self.station.report("restored", checkpoint, self.counters.env_steps, self.counters.updates)
 
     def step(self, timeout_s: float) -> bool:
         """Learns from one batch and publishes; waits if there is none yet."""
         if self.station.stop_requested or self._stop_reason():
             self._finish()
             return True
-        phases, start = self.station.phases, time.perf_counter()
-        batch = self.source.take(self.board.version)
+        start = time.perf_counter()
+        batch = self.source.take(self.version)
         if batch is None:
             self.source.listen()
-            batch = self.source.take(self.board.version)
+            batch = self.source.take(self.version)
         taken = time.perf_counter()
-        phases["transfer"] += taken - start
+        self.station.phases["transfer"] += taken - start
         if batch is None:
             self._report_if_due()
             self.source.wait(self.station, timeout_s)
             return False
+        self._work(batch, taken)
+        return True
+
+    def _work(self, batch: Batch | TransitionBatch | GradientBatch, taken: float) -> None:
+        """Learns from a batch that was taken just then, and publishes."""
+        phases = self.station.phases
         self.rate.note(taken, self.counters.env_steps)
         self.pupil.schedule(self._progress())
         self.source.schedule(self._progress())
@@ -113,16 +125,20 @@ class Learner:
         if time.monotonic() >= self.next_checkpoint:
             self._checkpoint_if_possible()
         self.station.tick(published)
-        return True
 
-    def _learn(self, batch: Batch | TransitionBatch) -> None:
+    def _learn(self, batch: Batch | TransitionBatch | GradientBatch) -> None:
         self.pupil.learn(batch, self.account, self._tick, self.source.acknowledge)
         self.counters.updates += 1
         self.account.close_batch(self.counters.updates)
-        self.source.prefetch(self.board.version + self._is_publishing)
+        self.source.prefetch(self.version + self._is_publishing)
         # A GPU may still learn from it; but nothing that is lost is published.
         if lost := self.account.find_lost(keep=int(self.pupil.device.type == "cuda" and not self._is_publishing)):
             raise self._diverged(lost)
+
+    @property
+    def version(self) -> int:
+        """Of the weights that were published last."""
+        return self.board.version
 
     @property
     def _is_publishing(self) -> bool:
@@ -154,8 +170,12 @@ class Learner:
         if stop.epochs:
             fractions.append(self._epochs / stop.epochs)
         if stop.minutes:
-            fractions.append((time.time() - self.context.started_at) / (60 * stop.minutes))
+            fractions.append(self._elapsed_s / (60 * stop.minutes))
         return min(max(fractions), 1.0)
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.time() - self.context.started_at
 
     @property
     def _epochs(self) -> int:
@@ -182,12 +202,12 @@ class Learner:
 
     def _row(self) -> dict[str, Any]:
         """Where the run stands: one row of the metrics."""
-        counters, lags = self.counters, self.source.fresh_lag
+        counters, lags = self.counters, self.fresh_lag
         row: dict[str, Any] = {
             "env_steps": counters.env_steps,
             "episodes": counters.episodes,
             "updates": counters.updates,
-            "version": self.board.version,
+            "version": self.version,
             "wall_s": time.time() - self.context.started_at,
             "env_steps_per_s": self.rate.recent(),
             "return_mean": counters.return_mean,
@@ -216,7 +236,7 @@ class Learner:
             **self.pupil.state_dict(),
             "counters": self.counters.state_dict(),
             "source": self.source.state_dict(),
-            "version": self.board.version,
+            "version": self.version,
             "rng": torch.get_rng_state(),
             "epoch": self.context.epoch,
             "wall_s": time.time() - self.context.started_at,
@@ -275,14 +295,17 @@ class Learner:
         self.station.close()
 
 
-def make_source(plan: Plan, device: torch.device) -> Source:
+def make_source(plan: Plan, pupil: Pupil) -> Source:
     """Where the batches of a run come from."""
-    config = plan.context.train
+    config, device, learner = plan.context.train, pupil.device, plan.context.index
     if config.has_workers:
         return EpisodeSource(plan.replay, device)
     if config.experience == "replay":
-        return ReplaySource(plan.replay, device)
-    return QueueSource(config, plan.schema, plan.ring(), device)
+        is_one = pupil.peers.size == 1
+        return ReplaySource(plan.replay, device) if is_one else ReplayPart(plan.replay, device, pupil.peers)
+    if config.experience == "gradients":
+        return GradientSource(config, GradientSchema.of(config, plan.model), plan.ring(), device)
+    return QueueSource(config, plan.schema, plan.ring(learner), device, learner)
 
 
 def learner(config: dict[str, Any]) -> Learner:

@@ -16,7 +16,7 @@ import torch
 from echelon.errors import ConfigError
 from echelon.layout import Field, place, size_of, views_of
 from echelon.schema import TransitionBatch, Tree
-from echelon.transport.codec import ARRAY_DTYPES
+from echelon.transport.extensions import ARRAY_DTYPES
 
 Array = np.ndarray[Any, Any]
 WANTED = (

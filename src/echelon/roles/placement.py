@@ -8,17 +8,31 @@ import re
 import torch
 
 from echelon.algorithms.model import Model
-from echelon.config import TrainConfig
+from echelon.config import LearnerConfig, TrainConfig
 from echelon.errors import ConfigError
 
 MIN_GPU_PARAMETERS = 200_000  # of a large network: worth a GPU, or every core
 MIN_REPLAY_PARAMETERS = 60_000  # of one that learns from replay, recorded: two layers of 256 gain ninefold
 
 
-def learner_device(config: TrainConfig, num_parameters: int) -> str:
-    """Where a network of that size learns."""
+def learner_device(config: TrainConfig, num_parameters: int, index: int = 0) -> str:
+    """Where a network of that size learns; gradients that actors bring are added up where they lie.
+
+    Several learners take the GPUs in turns; `index` says which learner it is.
+    """
+    if config.experience == "gradients" and config.learner.device == "auto":
+        return "cpu"
     least = MIN_REPLAY_PARAMETERS if config.experience == "replay" else MIN_GPU_PARAMETERS
-    return pick_device(config.learner.device, num_parameters, least=least)
+    device = pick_device(config.learner.device, num_parameters, least=least)
+    if config.learner.num_learners == 1 or device != "cuda":
+        return device
+    return f"cuda:{index % torch.cuda.device_count()}"
+
+
+def have_own_gpus(config: LearnerConfig, device: torch.device) -> bool:
+    """Whether each of several learners, one of which is on `device`, has a GPU to itself, as nccl needs."""
+    is_spread = config.device in ("auto", "cuda")
+    return device.type == "cuda" and is_spread and torch.cuda.device_count() >= config.num_learners
 
 
 def pick_device(name: str, num_parameters: int, option: str = "--device", *, least: int = MIN_GPU_PARAMETERS) -> str:
@@ -38,13 +52,14 @@ def pick_device(name: str, num_parameters: int, option: str = "--device", *, lea
     return name
 
 
-def learner_threads(asked: int, model: Model) -> int:
-    """Torch threads of a learner: what was asked for (0: nothing), or what pays.
+def learner_threads(config: LearnerConfig, model: Model) -> int:
+    """Torch threads of a learner: what was asked for, or what pays.
 
     A large network keeps all cores busy, and actors wait for it more often than it for them; the operations of a small
     one are too short to share.
     """
-    return asked or (len(os.sched_getaffinity(0)) if _is_shared(model) else 1)
+    cores = max(1, len(os.sched_getaffinity(0)) // config.num_learners)
+    return config.threads or (cores if _is_shared(model) else 1)
 
 
 def server_threads(config: TrainConfig, model: Model) -> int:

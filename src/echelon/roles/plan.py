@@ -10,29 +10,37 @@ from echelon.algorithms.model import Model
 from echelon.config import OwnConfig, TrainConfig
 from echelon.errors import ConfigError
 from echelon.roles.context import Context
+from echelon.roles.gradient_slots import GradientSchema, num_pieces
 from echelon.roles.journal import Journal
 from echelon.roles.own import StateLayout
 from echelon.roles.replay_plan import ReplayPlan
-from echelon.schema import action_leaf, space_leaves
+from echelon.schema import TrajectorySchema, action_leaf, space_leaves
 from echelon.transport.act_board import ActBoard, ActLayout
 from echelon.transport.session import make_secret
 from echelon.transport.shared_memory import SlotRing, WeightsBoard
 
 
 def window(config: TrainConfig) -> int:
-    """Trajectories an actor may run ahead of the learner, which is also its number of slots.
+    """Slots an actor may be ahead of the learner, which is also how many it has.
 
-    A bound on the lag decides it; without one it is `actor.slots`, or what it takes to fill a batch.
+    A bound on the lag decides it; without one it is `actor.slots` trajectories, or what it takes to fill a batch.
     """
-    actor, lag, batch = config.actor, config.learner.max_lag, config.batch_trajectories
+    actor, lag, batch, pieces = config.actor, config.learner.max_lag, config.batch_trajectories, num_pieces(config)
     if lag is None:
-        return max(actor.slots, -(-batch // actor.num_actors) + 1)
+        return max(actor.slots * pieces, -(-batch // actor.num_actors) + pieces)
     if batch % actor.num_actors:
         raise ConfigError(
             f"learner.batch={batch} is not a multiple of the {actor.num_actors} actors, but learner.max_lag={lag} "
             "needs every actor to bring the same share. Use a multiple, or 0 for one trajectory each."
         )
-    return (lag + 1) * batch // actor.num_actors
+    share = batch // actor.num_actors
+    if share % pieces and lag * share < pieces - 1:  # an actor would wait for room with less than its share written
+        raise ConfigError(
+            f"algorithm.minibatches={pieces} gradients of a rollout are more than an actor may be ahead with "
+            f"learner.batch={batch} and learner.max_lag={lag}. Use --learner.batch {pieces * actor.num_actors}, or a "
+            "multiple of it."
+        )
+    return (lag + 1) * share
 
 
 def num_groups(config: TrainConfig) -> int:
@@ -102,9 +110,19 @@ class Plan:
         """The parts of a run that learns from replayed transitions."""
         return ReplayPlan(self.context)
 
-    def ring(self) -> SlotRing:
+    @cached_property
+    def slots(self) -> TrajectorySchema | GradientSchema:
+        """What lies in a slot of the ring."""
         train = self.context.train
-        return SlotRing(self.context.session, self.schema, train.actor.num_actors, window(train))
+        return GradientSchema.of(train, self.model) if train.experience == "gradients" else self.schema
+
+    def ring(self, learner: int = 0) -> SlotRing:
+        """The slots of the actors that a learner takes from."""
+        train, folder = self.context.train, self.context.session
+        if train.learner.num_learners > 1:
+            folder /= f"ring-{learner}"
+            folder.mkdir(exist_ok=True)
+        return SlotRing(folder, self.slots, len(train.actors_of(learner)), window(train))
 
     def board(self) -> WeightsBoard:
         return WeightsBoard(self.context.session, self.weights_bytes)
@@ -144,7 +162,7 @@ class Plan:
         shared += Journal.size() if config.has_workers else 0
         if config.experience == "replay":
             return shared + self.replay.nbytes
-        return shared + SlotRing.size(self.schema, config.actor.num_actors, window(config))
+        return shared + SlotRing.size(self.slots, config.actor.num_actors, window(config))
 
     def make(self) -> list[str]:
         """Makes all of the memory, before any role looks for it; returns what to tell the user of it."""
@@ -152,7 +170,8 @@ class Plan:
         if self.context.train.experience == "replay":
             news = self.replay.make()
         else:
-            self.ring().close()
+            for learner in range(self.context.train.learner.num_learners):
+                self.ring(learner).close()
         self.board()
         if "tcp" in (self.context.train.acting.transport, self.context.train.replay.transport):
             make_secret(self.context.session)

@@ -9,24 +9,32 @@ import numpy as np
 import torch
 
 from echelon.algorithms import build_algorithm
+from echelon.algorithms.peers import ALONE, Peers
 from echelon.config import OwnConfig, TrainConfig
 from echelon.errors import ConfigError
 from echelon.roles.account import LossAccount
 from echelon.roles.context import Context
+from echelon.roles.learners import join_learners
 from echelon.roles.own import load_state, state_of
 from echelon.roles.placement import learner_device, learner_threads
 from echelon.roles.plan import Plan
 from echelon.roles.recorded import make_learning
 from echelon.roles.update import Acknowledge, LocalUpdate
-from echelon.schema import Batch, TransitionBatch
+from echelon.schema import Batch, GradientBatch, TransitionBatch
+from echelon.world.node import Node
 
 Array = np.ndarray[Any, Any]
+AnyBatch = Batch | TransitionBatch | GradientBatch
 
 
 class Pupil(Protocol):
     """What learns from batches, is published, saved and loaded."""
 
     device: torch.device
+
+    @property
+    def peers(self) -> Peers:
+        """Those that learn from the same batches, in other processes."""
 
     @property
     def policy(self) -> Any:
@@ -38,9 +46,7 @@ class Pupil(Protocol):
     def schedule(self, progress: float) -> None:
         """The run is `progress` (0 to 1) done."""
 
-    def learn(
-        self, batch: Batch | TransitionBatch, account: LossAccount, tick: Callable[[], None], acknowledge: Acknowledge
-    ) -> None:
+    def learn(self, batch: AnyBatch, account: LossAccount, tick: Callable[[], None], acknowledge: Acknowledge) -> None:
         """Learns from one batch."""
 
     def parts(self) -> list[Array]:
@@ -63,18 +69,22 @@ class Pupil(Protocol):
 class ModelPupil:
     """A model of ours, its rule and its optimizer."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, node: Node) -> None:
         config: TrainConfig = context.train
         plan = Plan(context)
-        device = learner_device(config, plan.model.parameters.numel())
+        device = learner_device(config, plan.model.parameters.numel(), context.index)
         if device != "cpu":
+            torch.cuda.set_device(torch.device(device).index or 0)
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.benchmark = True  # shapes stay the same from batch to batch
             plan = Plan(context, device=device)
         self.model, self.device = plan.model, plan.model.device
-        self.threads = learner_threads(config.learner.threads, self.model)
-        self.algorithm = build_algorithm(config.algorithm, self.model, config.seed)
-        self.update = LocalUpdate(config.optimizer, self.model, self.algorithm.groups)
+        self.threads = learner_threads(config.learner, self.model)
+        self.peers = peers = join_learners(context, node, self.device)
+        self.algorithm = build_algorithm(config.algorithm, self.model, config.seed, peers)
+        self.update = LocalUpdate(config.optimizer, self.model, self.algorithm.groups, peers)
+        # What a network of the user's keeps beside its parameters is known to it alone, so all learners have one's.
+        self.foreign = [] if config.network.name == "auto" else list(self.model.network.buffers())
         self._learn = make_learning(config, self.algorithm, self.update)
 
     @property
@@ -89,11 +99,12 @@ class ModelPupil:
     def schedule(self, progress: float) -> None:
         self.update.schedule(progress)
 
-    def learn(
-        self, batch: Batch | TransitionBatch, account: LossAccount, tick: Callable[[], None], acknowledge: Acknowledge
-    ) -> None:
+    def learn(self, batch: AnyBatch, account: LossAccount, tick: Callable[[], None], acknowledge: Acknowledge) -> None:
         torch.set_num_threads(self.threads)
         self._learn(batch, account, tick, acknowledge)
+        if self.peers.size > 1:
+            for buffer in self.foreign:
+                self.peers.take_first(buffer)
         torch.set_num_threads(1)  # actors in this process (inline) compute as they do in their own
 
     def parts(self) -> list[Array]:
@@ -126,14 +137,12 @@ class OwnPupil:
 
     def __init__(self, policy: Any, context: Context) -> None:
         self.policy, self.layout = policy, Plan(context).own_layout
-        self.device, self.learning_rate = torch.device("cpu"), None
+        self.device, self.learning_rate, self.peers = torch.device("cpu"), None, ALONE
 
     def schedule(self, progress: float) -> None:
         """Its own affair."""
 
-    def learn(
-        self, batch: Batch | TransitionBatch, account: LossAccount, tick: Callable[[], None], acknowledge: Acknowledge
-    ) -> None:
+    def learn(self, batch: AnyBatch, account: LossAccount, tick: Callable[[], None], acknowledge: Acknowledge) -> None:
         del acknowledge  # transitions are drawn uniformly
         figures = self.policy.update(batch) or {}
         tick()
@@ -164,8 +173,9 @@ class OwnPupil:
         self.load_weights(tree["model"], source)
 
 
-def make_pupil(context: Context) -> Pupil:
+def make_pupil(context: Context, node: Node) -> Pupil:
+    """`node` is its learner's, by which several find each other."""
     if isinstance(context.train.algorithm, OwnConfig):
         assert context.brought is not None, "a run with the user's own policy has it in the process of its learner"
         return OwnPupil(context.brought.policy, context)
-    return ModelPupil(context)
+    return ModelPupil(context, node)

@@ -1,15 +1,7 @@
-"""The queue source: trajectories out of the slot ring, side by side in one batch, with everything counted on the way.
-
-The learner waits on `ready`, which actors ring when they commit. Slots are copied and released at once; admission of
-new trajectories follows when the weights learned from them are published (`admit`), which is what bounds the lag. If an
-actor dies, its unread slots stay readable; if it stalls, what it brings too late is dropped and counted.
-"""
+"""The queue source: trajectories out of the slot ring, side by side in one batch, and what is counted of them."""
 
 from __future__ import annotations
 
-import collections
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,9 +9,7 @@ import torch
 
 from echelon.config import TrainConfig
 from echelon.errors import DivergedError
-from echelon.roles.context import Station
-from echelon.roles.plan import window
-from echelon.roles.source import Counters
+from echelon.roles.ring_source import RingSource
 from echelon.schema import Batch, TrajectorySchema, unflatten
 from echelon.transport.shared_memory import SlotRing
 
@@ -30,8 +20,9 @@ BATCH_FIELDS = ("first", "action", "log_prob", "reward", "terminated", "truncate
 class Staging:
     """One batch worth of memory on the CPU, page-locked where a GPU reads it, and the same fields on the device."""
 
-    def __init__(self, schema: TrajectorySchema, trajectories: int, device: torch.device) -> None:
-        self.device, self.num_envs = device, schema.num_envs
+    def __init__(self, schema: TrajectorySchema, trajectories: int, device: torch.device, first: int = 0) -> None:
+        """`first` is the actor of the first stream."""
+        self.schema, self.device, self.num_envs, self.first = schema, device, schema.num_envs, first
         self.arrays: dict[str, Array] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         lanes = trajectories * schema.num_envs
@@ -60,15 +51,39 @@ class Staging:
                 array[lanes] = views[name]
             else:
                 array[:, lanes] = views[name]
-        self.lanes[lanes] = torch.arange(stream * self.num_envs, (stream + 1) * self.num_envs)
+        self.place(position, stream)
+
+    def place(self, position: int, stream: int) -> None:
+        """Says whose lanes lie at a position."""
+        lanes = slice(position * self.num_envs, (position + 1) * self.num_envs)
+        actor = self.first + stream
+        self.lanes[lanes] = torch.arange(actor * self.num_envs, (actor + 1) * self.num_envs)
+
+    def check(self) -> None:
+        """Refuses NaN and infinity before anything learns from them."""
+        for name in ("reward", *self.schema.observation_names):
+            array = self.arrays[name]
+            with np.errstate(over="ignore", invalid="ignore"):  # one look at all of it; a sum may overflow
+                if not np.issubdtype(array.dtype, np.floating) or np.isfinite(array.sum()):
+                    continue
+            bad = np.argwhere(~np.isfinite(array))
+            if len(bad):
+                step, column = int(bad[0][0]), int(bad[0][1])
+                actor, env = divmod(int(self.lanes[column]), self.num_envs)
+                raise DivergedError(
+                    f"{name} is {array[tuple(bad[0])]} at step {step} of a trajectory of actor {actor}, environment "
+                    f"{env} (index {bad[0][2:].tolist()} of the value). The environment must give finite numbers: "
+                    "check it, or wrap it to clip what it gives."
+                )
 
     def wait(self) -> None:
         """Until the device has read what was staged here before."""
         if self.copied is not None:
             self.copied.synchronize()
 
-    def move(self, schema: TrajectorySchema) -> None:
+    def move(self) -> None:
         """Makes the batch: on a GPU by copies that go on while the caller does."""
+        schema = self.schema
         move = {name: self._move(tensor) for name, tensor in self.tensors.items() if not name.startswith("episode")}
         observation = unflatten(schema.spaces.observation, iter([move[n] for n in schema.observation_names]))
         state = tuple(move[f"state.{i}"] for i in range(len(schema.state_shapes)))
@@ -81,180 +96,22 @@ class Staging:
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
 
 
-class QueueSource:
+class QueueSource(RingSource[Staging]):
     """Batches of trajectories in the order that the lag bound asks for."""
 
-    publish_every = 1  # actors are admitted by what is published
+    def __init__(
+        self, config: TrainConfig, schema: TrajectorySchema, ring: SlotRing, device: torch.device, learner: int = 0
+    ) -> None:
+        self.schema, self.first = schema, config.actors_of(learner).start
+        super().__init__(config, ring, device)
 
-    def __init__(self, config: TrainConfig, schema: TrajectorySchema, ring: SlotRing, device: torch.device) -> None:
-        self.schema, self.ring, self.device = schema, ring, device
-        self.max_lag, self.batch_size = config.learner.max_lag, config.batch_trajectories
-        self.window = window(config)
-        self.counters = Counters()
-        num_stagings = 1 if device.type == "cpu" else 2  # a GPU reads one while the next is filled
-        self.stagings = collections.deque(Staging(schema, self.batch_size, device) for _ in range(num_stagings))
-        self.next_stream = 0
-        self.fresh_lag: list[tuple[float, int]] = []  # lag mean and max of batches since the last report
-        self.prefetched: Staging | None = None
-        self.patience_s = config.learner.patience_s
-        self.short_since: float | None = None  # since when a batch could be filled without the slowest actor
-        self.ahead = [0] * ring.num_streams  # trajectories of each stream in the prefetched batch
-
-    def take(self, version: int) -> Batch | None:
-        """The next batch for a learner at `version`, or None when it is not there yet."""
-        staging, self.prefetched = self.prefetched, None
-        if staging is not None:
-            self.ahead = [0] * self.ring.num_streams
-        else:
-            if self._drop_late(version):
-                self.admit()
-            staging = self._fetch()
-        if staging is None:
-            return None
-        self._count(staging, version)
-        return staging.batch
-
-    def prefetch(self, version: int) -> None:
-        """Fetches the batch for a learner at `version`, its next, while the device still learns from this one."""
-        if self.prefetched is not None or self.device.type == "cpu" or self.max_lag == 0:
-            return
-        self._drop_late(version)
-        self.prefetched = self._fetch(self.ahead if self.max_lag is not None else None)
-
-    def listen(self) -> None:
-        self.ring.ready.clear()
-
-    def wait(self, station: Station, timeout_s: float) -> None:
-        station.wait(timeout_s, [self.ring.ready.descriptor])
-
-    def acknowledge(self, keys: Any, priorities: torch.Tensor) -> None:
-        """Trajectories are learned from once."""
-
-    def schedule(self, progress: float) -> None:
-        """Batches are made alike from the first to the last."""
-
-    def figures(self) -> dict[str, Any]:
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What is under way in the ring is in no checkpoint."""
-
-    def save(self, name: str) -> None:
-        """As above."""
-
-    def finish(self, tick: Callable[[], None]) -> None:
-        """As above."""
-
-    def news(self) -> list[str]:
-        return []
-
-    def close(self) -> None:
-        self.ring.close()
-
-    def _fetch(self, ahead: list[int] | None = None) -> Staging | None:
-        """Copies the next batch out of the ring; `ahead` counts what was taken from each stream before its turn."""
-        streams = self._choose()
-        if streams is None:
-            return None
-        if ahead is not None:
-            for stream in streams:
-                ahead[stream] += 1
-        staging = self.stagings[0]
-        self.stagings.rotate()
-        staging.wait()
-        for position, stream in enumerate(streams):
-            staging.put(position, stream, self.ring.readable(stream))
-            self.ring.release(stream)
-        if self.max_lag is None:
-            self.admit()
-        self._check(staging)
-        staging.move(self.schema)
-        return staging
-
-    def admit(self) -> None:
-        """Lets every actor run a window ahead of what was learned from; rings those that may go on."""
-        for stream in range(self.ring.num_streams):
-            self.ring.grant(stream, self.window - self.ahead[stream])
-
-    def _drop_late(self, version: int) -> int:
-        """Gives up what lags beyond the bound; returns how many trajectories that were."""
-        if self.max_lag is None:
-            return 0
-        late = 0
-        for stream in range(self.ring.num_streams):
-            while self.ring.num_ready(stream) and version - self.ring.readable(stream)["version"][0] > self.max_lag:
-                self.ring.release(stream)
-                late += 1
-        self.counters.dropped += late
-        return late
-
-    def _choose(self) -> list[int] | None:
-        """Which stream fills each position of the batch; None if too few are ready.
-
-        With a bound on the lag every actor brings the same share, in the order of the actors: then nobody overtakes
-        anybody, and nothing comes late. Only when one has stalled, and the bound allows it, do the others go on without
-        it. Without a bound it is whoever is ready, in turns.
-        """
-        num_streams = self.ring.num_streams
-        ready = [self.ring.num_ready(stream) for stream in range(num_streams)]
-        if self.max_lag is not None:
-            share = self.batch_size // num_streams
-            if min(ready) >= share:
-                self.short_since = None
-                return [s for s in range(num_streams) for _ in range(share)]
-            if self.max_lag == 0 or not self._has_stalled(sum(ready) >= self.batch_size):
-                return None
-        if sum(ready) < self.batch_size:
-            return None
-        chosen: list[int] = []
-        while len(chosen) < self.batch_size:
-            if ready[self.next_stream]:
-                ready[self.next_stream] -= 1
-                chosen.append(self.next_stream)
-            self.next_stream = (self.next_stream + 1) % num_streams
-        return chosen
-
-    def _has_stalled(self, others_ready: bool) -> bool:
-        """Whether the others have been ready without the slowest for longer than it may take its time."""
-        if not others_ready:
-            self.short_since = None
-            return False
-        now = time.monotonic()
-        self.short_since = self.short_since or now
-        return now - self.short_since > self.patience_s
-
-    def _check(self, staging: Staging) -> None:
-        """Refuses NaN and infinity before anything learns from them."""
-        for name in ("reward", *self.schema.observation_names):
-            array = staging.arrays[name]
-            with np.errstate(over="ignore", invalid="ignore"):  # one look at all of it; a sum may overflow
-                if not np.issubdtype(array.dtype, np.floating) or np.isfinite(array.sum()):
-                    continue
-            bad = np.argwhere(~np.isfinite(array))
-            if len(bad):
-                step, column = int(bad[0][0]), int(bad[0][1])
-                actor, env = divmod(int(staging.lanes[column]), self.schema.num_envs)
-                raise DivergedError(
-                    f"{name} is {array[tuple(bad[0])]} at step {step} of a trajectory of actor {actor}, environment "
-                    f"{env} (index {bad[0][2:].tolist()} of the value). The environment must give finite numbers: "
-                    "check it, or wrap it to clip what it gives."
-                )
+    def _make_staging(self) -> Staging:
+        return Staging(self.schema, self.batch_size, self.device, self.first)
 
     def _count(self, staging: Staging, version: int) -> None:
         counters, arrays = self.counters, staging.arrays
-        valid = arrays["valid"]
-        lag = version - arrays["version"]
-        steps = int(valid.sum())
-        weights = valid.reshape(*lag.shape, -1).sum(-1)  # valid steps per row of each trajectory
-        lag_sum, lag_max = float((lag * weights).sum()), int(lag.max())
-        counters.env_steps += steps
-        counters.lag_sum += lag_sum
-        counters.lag_steps += steps
-        counters.lag_max = max(counters.lag_max, lag_max)
-        self.fresh_lag.append((lag_sum / max(steps, 1), lag_max))
+        lag, valid = version - arrays["version"], arrays["valid"]
+        self._count_lag(lag, valid.reshape(*lag.shape, -1).sum(-1))  # valid steps per row of each trajectory
         length = arrays["episode_length"]
         for t, lane in np.argwhere(length).tolist():
             counters.episodes += 1

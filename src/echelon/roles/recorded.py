@@ -34,6 +34,7 @@ class Learning(Protocol):
 def make_learning(config: TrainConfig, algorithm: Algorithm, update: LocalUpdate) -> Learning:
     """Recorded where every batch is the same operations; a user's network, a schedule or a compiler may change them."""
     is_fixed = config.network.name == "auto" and config.optimizer.schedule == "constant" and not config.learner.compile
+    is_fixed &= config.learner.num_learners == 1  # the parts of several differ in size from batch to batch
     if isinstance(algorithm, Replayed) and algorithm.model.device.type == "cuda" and is_fixed:
         return RecordedLearning(algorithm, update)
 

@@ -229,7 +229,7 @@ class Rehearsal:
         rows = actor.envs * (actor.trajectory if act.cpu_s < SHORT_S else 1)
         [forward] = measure(self._forward(rows).evaluate)
         cpu_s = LEARN_FORWARDS * _num_passes(self.config) * forward.cpu_s / rows
-        return Cost(cpu_s / learner_threads(learner.threads, model), cpu_s)
+        return Cost(cpu_s / (learner_threads(learner, model) * learner.num_learners), cpu_s)
 
     def close(self) -> None:
         for troupe in self._troupes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -114,7 +114,7 @@ def _chunk(config: TrainConfig) -> int:
 
 def limiter_rule(config: TrainConfig) -> LimiterRule:
     replay, shards = config.replay, config.num_shards
-    return LimiterRule(
+    rule = LimiterRule(
         samples_per_insert=0.0 if config.has_workers else replay.samples_per_insert,  # there by episode
         min_size=replay.min_size,
         capacity=_shard_capacity(config) * shards,
@@ -122,6 +122,9 @@ def limiter_rule(config: TrainConfig) -> LimiterRule:
         chunk=_chunk(config),
         num_shards=shards,
     )
+    if config.learner.num_learners == 1:
+        return rule
+    return replace(rule, num_learners=config.learner.num_learners, tolerance=rule.room)  # together they draw as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,8 @@ class ReplayPlan:
         shards = self.config.num_shards
         shard = self.layout.nbytes + PriorityColumn.size(self.layout.capacity)
         limiters = 1 if self.learner_folder == self.folder else 2
-        return shards * shard + limiters * Limiter.size(self.rule) + Tally.size(shards)
+        tally = Tally.size(shards, self.config.learner.num_learners)
+        return shards * shard + limiters * Limiter.size(self.rule) + tally
 
     def shard(self, index: int) -> Shard:
         return Shard.at(self.folder, index, self.layout)
@@ -173,6 +177,11 @@ class ReplayPlan:
         columns = self.columns()
         return [ShardReader(self.shard(index), column) for index, column in enumerate(columns)]
 
+    def shards_of(self, learner: int) -> range:
+        """The shards that a learner draws from: those of its actors."""
+        is_one = self.config.learner.num_learners == 1
+        return range(self.config.num_shards) if is_one else self.config.actors_of(learner)
+
     def columns(self) -> list[PriorityColumn]:
         capacity = self.layout.capacity
         return [PriorityColumn.at(self.learner_folder, index, capacity) for index in range(self.config.num_shards)]
@@ -190,7 +199,8 @@ class ReplayPlan:
         """The shards as the run wants them read; waits for the shard server if there is one."""
         limiter = Limiter.at(self.learner_folder, self.rule)
         if self.config.replay.transport == "shm":
-            return LearnerSide(limiter, list(self.readers()))
+            readers = self.readers()
+            return LearnerSide(limiter, [readers[shard] for shard in self.shards_of(self.context.index)])
         deadline = time.monotonic() + ARRIVAL_S
         while not self.server_file.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -201,7 +211,7 @@ class ReplayPlan:
         return LearnerSide(limiter, list(link.readers), [link])
 
     def tally(self) -> Tally:
-        return Tally.at(self.folder, self.config.num_shards)
+        return Tally.at(self.folder, self.config.num_shards, self.config.learner.num_learners)
 
     @property
     def archive(self) -> Path:

@@ -19,6 +19,7 @@ import torch
 from echelon.config import ReplayConfig
 from echelon.replay.archive import Archive
 from echelon.replay.ear import Ear
+from echelon.replay.reader import Seen
 from echelon.replay.sampled import Draft, Keys
 from echelon.replay.sharded import Replay
 from echelon.replay.sum_tree import MAX_PRIORITY
@@ -45,6 +46,7 @@ class ReplaySource:
         self.limiter, self.links = side.limiter, side.links
         self.ear = Ear(side.links, side.limiter.listen(self.learner)) if side.links else None
         self.replay = Replay(side.readers, config.alpha if config.prioritized else 0.0)
+        self.everything: Replay | Seen = self.replay  # the shards of the whole run
         self.drafts = collections.deque[Draft]()
         self.is_short, self.short_news = False, list[str]()  # whether the shards cannot fill a batch, and what to tell
         self.num_ahead = config.prefetch if side.links else 0
@@ -86,11 +88,19 @@ class ReplaySource:
         self._draw()
         if not self.drafts or not self.drafts[0].is_ready():
             return None
+        staging = self._next_staging()
+        staging.put(self.replay.collect(self.drafts.popleft(), staging.block))
+        return self._move(staging, version)
+
+    def _next_staging(self) -> TransitionStaging:
         staging = self.stagings[0]
         self.stagings.rotate()
         staging.wait()
-        staging.put(self.replay.collect(self.drafts.popleft(), staging.block))
-        self._count_lag(version - staging.arrays["version"])
+        return staging
+
+    def _move(self, staging: TransitionStaging, version: int) -> TransitionBatch:
+        """The batch that was staged, on the device, and counted."""
+        self._count_lag(version - staging.arrays["version"][: len(staging.keys)])
         fields = staging.move(self.landing)
         return TransitionBatch(
             observation=self._tree(fields, ""),
@@ -165,7 +175,7 @@ class ReplaySource:
 
     def acknowledge(self, keys: Keys, priorities: torch.Tensor) -> None:
         """Gives the transitions of a batch that was learned from their new priorities."""
-        if self.replay.alpha == 0.0:
+        if self.replay.alpha == 0.0 or len(keys) == 0:
             return
         self.unread.append((keys, Reading(priorities)))
         if self.device.type == "cpu":
@@ -181,7 +191,7 @@ class ReplaySource:
                 what = f"the TD error of a transition became {top} ({self.counters.env_steps:,} steps)"
                 raise diverged(what, self.learning_rate)
             self.replay.update(keys, priorities)
-            self.tally.raise_top(top)
+            self.tally.raise_top(top, self.learner)
 
     # What is counted.
 
@@ -199,6 +209,8 @@ class ReplaySource:
             self.seen[actor] = now
 
     def _count_lag(self, lag: Array) -> None:
+        if len(lag) == 0:
+            return
         counters, lag_sum, lag_max = self.counters, float(lag.sum()), int(lag.max())
         counters.lag_sum += lag_sum
         counters.lag_steps += len(lag)
@@ -215,7 +227,7 @@ class ReplaySource:
         counted = inserted - self.config.min_size
         ratio = sampled / counted if counted > 0 else 0.0
         return {
-            "size": self.replay.size,
+            "size": self.everything.size,
             "inserted": inserted,
             "sampled": sampled,
             "written_off": self.limiter.written_off,
@@ -226,13 +238,12 @@ class ReplaySource:
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        top = self.tally.top_priority if self.counters.updates else 0.0
-        return {"rng": self.rng.bit_generator.state, "top_priority": top, "beta": self.beta}
+        return {"rng": self.rng.bit_generator.state, "top_priority": self.tally.known_top, "beta": self.beta}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
             self.rng.bit_generator.state = state["rng"]
-            self.tally.raise_top(state["top_priority"])
+            self.tally.raise_top(state["top_priority"], self.learner)
             self.beta = state.get("beta", self.beta)
 
     def save(self, name: str) -> None:
@@ -244,7 +255,7 @@ class ReplaySource:
             return
         self._give_back()
         self.replay.advance()
-        self.archive.begin(name, self.replay, self.limiter)
+        self.archive.begin(name, self.everything, self.limiter)
         if self.is_inline:
             self.finish(lambda: None)
 

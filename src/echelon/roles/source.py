@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -59,6 +59,15 @@ class Counters:
             setattr(self, name, value)
 
 
+class Offer(NamedTuple):
+    """What one of several learners can give to the next batch."""
+
+    is_ready: bool
+    total: float = 0.0  # the mass of its shards (`replay.sampled.Mass`), where experience is replayed
+    size: int = 0
+    share: float = 0.0  # a number drawn at random; that of the first learner counts
+
+
 class Source(Protocol):
     """Where the learner takes batches from."""
 
@@ -104,3 +113,15 @@ class Source(Protocol):
         """What the user should be told since the last time."""
 
     def close(self) -> None: ...
+
+
+class SharedSource(Source, Protocol):
+    """Where one of several learners takes its part of every batch from."""
+
+    counts_offers: bool  # whether `offer` counts what it offers, before it is taken
+
+    def offer(self, version: int) -> Offer:
+        """What it has for the next batch; the learner is at `version`."""
+
+    def take_part(self, version: int, offers: Sequence[Offer]) -> Any | None:
+        """Its part of the next batch, or None if by everybody's `offers`, in order, there is none yet."""

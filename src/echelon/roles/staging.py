@@ -48,11 +48,12 @@ class TransitionStaging(BatchMemory):
             self.copied.synchronize()
 
     def put(self, sampled: Sampled) -> None:
-        """Takes in what was drawn into `block`."""
-        for name in self.rows:
-            self.arrays[name][...] = sampled.fields[name]
-        self.arrays["weight"][...] = sampled.weights
-        self.keys = sampled.keys
+        """Takes in what was drawn into `block`, or into its first items."""
+        self.keys, count = sampled.keys, len(sampled.keys)
+        if count:
+            for name in self.rows:
+                self.arrays[name][:count] = sampled.fields[name]
+            self.arrays["weight"][:count] = sampled.weights
 
     def move(self, landing: BatchMemory | None) -> dict[str, torch.Tensor]:
         """The fields on the device: those of `landing`, filled by a copy that goes on while the caller does.
@@ -60,11 +61,14 @@ class TransitionStaging(BatchMemory):
         It is made when the device has done what it was asked before, so what lay there has been learned from. Without
         `landing` the fields stay where they are.
         """
-        if landing is None or self.copied is None:
-            return self.tensors
-        landing.memory.copy_(self.memory, non_blocking=True)
-        self.copied.record()
-        return landing.tensors
+        tensors = self.tensors
+        if landing is not None and self.copied is not None:
+            landing.memory.copy_(self.memory, non_blocking=True)
+            self.copied.record()
+            tensors = landing.tensors
+        count = len(self.keys)
+        is_whole = count == len(self.block.rows)
+        return tensors if is_whole else {name: tensor[:count] for name, tensor in tensors.items()}
 
 
 class Reading:

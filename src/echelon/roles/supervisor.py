@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import collections
 import json
+import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from echelon.world.node import Node
 PROCESSES = "processes.json"
 START_GRACE_S = 120.0  # a role that has not begun yet: imports, compilation, slow environments
 STACK_TIMEOUT_S = 0.5  # a hung role's stack comes at once, or it is stopped or stuck in the kernel
+LEAVE_S = 0.5  # how long learners may take to leave by themselves once one of them is gone: their reasons come with it
 LOG_TAIL_BYTES = 6_000
+EXCHANGE = "roles/learners.py"  # in the stack of a learner that waits for the others
 FATAL = {"ConfigError": ConfigError, "EnvError": EnvError, "DivergedError": DivergedError}
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)  # a process's own doing
 
@@ -46,7 +49,12 @@ class Member:
 
 
 class Supervisor:
-    """Keeps every role of a run alive."""
+    """Keeps every role of a run alive.
+
+    Several learners live and die as one: when one is gone, what the others do is lost with it, as they wait for each
+    other in the middle of a batch. They are ended, unless they leave at once by themselves, and when the last is gone
+    all are started again. Any one's progress is that of all, as who waits for another makes none; and so are failures.
+    """
 
     def __init__(
         self, context: Context, engine: LocalEngine | InlineEngine, world: Node, tell: Callable[[str], None]
@@ -55,6 +63,11 @@ class Supervisor:
         self.engine, self.world, self.tell = engine, world, tell
         self.members: dict[str, Member] = {}
         self.restarts = 0
+        learners = context.train.learner_names
+        self.together = learners if len(learners) > 1 else []  # those that live and die as one
+        self._gone: dict[str, Exit] = {}  # of them, until all are
+        self._failures = collections.deque[tuple[float, str]](maxlen=16)  # of all of them
+        self._patience = math.inf  # until when those that are left may leave by themselves
         self._recorded: dict[str, Any] = {}
 
     def start(self, name: str, kind: str, index: int, *, nice: int = 0) -> None:
@@ -63,25 +76,57 @@ class Supervisor:
         log = "" if here else str(self._log(name))
         spec = ProcessSpec(name, f"echelon.roles.{kind}:{kind}", context.to_config(keep_objects=here), log, nice)
         self.members[name] = Member(spec, context, time.monotonic())
+        if name in self.together:
+            self.members[name].failures = self._failures
         self.engine.start(spec)
 
     def replace(self, gone: Exit) -> None:
-        """Starts a role that ended anew; raises if that cannot help."""
-        member, cause = self.members[gone.name], cause_of(gone)
+        """Starts a role that ended anew, or all that it lives and dies with; raises if that cannot help."""
+        cause = cause_of(gone)
         self.world.forget(gone.name, cause)
+        if gone.name in self.together:
+            self._lose(gone)
+            return
+        self._judge_exit(gone)
+        self.tell(f"{gone.name} (process {gone.pid}) {cause}; starting it again")
+        self.restarts += 1
+        self._restart(gone.name)
+
+    def _lose(self, gone: Exit) -> None:
+        """One of those is gone that live and die as one."""
+        if gone.failure is not None and gone.failure.kind in FATAL:
+            self._judge_exit(gone)
+        self._gone[gone.name] = gone
+        if gone.code or gone.signal or gone.name == self.together[0]:  # else it left as it should
+            self._patience = min(self._patience, time.monotonic() + LEAVE_S)
+        if len(self._gone) < len(self.together):
+            return
+        first = min(self._gone.values(), key=_is_consequence)
+        self._gone, self._patience = {}, math.inf
+        self._judge_exit(first)
+        self.tell(
+            f"{first.name} (process {first.pid}) {cause_of(first)}; starting all {len(self.together)} learners again"
+        )
+        self.restarts += 1
+        for name in self.together:
+            self._restart(name)
+
+    def _judge_exit(self, gone: Exit) -> None:
         failure = gone.failure
         if failure is None and (gone.signal in CRASHES or not gone.signal):
-            failure = Failure(cause, "the end of its log follows", _tail(self._log(gone.name), 0), expected=False)
+            text = _tail(self._log(gone.name), 0)
+            failure = Failure(cause_of(gone), "the end of its log follows", text, expected=False)
         if failure is not None:
-            self._judge(member, failure)
-        self.tell(f"{gone.name} (process {gone.pid}) {cause}; starting it again")
+            self._judge(self.members[gone.name], failure)
+
+    def _restart(self, name: str) -> None:
+        member = self.members[name]
         for phase, seconds in member.phases.items():
             member.past_phases[phase] += seconds
         member.phases = dict.fromkeys(PHASES, 0.0)
         member.context = replace(member.context, incarnation=member.context.incarnation + 1)
         member.spec = replace(member.spec, config=member.context.to_config(keep_objects=False))
         member.moved, member.begun, member.doomed = time.monotonic(), False, False
-        self.restarts += 1
         self.engine.start(member.spec)
 
     def _judge(self, member: Member, failure: Failure) -> None:
@@ -93,42 +138,71 @@ class Supervisor:
         member.failures.append((now, same))
         recent = [t for t, what in member.failures if what == same and now - t <= self.config.failure_window_s]
         if len(recent) >= self.config.max_same_failures:
+            name = member.spec.name
+            who, last = ("the learners", f" ({name} was the last)") if name in self.together else (name, "")
             raise RunError(
-                f"{member.spec.name} failed {len(recent)} times within {self.config.failure_window_s:g} s with the "
-                f"same error, so the run ends. {text}\n\n{failure.traceback}"
+                f"{who} failed {len(recent)} times within {self.config.failure_window_s:g} s with the same error{last}"
+                f", so the run ends. {text}\n\n{failure.traceback}"
             )
 
     def look(self) -> None:
         """Kills roles whose progress stands still, after asking for their stacks; their exit then replaces them."""
-        now = time.monotonic()
-        for name, member in self.members.items():
-            pid = self.engine.pid(name)
-            if pid is None or member.doomed:
-                continue
-            progress = self.world.last_progress(name)
-            if progress is not None and progress.pid == pid and progress.counter > 0:
-                member.begun, member.moved = True, progress.changed_at
-            silent_s = now - member.moved  # also of one that left the world and is just closing
-            hang_timeout_s = self.config.hang_timeout_s
-            compiling = name == "learner" and self.context.train.learner.compile
-            if silent_s > (hang_timeout_s if member.begun and not compiling else max(hang_timeout_s, START_GRACE_S)):
-                self._end_hung(name, silent_s)
-                member.doomed = True
+        self._look_at_progress()
+        for names in [*([name] for name in self.members if name not in self.together), self.together]:
+            living = [name for name in names if self.engine.pid(name) is not None and not self.members[name].doomed]
+            if living and names is self.together and self._patience < math.inf:  # they are ending already
+                if time.monotonic() > self._patience:
+                    self._kill(living)
+            elif living and (silent_s := self._silent_s(names)):
+                self._end_hung(living, silent_s)
         self._record()
 
-    def _end_hung(self, name: str, silent_s: float) -> None:
-        log = self._log(name)
-        size = seen = _size(log)
-        self.engine.signal(name, signal.SIGUSR1)
+    def _silent_s(self, names: Sequence[str]) -> float:
+        """How long roles that are watched as one have made no progress, if that is too long; else 0."""
+        group = [self.members[name] for name in names]
+        silent_s = time.monotonic() - max(one.moved for one in group)  # also of one that left and is just closing
+        timeout_s = self.config.hang_timeout_s
+        compiling = names[0] in self.context.train.learner_names and self.context.train.learner.compile
+        if compiling or not all(one.begun for one in group):
+            timeout_s = max(timeout_s, START_GRACE_S)
+        return silent_s if silent_s > timeout_s else 0.0
+
+    def _look_at_progress(self) -> None:
+        for name, member in self.members.items():
+            pid, progress = self.engine.pid(name), self.world.last_progress(name)
+            if pid is not None and progress is not None and progress.pid == pid and progress.counter > 0:
+                member.begun, member.moved = True, progress.changed_at
+
+    def _end_hung(self, names: Sequence[str], silent_s: float) -> None:
+        """Kills a hung role; of several that wait for each other, those that the others wait for."""
+        stacks = self._stacks(names)
+        hung = [name for name in names if not stacks[name]]  # stopped, or stuck in the kernel
+        hung = hung or [name for name in names if EXCHANGE not in stacks[name]] or list(names)
+        for name in hung:
+            stack = stacks[name] or "(it did not answer: stopped, or stuck in the kernel)"
+            self.tell(f"{name} made no progress for {silent_s:.1f} s; killing it. It was here:\n{stack}")
+        self._kill(hung)
+        if len(hung) < len(names):
+            self._patience = time.monotonic() + LEAVE_S
+
+    def _stacks(self, names: Sequence[str]) -> dict[str, str]:
+        """Where roles are, as they say when asked; "" of those that do not answer."""
+        logs = {name: self._log(name) for name in names}
+        sizes = seen = {name: _size(log) for name, log in logs.items()}
+        for name in names:
+            self.engine.signal(name, signal.SIGUSR1)
         deadline = time.monotonic() + STACK_TIMEOUT_S
         while time.monotonic() < deadline:
             time.sleep(0.02)
-            last, seen = seen, _size(log)
-            if seen == last > size:  # the dump is whole: it grew, and grows no more
+            last, seen = seen, {name: _size(log) for name, log in logs.items()}
+            if all(seen[name] == last[name] > sizes[name] for name in names):  # they grew, and grow no more
                 break
-        stack = _tail(log, size) or "(it did not answer: stopped, or stuck in the kernel)"
-        self.tell(f"{name} made no progress for {silent_s:.1f} s; killing it. It was here:\n{stack}")
-        self.engine.signal(name, signal.SIGKILL)
+        return {name: _tail(log, sizes[name]) for name, log in logs.items()}
+
+    def _kill(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.engine.signal(name, signal.SIGKILL)
+            self.members[name].doomed = True
 
     def stop(self, timeout_s: float) -> None:
         """Asks every role to leave, and ends those that have not after `timeout_s`."""
@@ -170,6 +244,13 @@ class Supervisor:
 
     def _log(self, name: str) -> Path:
         return self.context.run_dir / "logs" / f"{name}.log"
+
+
+def _is_consequence(gone: Exit) -> int:
+    """0 where an exit may be the first of those that go together, more where it follows from another's."""
+    if gone.signal == signal.SIGKILL:
+        return 1  # by us, or by somebody else
+    return 2 * (gone.failure is not None and gone.failure.kind == "PeerLost") + 3 * (gone.code == 0)
 
 
 def origin_of(failure: Failure) -> str:

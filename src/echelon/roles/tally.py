@@ -1,10 +1,10 @@
 """The tally: what the actors of a run with replay have done, in shared memory: their steps, and how episodes ended.
 
 Trajectories carry such news themselves; transitions are drawn in any order and often, so it travels beside them. Every
-actor writes its own words and its own ring of the newest episodes; the learner writes where the run stands that it goes
-on with, which opens the run to the actors, and the largest priority. Nobody waits. An actor that dies leaves its counts
-to its successor; episodes that the learner has not looked at before the ring came round are counted all the same, only
-their returns are not known. Needs only numpy.
+actor writes its own words and its own ring of the newest episodes; the first learner writes where the run stands that
+it goes on with, which opens the run to the actors, and every learner the largest priority that it met. Nobody waits. An
+actor that dies leaves its counts to its successor; episodes that the learner has not looked at before the ring came
+round are counted all the same, only their returns are not known. Needs only numpy.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ OPENED = 2  # beside the steps and episodes that the run goes on from
 class Tally:
     """The counts of one run, as every actor and the learner see them."""
 
-    def __init__(self, num_actors: int, memory: Array | None = None) -> None:
-        memory = np.zeros(self.size(num_actors), np.uint8) if memory is None else memory
-        lines = memory[: (num_actors + 2) * ALIGNMENT].reshape(-1, ALIGNMENT)
-        self._past, self._counts = lines[0].view(np.int64), lines[2:].view(np.int64)
-        self._top_priority = lines[1].view(np.float64)
-        kept = memory[(num_actors + 2) * ALIGNMENT :].view(np.float64)
-        self._kept = kept.reshape(num_actors, NUM_KEPT, 2)  # return and length
+    def __init__(self, num_actors: int, memory: Array | None = None, num_learners: int = 1) -> None:
+        memory = np.zeros(self.size(num_actors, num_learners), np.uint8) if memory is None else memory
+        words, kept = np.split(memory, [(1 + num_learners + num_actors) * ALIGNMENT])
+        lines = words.reshape(-1, ALIGNMENT)
+        self._past, self._counts = lines[0].view(np.int64), lines[1 + num_learners :].view(np.int64)
+        self._top_priority = lines[1 : 1 + num_learners].view(np.float64)[:, 0]  # that each learner knows of
+        self._kept = kept.view(np.float64).reshape(num_actors, NUM_KEPT, 2)  # return and length
 
     @staticmethod
-    def size(num_actors: int) -> int:
-        return (num_actors + 2) * ALIGNMENT + num_actors * NUM_KEPT * 16
+    def size(num_actors: int, num_learners: int = 1) -> int:
+        return (1 + num_learners + num_actors) * ALIGNMENT + num_actors * NUM_KEPT * 16
 
     @classmethod
-    def at(cls, folder: Path, num_actors: int) -> Tally:
+    def at(cls, folder: Path, num_actors: int, num_learners: int = 1) -> Tally:
         """The tally of a run; whoever comes first makes it."""
-        return cls(num_actors, join(folder / "tally", cls.size(num_actors)))
+        return cls(num_actors, join(folder / "tally", cls.size(num_actors, num_learners)), num_learners)
 
     @property
     def env_steps(self) -> int:
@@ -73,9 +73,14 @@ class Tally:
         whole: Array = rows[numbers > self.episodes_of(actor) - NUM_KEPT]
         return whole
 
-    def raise_top(self, priority: float) -> None:
-        """Notes that a transition had this priority."""
-        self._top_priority[0] = max(float(self._top_priority[0]), priority)
+    def raise_top(self, priority: float, learner: int = 0) -> None:
+        """Notes that a transition of this learner had this priority."""
+        self._top_priority[learner] = max(float(self._top_priority[learner]), priority)
+
+    @property
+    def known_top(self) -> float:
+        """The largest priority so far; 0: none is known."""
+        return float(max(self._top_priority.tolist()))
 
     # The actor's side.
 
@@ -86,7 +91,7 @@ class Tally:
     @property
     def top_priority(self) -> float:
         """What a transition starts with whose priority nobody knows yet: the largest so far."""
-        return float(self._top_priority[0]) or 1.0
+        return self.known_top or 1.0
 
     def note(self, actor: int, env_steps: int, returns: Array, lengths: Array) -> None:
         """The actor made so many steps, in which episodes with these returns and lengths ended."""

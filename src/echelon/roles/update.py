@@ -1,4 +1,9 @@
-"""What turns losses into a changed model: here, on this learner alone."""
+"""What turns losses into a changed model: one step of an optimizer each, for one learner or for several alike.
+
+With several learners a loss is the mean of what this one has, `count` of it. Each weighs its gradient and what the loss
+shows by its count, one all-reduce adds both up, and dividing by the sum of the counts makes them those of the whole
+batch; so all learners clip and step alike, whatever their shares, and show, or miss, the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,11 @@ import torch
 from torch import nn
 
 from echelon.algorithms.model import FlatModule
+from echelon.algorithms.peers import ALONE, Peers
 from echelon.algorithms.protocol import POLICY, Algorithm, Group, Loss
 from echelon.config import OptimizerConfig
 from echelon.roles.account import LossAccount
-from echelon.schema import Batch, TransitionBatch
+from echelon.schema import Batch, GradientBatch, TransitionBatch
 
 Acknowledge = Callable[[Any, torch.Tensor], None]  # takes the keys of items, and their new priorities
 NOTHING_ELSE: Mapping[str, Group] = MappingProxyType({})
@@ -22,8 +28,8 @@ NOTHING_ELSE: Mapping[str, Group] = MappingProxyType({})
 class Stepper:
     """An optimizer over one flat tensor."""
 
-    def __init__(self, config: OptimizerConfig, module: FlatModule, learning_rate: float) -> None:
-        self.module, self.learning_rate = module, learning_rate
+    def __init__(self, config: OptimizerConfig, module: FlatModule, learning_rate: float, peers: Peers = ALONE) -> None:
+        self.module, self.learning_rate, self.peers = module, learning_rate, peers
         parameter = nn.Parameter(module.parameters)
         parameter.grad = module.gradients
         on_gpu = module.device.type == "cuda"
@@ -33,25 +39,53 @@ class Stepper:
         else:
             self.optimizer = torch.optim.RMSprop([parameter], alpha=0.99, **settings)
 
-    def __call__(self, loss: torch.Tensor, clip_norm: float) -> None:
+    def __call__(self, loss: Loss, clip_norm: float) -> None:
         gradients = self.module.gradients
-        gradients.zero_()
-        loss.backward(inputs=self.module.leaves)  # type: ignore[no-untyped-call]
+        if loss.gradient is not None:
+            gradients.copy_(loss.gradient)
+        elif self.peers.size == 1:
+            self.module.descend(loss.value)
+        else:
+            self._descend_together(loss)
         if clip_norm > 0:
             norm = torch.linalg.vector_norm(gradients)
             gradients.mul_((clip_norm / (norm + 1e-6)).clamp_(max=1.0))
         self.optimizer.step()
 
+    def _descend_together(self, loss: Loss) -> None:
+        """Makes the gradients, and what `loss` shows, those of all learners' losses."""
+        module, count = self.module, loss.count
+        module.told.zero_()
+        told = module.told[: 2 + len(loss.metrics)]
+        if isinstance(count, int) and count == 0:  # there is nothing to descend, and its mean is no number
+            module.gradients.zero_()
+        else:
+            module.descend(loss.value * count)
+            shown = [loss.value, *loss.metrics.values()]
+            told[0] = count
+            torch.mul(torch.stack([value.detach() for value in shown]), count, out=told[1:])
+        self.peers.add_up(module.exchange)
+        total = told[0].clamp(min=1.0)
+        module.gradients.div_(total)
+        loss.value, *values = (told[1:] / total).unbind()
+        loss.metrics = dict(zip(loss.metrics, values, strict=True))
+
 
 class LocalUpdate:
     """Backward, clip, step, each on the flat tensors of the group that a loss is for."""
 
-    def __init__(self, config: OptimizerConfig, model: FlatModule, groups: Mapping[str, Group] = NOTHING_ELSE) -> None:
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        model: FlatModule,
+        groups: Mapping[str, Group] = NOTHING_ELSE,
+        peers: Peers = ALONE,
+    ) -> None:
         """`groups` are those that the algorithm learns beside the model."""
         self.config = config
-        self.steppers = {POLICY: Stepper(config, model, config.learning_rate)}
+        self.steppers = {POLICY: Stepper(config, model, config.learning_rate, peers)}
         for name, group in groups.items():
-            self.steppers[name] = Stepper(config, group.module, group.learning_rate)
+            self.steppers[name] = Stepper(config, group.module, group.learning_rate, peers)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -66,7 +100,7 @@ class LocalUpdate:
                     group["lr"] = stepper.learning_rate * max(1.0 - progress, 0.0)
 
     def __call__(self, loss: Loss) -> None:
-        self.steppers[loss.group](loss.value, self.config.clip_norm)
+        self.steppers[loss.group](loss, self.config.clip_norm)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: stepper.optimizer.state_dict() for name, stepper in self.steppers.items()}
@@ -80,7 +114,7 @@ class LocalUpdate:
 
 def learn_once(
     algorithm: Algorithm,
-    batch: Batch | TransitionBatch,
+    batch: Batch | TransitionBatch | GradientBatch,
     update: LocalUpdate,
     account: LossAccount,
     tick: Callable[[], None] = lambda: None,

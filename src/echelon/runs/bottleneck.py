@@ -7,14 +7,23 @@ from collections.abc import Mapping
 
 Shares = Mapping[str, float]  # phase -> share of a role's wall time, in [0, 1]
 
-PHASES = ("env", "act", "learn", "transfer", "wait")
+PHASES = ("env", "act", "learn", "exchange", "transfer", "wait")
 BUSY = 0.9  # a role, or all cores together, above this share has nothing left to give
-_WORK = ("env", "act", "learn", "transfer")
+LARGE = 0.3  # a share of the learners' time that is worth saving
+_WORK = ("env", "act", "learn", "exchange", "transfer")
 _REMEDIES = {
     "env": "A vectorised environment would cost less a step (--env.vector vector_entry_point, or envpool:ID)",
     "act": "More environments per actor (--envs-per-actor) would share each forward pass",
     "learn": "Fewer epochs, a smaller network or a GPU (--device cuda) would cost less a sample",
+    "exchange": "One learner (--learners 1) would have nothing to exchange",
     "transfer": "Longer trajectories (--actor.trajectory) would pass data on less often",
+}
+
+_PARTS = {  # of an actor's work
+    "env": "stepping the environments",
+    "act": "choosing actions",
+    "learn": "learning from what they did",
+    "transfer": "handing over data",
 }
 
 
@@ -39,11 +48,14 @@ def bottleneck(
     if not actors or not learners:
         return "bottleneck: not known (no times from actors and learner yet)."
     work = {phase: sum(shares.get(phase, 0.0) for shares in roles.values()) for phase in _WORK}
+    actors_learn = _mean(actors, "learn") > 0.0
+    if _mean(learners, "exchange") >= LARGE and _busy(learners) >= max(_busy(actors), _busy(servers)):
+        return _exchanging(learners, _mean(actors, "wait"), replayed, on_gpu)
     if num_processes >= num_cores and sum(work.values()) >= BUSY * num_cores:
-        return _processor(work, num_cores, num_processes)
+        return _processor(work, _all(num_cores, num_processes), actors_learn, replayed)
     actors_busy, learner_busy = _busy(actors), _busy(learners)
-    servers_busy = _busy(servers) if servers else 0.0
-    waits = f"actors wait {_mean(actors, 'wait'):.0%}, the learner {_mean(learners, 'wait'):.0%}"
+    servers_busy, who = _busy(servers), "the learner" if len(learners) == 1 else f"the {len(learners)} learners"
+    waits = f"actors wait {_mean(actors, 'wait'):.0%}, {who} {_mean(learners, 'wait'):.0%}"
     if servers:
         waits += f", inference {_mean(servers, 'wait'):.0%}"
     if max(actors_busy, learner_busy, servers_busy) < 0.6:
@@ -57,8 +69,19 @@ def bottleneck(
         return _inference(servers_busy, len(servers), _mean(actors, "wait"), num_cores - num_processes)
     if learner_busy >= actors_busy:
         less = _less_learning(replayed, on_gpu)
-        return f"bottleneck: the learner (busy {learner_busy:.0%}; actors wait {_mean(actors, 'wait'):.0%}). {less}"
+        return f"bottleneck: {who} (busy {learner_busy:.0%}; actors wait {_mean(actors, 'wait'):.0%}). {less}"
     return _acting(actors, learners, num_cores - num_processes)
+
+
+def _exchanging(learners: list[Shares], actors_wait: float, replayed: bool, on_gpu: bool) -> str:
+    """Several learners that wait for each other more than sharing the work saves."""
+    larger = f"larger minibatches ({'--replay.batch' if replayed else '--learner.batch'})"
+    threads = "" if on_gpu else " --learner.threads gives one learner more cores without it."
+    return (
+        f"bottleneck: the {len(learners)} learners exchange gradients at every optimizer step, "
+        f"{_mean(learners, 'exchange'):.0%} of their time (actors wait {actors_wait:.0%}). One learner (--learners 1) "
+        f"or {larger} would save that.{threads}"
+    )
 
 
 def _less_learning(replayed: bool, on_gpu: bool) -> str:
@@ -90,23 +113,32 @@ def _inference(busy: float, num_servers: int, actors_wait: float, free_cores: in
 
 
 def _acting(actors: list[Shares], learners: list[Shares], free_cores: int) -> str:
-    shares = {phase: _mean(actors, phase) for phase in ("env", "act", "transfer")}
+    shares = {phase: _mean(actors, phase) for phase in _PARTS}
     phase = max(shares, key=shares.__getitem__)
-    part = {"env": "stepping the environments", "act": "choosing actions", "transfer": "handing over data"}[phase]
+    part, remedy = _PARTS[phase], _remedy(phase, actors_learn=shares["learn"] > 0.0, replayed=False)
     more = f" More actors (--actor.num_actors, {free_cores} cores are free) would help too." if free_cores > 0 else ""
+    waits = "the learner waits" if len(learners) == 1 else f"the {len(learners)} learners wait"
     return (
         f"bottleneck: the actors, {part} ({phase} {shares[phase]:.0%} of an actor's time; "
-        f"the learner waits {_mean(learners, 'wait'):.0%}). {_REMEDIES[phase]}.{more}"
+        f"{waits} {_mean(learners, 'wait'):.0%}). {remedy}.{more}"
     )
 
 
-def _processor(work: Mapping[str, float], num_cores: int, num_processes: int) -> str:
+def _remedy(phase: str, *, actors_learn: bool, replayed: bool) -> str:
+    if phase == "learn" and actors_learn:
+        return "A smaller network, or a preset that learns on a GPU, would cost less a sample"
+    if phase == "learn" and replayed:
+        return "A lower --replay.samples-per-insert, a smaller network or a GPU (--device cuda) would cost less a step"
+    return _REMEDIES[phase]
+
+
+def _processor(work: Mapping[str, float], all_busy: str, actors_learn: bool, replayed: bool) -> str:
     total = sum(work.values())
-    split = ", ".join(f"{phase} {work[phase] / total:.0%}" for phase in _WORK)
-    largest = max(work, key=work.__getitem__)
+    split = ", ".join(f"{phase} {work[phase] / total:.0%}" for phase in _WORK if phase != "exchange" or work[phase])
+    remedy = _remedy(max(work, key=work.__getitem__), actors_learn=actors_learn, replayed=replayed)
     return (
-        f"bottleneck: the processor, {_all(num_cores, num_processes)} ({split}), so more actors would only take turns. "
-        f"More cores, or less work: {_REMEDIES[largest][0].lower()}{_REMEDIES[largest][1:]}."
+        f"bottleneck: the processor, {all_busy} ({split}), so more actors would only take turns. "
+        f"More cores, or less work: {remedy[0].lower()}{remedy[1:]}."
     )
 
 
@@ -117,6 +149,9 @@ def _all(num_cores: int, num_processes: int) -> str:
 
 
 def _busy(roles: list[Shares]) -> float:
+    """The part of their time in which they do not wait, on average; 0 of nobody."""
+    if not roles:
+        return 0.0
     return statistics.fmean(sum(shares.get(phase, 0.0) for phase in _WORK) for shares in roles)
 
 

@@ -29,7 +29,14 @@ FIRST_LINE_S, LINE_INTERVAL_S = 1.0, 5.0  # of the plain lines
 BAR_WIDTH = 40
 PROGRESS_WIDTH = BAR_WIDTH + 12  # as wide as a role's name and its bar
 MAX_ROWS = 6  # roles of one kind beyond this are shown as their mean
-COLOURS = {"env": "green", "act": "cyan", "learn": "magenta", "transfer": "yellow", "wait": "bright_black"}
+COLOURS = {
+    "env": "green",
+    "act": "cyan",
+    "learn": "magenta",
+    "exchange": "red",
+    "transfer": "yellow",
+    "wait": "bright_black",
+}
 
 
 @dataclass(slots=True)
@@ -46,7 +53,8 @@ class Status:
     lag_mean: float = 0.0
     lag_max: float = 0.0
     updates: int = 0
-    dropped: int = 0  # trajectories that came too late
+    dropped: int = 0  # trajectories that came too late, or what else reaches the learner
+    experience: str = "trajectories"  # what that is
     roles: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     filling: tuple[int, int] | None = None  # of a replay that is not learned from yet: what is there, what must be
     workers: Mapping[str, float] = field(default_factory=dict)  # of a run that has some: how they are served
@@ -183,7 +191,9 @@ def panel(head: str, status: Status) -> Group:
         parts.append(Text.assemble(("━" * filled, "green"), ("━" * (PROGRESS_WIDTH - filled), "bright_black")))
     parts.append(figures)
     if status.roles:
-        legend = [Text.assemble(("■ ", COLOURS[phase]), phase) for phase in PHASES]
+        exchanged = any(shares.get("exchange") for shares in status.roles.values())  # by several learners alone
+        phases = [phase for phase in PHASES if phase != "exchange" or exchanged]
+        legend = [Text.assemble(("■ ", COLOURS[phase]), phase) for phase in phases]
         parts.append(Text("  ").join([Text(" " * 10), *legend]))
         parts += [_bar(name, shares) for name, shares in _rows(status.roles)]
     return Group(*parts)
@@ -214,7 +224,7 @@ def _figures(status: Status) -> list[tuple[str, str]]:
     if status.workers:
         figures.append(("", workers_line(status.workers, status.roles.get("learner", {}))))
     if status.dropped:
-        figures.append(("yellow", f"dropped {status.dropped:,}"))
+        figures.append(("yellow", f"dropped {status.dropped:,} {status.experience}"))
     return figures
 
 

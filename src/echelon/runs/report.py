@@ -31,8 +31,9 @@ def draw_curve(run_dir: Path) -> Path:
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
     title = f"{config.get('preset')} · {config.get('env', {}).get('id')} · seed {config.get('seed')}"
+    learners = config.get("learner", {}).get("num_learners", 1)
     figure.suptitle(title, x=0.5, fontsize=13, fontweight="bold")
-    upper.set_title(_subtitle(train or evaluations), fontsize=9, color=_GREY)
+    upper.set_title(_subtitle(train or evaluations, learners), fontsize=9, color=_GREY)
     _draw_returns(upper, train, evaluations)
     _draw_speed(lower, train)
 
@@ -73,11 +74,13 @@ def _points(rows: list[Row], key: str) -> tuple[list[float], list[float]]:
     return [x for x, _ in found], [y for _, y in found]
 
 
-def _subtitle(rows: list[Row]) -> str:
+def _subtitle(rows: list[Row], num_learners: int = 1) -> str:
     last = rows[-1]
     parts = [f"{last['env_steps']:,} environment steps"]
     if last.get("wall_s"):
         parts[0] += f" in {duration(last['wall_s'])}"
+    if num_learners > 1:
+        parts.append(f"{num_learners} learners")
     returns = _points(rows, "return_mean")[1]
     if returns:
         parts.append(f"last return {returns[-1]:,.1f}, best {max(returns):,.1f}")

@@ -1,0 +1,94 @@
+"""How many updates a second several learners make where one has to compute without a pause.
+
+The same training by one learner on one core, by one on every core, and by several with a core each, in turns; medians
+are told. Every update is of the same whole batch, so the figures compare directly. Actors need cores too: a learner
+that waits for them, or for the others, says so in the last columns.
+
+    python benchmarks/learners.py                                     # 3 rounds of 20 s each
+    python benchmarks/learners.py --preset ppo --envs 8               # 80 small steps for each update in place of one
+    python benchmarks/learners.py --preset sac --env Pendulum-v1      # transitions in place of trajectories
+    python benchmarks/learners.py --device cuda --learners 1 2        # learners that share a GPU, or have one each
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import echelon
+from echelon.config import replace
+from echelon.runs.metrics import read_metrics
+from steady import steady_rate
+
+PHASES = ("learn", "exchange", "transfer", "wait")  # of a learner's time
+
+
+def settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A network that takes long enough to learn from a batch that everything else hides behind it."""
+    return {
+        "run.dir": str(folder / "run"),
+        "stop.minutes": options.seconds / 60,
+        "evaluation.interval_s": 0.0,
+        "acting.mode": "local",
+        "actor.num_actors": options.actors,
+        "actor.envs": options.envs,
+        "network.hidden": (options.hidden, options.hidden),
+        "learner.device": options.device,
+        "replay.batch": 1024,
+        "replay.min_size": 2_000,
+        "replay.samples_per_insert": 1024.0,
+    }
+
+
+def measured(options: argparse.Namespace, learners: int, threads: int) -> dict[str, float]:
+    """Updates a second over the second half of one run, and the shares of the learners' time."""
+    with tempfile.TemporaryDirectory() as folder:
+        changes = {**settings(options, Path(folder)), "learner.num_learners": learners, "learner.threads": threads}
+        result = echelon.train(replace(echelon.preset(options.preset, options.env), **changes), output=io.StringIO())
+        rows = [row for row in read_metrics(result.run_dir) if row["kind"] == "train"]
+    shares = [share for name, share in result.summary["time"].items() if name.startswith("learner")]
+    figures = {phase: statistics.mean(share[phase] for share in shares) for phase in PHASES}
+    return {"updates_per_s": steady_rate([(row["wall_s"], row["updates"]) for row in rows]), **figures}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--preset", default="impala")
+    parser.add_argument("--env", default="CartPole-v1")
+    parser.add_argument("--hidden", type=int, default=512, help="units of each of two layers")
+    parser.add_argument("--learners", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--actors", type=int, default=2)
+    parser.add_argument("--envs", type=int, default=64, help="environments of each actor")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", default="", help="write every round to this file as JSON")
+    options = parser.parse_args()
+    cores = len(os.sched_getaffinity(0))
+    cases = [(count, 1) for count in options.learners]
+    if options.device == "cpu" and cores > 1:
+        cases.insert(1, (1, min(cores, max(options.learners))))
+    found: dict[tuple[int, int], list[dict[str, float]]] = {case: [] for case in cases}
+    for number in range(options.rounds):
+        for case in cases if number % 2 == 0 else reversed(cases):
+            found[case].append(measured(options, *case))
+    print(f"{options.preset} on {options.env}, {options.hidden}x{options.hidden}, {options.device}, {cores} cores")
+    print(f"{'learners':>8} {'threads':>8} {'updates/s':>10} " + " ".join(f"{phase:>9}" for phase in PHASES))
+    for (learners, threads), rounds in found.items():
+        middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+        shares = " ".join(f"{middle[phase]:>9.0%}" for phase in PHASES)
+        print(f"{learners:>8} {threads:>8} {middle['updates_per_s']:>10.2f} {shares}")
+    if options.output:
+        rows = [{"learners": case[0], "threads": case[1], "rounds": rounds} for case, rounds in found.items()]
+        Path(options.output).write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

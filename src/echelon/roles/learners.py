@@ -1,0 +1,82 @@
+"""The learners of a run as one of them sees them: a process group, made over the coordinator's node.
+
+Who waits: everybody, in every call, until all have made it. A learner that dies or stops lets the others down: they
+raise PeerLost or are ended by the supervisor, which starts all of them again.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.algorithms.peers import ALONE, Peers
+from echelon.errors import PeerLost
+from echelon.roles.context import COORDINATOR, Context
+from echelon.roles.placement import have_own_gpus
+from echelon.roles.supervisor import START_GRACE_S
+from echelon.world.node import Node
+from echelon.world.process_group import make_process_group
+from echelon.world.store import WorldStore
+
+SMALL = 1 << 18  # bytes in all: cheaper to send to everybody than to add up on the way
+
+
+class Learners:
+    """Peers in processes of their own: nccl between GPUs, gloo else."""
+
+    def __init__(self, names: list[str], rank: int, group: Any, on_gpu: Any = None) -> None:
+        """`on_gpu` is the group for what lies on GPUs, where each learner has one to itself."""
+        self.names, self.rank, self.size = names, rank, len(names)
+        self.spent_s = 0.0  # in calls, waiting for the others included
+        self._group, self._on_gpu = group, on_gpu or group
+
+    def gather(self, x: Tensor) -> Tensor:
+        start = time.perf_counter()
+        each = x.new_empty(self.size, *x.shape)
+        self._finish(self._group_of(x).allgather, [list(each.unbind())], [x.contiguous()])
+        self.spent_s += time.perf_counter() - start
+        return each
+
+    def add_up(self, x: Tensor) -> None:
+        if x.device.type == "cpu" and x.nbytes * self.size <= SMALL:
+            torch.sum(self.gather(x), 0, out=x)
+            return
+        start = time.perf_counter()
+        self._finish(self._group_of(x).allreduce, [x])
+        self.spent_s += time.perf_counter() - start
+
+    def take_first(self, x: Tensor) -> None:
+        start = time.perf_counter()
+        self._finish(self._group_of(x).broadcast, x, 0)
+        self.spent_s += time.perf_counter() - start
+
+    def _group_of(self, x: Tensor) -> Any:
+        return self._on_gpu if x.device.type == "cuda" else self._group
+
+    def _finish(self, operation: Any, *args: Any) -> None:
+        try:
+            operation(*args).wait()
+        except RuntimeError as error:  # gloo and nccl have no type of their own for it
+            me, others = self.names[self.rank], ", ".join(self.names[: self.rank] + self.names[self.rank + 1 :])
+            raise PeerLost(f"{me} waited for {others}, and the connection ended: {error}.") from error
+
+
+def join_learners(context: Context, node: Node, device: torch.device) -> Peers:
+    """The learners of the run, once all of them are there; this one, which learns on `device`, alone if it is so."""
+    config, names = context.train, context.train.learner_names
+    if len(names) == 1:
+        return ALONE
+    # The supervisor judges who hangs, long before the groups would.
+    wait_s = 2.0 * max(START_GRACE_S, config.supervision.hang_timeout_s)
+    store = WorldStore(partial(node.call, COORDINATOR, "store"), timeout_s=wait_s, one_thread=True)
+
+    def make(backend: str) -> Any:
+        name = f"learners-{context.incarnation}-{backend}"
+        return make_process_group(store, name, context.index, names, backend=backend, timeout_s=wait_s)
+
+    own = have_own_gpus(config.learner, device)
+    return Learners(names, context.index, make("gloo"), make("nccl") if own else None)

@@ -1,0 +1,94 @@
+"""The part of a replay that one of several learners draws from: the shards of its own actors.
+
+All learners draw one batch together, as one would that had all of their shards: each as many transitions as its shards
+weigh, and importance weights are those of one buffer. So before every batch they tell each other their `Mass`, and
+after drawing their largest weight. The first one looks at the limiter and at the actors' tally; the others follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from echelon.algorithms.peers import Peers
+from echelon.replay.reader import Seen
+from echelon.replay.sampled import Keys, Mass, Sampled, apportion
+from echelon.roles.replay_plan import ReplayPlan
+from echelon.roles.replay_source import ReplaySource
+from echelon.roles.source import Offer
+from echelon.roles.staging import TransitionStaging
+from echelon.schema import TransitionBatch
+
+NOTHING = np.zeros(0, np.int64)
+EMPTY = Sampled(Keys(NOTHING, NOTHING), np.zeros(0), 0.0, {})  # what a learner draws whose shards weigh too little
+
+
+class ReplayPart(ReplaySource):
+    """Parts of batches, drawn as often as the limiter allows all learners together."""
+
+    counts_offers = False  # steps are counted when actors make them
+
+    def __init__(self, plan: ReplayPlan, device: torch.device, peers: Peers) -> None:
+        super().__init__(plan, device)
+        self.peers, self.is_first = peers, self.learner == 0
+        self.everything = Seen(plan.readers(), self.replay.alpha)
+        if not self.is_first:
+            life = (plan.config.seed, plan.context.epoch, self.learner, plan.context.incarnation)
+            self.rng = np.random.default_rng(life)
+
+    def offer(self, version: int) -> Offer:
+        """What its shards weigh; the first learner says whether the limiter allows a batch."""
+        del version
+        self._give_back()
+        self.replay.advance()
+        if self.is_first:
+            self._count_actors()
+        is_ready = not self.is_first or self.limiter.may_sample(self.batch_size)
+        mass = self.replay.mass
+        return Offer(is_ready, mass.total, mass.size, self.rng.random())
+
+    def take_part(self, version: int, offers: Sequence[Offer]) -> TransitionBatch | None:
+        masses = [Mass(offer.total, offer.size) for offer in offers]
+        me, whole = self.learner, sum(masses, Mass())
+        if not offers[0].is_ready:
+            return None
+        if whole.size < self.batch_size:
+            if self.is_first:
+                self._write_off()
+            return None
+        self.is_short = False
+        counts = apportion(self.batch_size, masses, offers[0].share)
+        self.limiter.note_sampled(me, counts[me])
+        staging = self._next_staging()
+        self._stage_part(staging, counts[me], sum(masses[:me] + masses[me + 1 :], Mass()))
+        batch = self._move(staging, version)
+        batch.others = (sum(counts[:me]), sum(counts[me + 1 :]))
+        return batch
+
+    def _stage_part(self, staging: TransitionStaging, count: int, elsewhere: Mass) -> None:
+        """Draws `count` items; their weights are over the largest of all learners'."""
+        sampled = EMPTY
+        if count:
+            draft = self.replay.draw(count, self.beta, self.rng, elsewhere)
+            sampled = self.replay.collect(draft, staging.block.part(slice(count)))
+        if self.replay.alpha > 0.0 and self.beta > 0.0:
+            largest = float(self.peers.gather(torch.tensor(sampled.max_weight, dtype=torch.float64)).max())
+            sampled = replace(sampled, weights=sampled.weights * (sampled.max_weight / largest))
+        staging.put(sampled)
+
+    def prefetch(self, version: int) -> None:
+        """What is drawn next depends on what the others have by then."""
+
+    def admit(self) -> None:
+        if self.is_first:
+            super().admit()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The generator is the first learner's; the others draw from streams that nothing was drawn from."""
+        if state and not self.is_first:
+            state = {**state, "rng": self.rng.bit_generator.state}
+        super().load_state_dict(state)

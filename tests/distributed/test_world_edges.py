@@ -1,0 +1,45 @@
+"""How plain processes leave a world without `stop`, and what the one that waits for them is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import world_edges
+
+from running import DEADLINE_S, MARK, TESTS
+
+BROKE = "it ended with ValueError: it broke"
+WORDS = {
+    "exits": (0, "WorldStopped", "'m0' called exit(0)"),
+    "exits far down": (0, "WorldStopped", "'m1' called exit(0)"),
+    "raises": (1, "PeerLost", BROKE),
+    "leaves a block": (1, "PeerLost", BROKE),
+    "dies while it connects": (-signal.SIGKILL, "PeerLost", "'m1' is gone: its process"),
+}
+
+
+@pytest.mark.parametrize("how", WORDS)
+def test_who_waits_is_told_how_the_other_went(how: str) -> None:
+    """The host among them: after an error of its own it keeps nobody waiting for the 60 s of its timeout."""
+    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: "edges"}
+    command = [sys.executable, "-W", "error", world_edges.__file__]
+    members = [
+        subprocess.Popen([*command, str(rank), how], env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        told = [member.communicate(timeout=DEADLINE_S)[0] for member in members]
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
+    code, kind, words = WORDS[how]
+    assert members[world_edges.WHO[how]].returncode == code
+    error = json.loads(told[1 - world_edges.WHO[how]])
+    assert error[0] == kind and words in error[1], error

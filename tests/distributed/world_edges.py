@@ -1,0 +1,55 @@
+"""One of two members of a hand-made world, as a plain process: python world_edges.py RANK HOW.
+
+Rank `WHO[HOW]` goes in that way; the other waits for it and prints a line of JSON: the kind and the text of its error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from echelon.errors import EchelonError, WorldStopped
+from echelon.world import World
+from echelon.world.store import WorldStore
+
+WHO = {"exits": 0, "raises": 0, "leaves a block": 0, "exits far down": 1, "dies while it connects": 1}
+
+
+def leave(how: str) -> None:
+    if "exits" in how:
+        exit(0)
+    raise ValueError("it broke")
+
+
+def main(rank: int, how: str) -> None:
+    world = World(f"m{rank}", rank, 2, timeout_s=60.0)
+    group = world.create_rpc_group("all", world.members)
+    group.barrier()
+    if rank == WHO[how] and how == "leaves a block":
+        with world:
+            leave(how)
+    elif rank == WHO[how] and how == "dies while it connects":
+        WorldStore.set = set_and_die  # type: ignore[method-assign]
+    elif rank == WHO[how]:
+        leave(how)
+    try:
+        if how == "dies while it connects":
+            world.create_collective_group([0, 1])
+        else:
+            group.barrier()
+    except (EchelonError, WorldStopped) as error:
+        print(json.dumps((type(error).__name__, str(error))), flush=True)
+
+
+def set_and_die(store: WorldStore, key: str, value: Any) -> None:
+    """Everybody has come, and gloo has begun to exchange addresses, but not its last one."""
+    if "/here/" not in key:
+        os.kill(os.getpid(), signal.SIGKILL)
+    store._ask("set", key, value.encode() if isinstance(value, str) else bytes(value))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

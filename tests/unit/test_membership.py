@@ -1,0 +1,143 @@
+"""What members know of each other, piece by piece: cards, the watch, the registry of the host, the thread of a node."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from echelon.errors import TransportError
+from echelon.transport.codec import encode
+from echelon.world import watch as watch_module
+from echelon.world.address import member_address
+from echelon.world.directory import Member
+from echelon.world.endpoint import Arrival
+from echelon.world.entrance import remove_folder_of
+from echelon.world.messages import Deferred
+from echelon.world.node import Node
+from echelon.world.node_thread import NodeThread
+from echelon.world.registry import OK, Group, Registry
+from echelon.world.watch import SILENCE_S, Card, Watch, write_card
+
+FAR = Card(-1, 1, "/nowhere", "", "", "", 0)  # of a member that must be heard of
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Node]:
+    with Node.host(f"ipc://{tmp_path}/door", "m0") as node:
+        yield node
+
+
+def test_a_card_that_names_a_pipe_blocks_nobody(tmp_path: Path) -> None:
+    card = write_card(0, 1, tmp_path)
+    assert card.is_near and card.is_beside
+    assert not dataclasses.replace(card, network="net:[1]").is_beside
+    os.unlink(tmp_path / "nonce")
+    os.mkfifo(tmp_path / "nonce")
+    assert not card.is_near
+
+
+def test_only_the_folder_of_a_member_is_removed(tmp_path: Path) -> None:
+    own, theirs, precious = (tmp_path / name for name in ("a.1.shared", "b.2.shared", "precious"))
+    for folder in (own, theirs, precious):
+        folder.mkdir()
+    linked = tmp_path / "c.3.shared"
+    linked.symlink_to(precious)
+    mine = write_card(0, 1, own)
+    for folder in (precious, linked):
+        remove_folder_of(write_card(1, 1, folder), mine)
+    assert precious.is_dir() and linked.is_dir()
+    remove_folder_of(write_card(1, 1, theirs), mine)
+    assert not theirs.exists() and own.is_dir()
+
+
+def test_a_watch_that_was_stopped_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, died = 1000.0, []
+    monkeypatch.setattr(watch_module.time, "monotonic", lambda: now)
+    watch = Watch(lambda member, why: died.append((member.name, why)))
+    assert not watch.add(Member("far", "ipc:///nowhere/far", 1, "first", FAR.to_wire()), FAR)
+    now += 3 * SILENCE_S  # nobody looked meanwhile
+    watch.look()
+    assert died == []
+    for _ in range(2 * int(SILENCE_S)):
+        now += 1.0
+        watch.look()
+    assert died == [("far", f"nothing was heard of it for {SILENCE_S:.0f} s")]
+
+
+def test_a_member_that_died_while_it_joined_is_noticed(host: Node, tmp_path: Path) -> None:
+    registry = Registry(host, 2)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    (tmp_path / "m1").mkdir()
+    card = write_card(1, 2, tmp_path / "m1").to_wire()
+    dead = Member("m1", member_address(host.address, "m1", "first"), child, "first", card)
+    host._on_join(dead)
+    assert host.member("m1") == dead
+    registry.watch.look()
+    assert host.member("m1") is None and "has ended" in host.why_gone("m1")
+    registry.watch.close()
+
+
+def test_a_barrier_is_passed_by_all_or_by_none() -> None:
+    group = Group("g", ["a", "b"])
+    group.come("a", 1)
+    group.come("b", 7)
+    assert group.withdraw("a", 1) == OK  # it gave up just when the other came
+    group.come("a", 2)
+    assert group.withdraw("a", 2) == ("absent", ["b"])
+    group.come("b", 8)
+    group.leave("a", "it left")
+    assert group.withdraw("b", 8) == ("lost", "a", "it left")
+    assert group.withdraw("b", 7) == OK
+
+
+def test_a_group_that_somebody_gave_up_leaves_nothing(host: Node) -> None:
+    registry = Registry(host, 2)
+    answers = []
+    registry._enter_group("g", "a", ["a", "ghost"])
+    assert registry._give_up_group("g", "a") == ["ghost"]
+    for name in ("a", "b"):
+        registry._enter_group("g", name, ["a", "b"]).attach(answers.append)
+    assert answers == [OK, OK]
+    registry._leave_group("g", "a")
+    registry._enter_group("g", "a", ["a", "b"]).attach(answers.append)  # waits until b has left the former one
+    assert registry._give_up_group("g", "a") == ["b"]
+    registry._leave_group("g", "b")
+    registry._enter_group("g", "b", ["a", "b"]).attach(answers.append)
+    assert answers == [OK, OK]
+
+
+def test_an_answer_whose_number_is_no_number_is_dropped(host: Node) -> None:
+    frames = [bytes(frame) for frame in encode(([1], "answer", 1), host.limits)]
+    host._take_answer(Arrival(frames, b"", "ipc:///nowhere"))
+    assert host.members == ["m0"]
+
+
+def test_a_broken_thread_tells_those_who_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One call is under way when the thread breaks, another comes later."""
+    with Node.host(f"ipc://{tmp_path}/door", "m0") as node:
+        node.serve("wait", lambda: broken.append("asked") or Deferred())
+        broken: list[str] = []
+
+        def tick() -> None:
+            if broken:
+                raise RuntimeError("a bug")
+
+        thread = NodeThread(
+            node, Watch(lambda one, why: None), tick, lambda error: thread.fail(lambda: TransportError(str(error)))
+        )
+        thread.start()
+        try:
+            for _ in range(2):
+                with pytest.raises(TransportError, match=r"^a bug$"):
+                    thread.call("m0", "wait", timeout_s=PATIENCE_S)
+        finally:
+            thread.stop()
+    assert "'m0' leaves its world: Traceback" in capsys.readouterr().err
