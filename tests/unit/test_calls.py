@@ -202,7 +202,7 @@ class TestLargeMessages:
         taking = threading.Thread(target=take)
         taking.start()
         try:
-            calls.begin("f()", ("g", SERVICE, "f", (self.BODY,), {}, False), 20.0)
+            future = calls.begin("f()", ("g", SERVICE, "f", (self.BODY,), {}, False), 20.0)
         finally:
             taking.join(1.0)
             calls_over.set()
@@ -210,6 +210,7 @@ class TestLargeMessages:
             calls.close()
             requests.reader.close()
         assert len(arrived) == 1 and bytes(arrived[0][1]) == self.BODY.numpy().tobytes()
+        assert 0.0 < future.left_s < 20.0 - SEND_S, "what sending took is not waited for again"
 
     def test_an_answer_arrives(self, shm_dir: Path) -> None:
         peers = Peers(Loop(), line(shm_dir, "answers", blocks=False))

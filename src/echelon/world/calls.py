@@ -32,10 +32,11 @@ MISSING = object()  # the value of a call to a key that its peer does not have (
 class Future:
     """The answer to a call, once it comes."""
 
-    __slots__ = ("_calls", "_error", "_settled", "_timeout_s", "_value", "if_missing", "number", "what")
+    __slots__ = ("_calls", "_error", "_settled", "_value", "if_missing", "left_s", "number", "what")
 
     def __init__(self, calls: Calls, number: int, what: str, timeout_s: float) -> None:
-        self._calls, self.number, self.what, self._timeout_s = calls, number, what, timeout_s
+        self._calls, self.number, self.what = calls, number, what
+        self.left_s = timeout_s  # how long a wait for it may take
         self._settled = False
         self._value: Any = None
         self._error: BaseException | None = None
@@ -44,7 +45,7 @@ class Future:
     def wait(self, timeout_s: float | None = None) -> Any:
         """The value, or the error of the call; without `timeout_s` it waits as long as the call allows."""
         if not self._settled:
-            self._calls.wait(self, self._timeout_s if timeout_s is None else timeout_s)
+            self._calls.wait(self, self.left_s if timeout_s is None else timeout_s)
         if self._error is not None:
             raise self._error
         if self._value is MISSING and self.if_missing is not None:
@@ -102,7 +103,11 @@ class Calls:
         self.freed: deque[int] = deque()  # values kept there that nobody here needs any more
 
     def begin(self, what: str, request: tuple[Any, ...], timeout_s: float) -> Future:
-        """Sends `request` and returns at once; raises TransportTimeout if the peer takes nothing in."""
+        """Sends `request` and returns at once; raises TransportTimeout if the peer takes nothing in.
+
+        What sending takes is taken off what waiting may take: together they are bounded by `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
         number = next(self._numbers)
         try:
             frames = encode((number, *request), self._limits)
@@ -113,15 +118,14 @@ class Calls:
         try:
             if self.freed:
                 self.free()
-            self._send(frames, what, timeout_s)
+            self._send(frames, what, timeout_s, deadline)
         except BaseException:
             self._futures.pop(number, None)
             raise
+        future.left_s = max(0.0, deadline - time.monotonic())
         return future
 
-    def _send(self, frames: Sequence[Buffer], what: str, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-
+    def _send(self, frames: Sequence[Buffer], what: str, timeout_s: float, deadline: float) -> None:
         def go_on() -> bool:
             if (turn := current_turn()) is not None:
                 turn.end()
@@ -136,7 +140,7 @@ class Calls:
         if self._failure is not None:
             raise self._failure(what)
         raise TransportTimeout(
-            f"{self.peer!r} did not take {what} in within {timeout_s:g} s, so it could not be sent. Is it stopped, "
+            f"{self.peer!r} did not take {what} in within {round(timeout_s, 2):g} s, so it could not be sent. Is it stopped, "
             "busy, or are its calls slower than they come?"
         )
 
@@ -267,7 +271,7 @@ class Calls:
     def _late(self, future: Future, timeout_s: float) -> TransportTimeout:
         self._futures.pop(future.number, None)
         return TransportTimeout(
-            f"{self.peer!r} did not answer {future.what} within {timeout_s:g} s. Is it stopped, or busy? If it is "
+            f"{self.peer!r} did not answer {future.what} within {round(timeout_s, 2):g} s. Is it stopped, or busy? If it is "
             "slow, raise the timeout."
         )
 

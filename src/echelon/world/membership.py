@@ -108,7 +108,9 @@ class Membership:
         if self._over is not None:
             raise self._over(what)
         seconds = self.seconds(timeout)
-        return self._switchboard.calls_to(to, seconds).begin(what, request, seconds)
+        deadline = time.monotonic() + seconds
+        calls = self._switchboard.calls_to(to, seconds)  # the first time it makes the line
+        return calls.begin(what, request, deadline - time.monotonic())
 
     def free(self, owner: str, number: int) -> None:
         """A value that `owner` keeps is no longer needed."""
