@@ -140,8 +140,8 @@ class Calls:
         if self._failure is not None:
             raise self._failure(what)
         raise TransportTimeout(
-            f"{self.peer!r} did not take {what} in within {round(timeout_s, 2):g} s, so it could not be sent. Is it stopped, "
-            "busy, or are its calls slower than they come?"
+            f"{self.peer!r} did not take {what} in within {round(timeout_s, 2):g} s, so it could not be sent. Is it "
+            "stopped, busy, or are its calls slower than they come?"
         )
 
     def free(self) -> None:
@@ -271,8 +271,8 @@ class Calls:
     def _late(self, future: Future, timeout_s: float) -> TransportTimeout:
         self._futures.pop(future.number, None)
         return TransportTimeout(
-            f"{self.peer!r} did not answer {future.what} within {round(timeout_s, 2):g} s. Is it stopped, or busy? If it is "
-            "slow, raise the timeout."
+            f"{self.peer!r} did not answer {future.what} within {round(timeout_s, 2):g} s. Is it stopped, or busy? If "
+            "it is slow, raise the timeout."
         )
 
     def close(self) -> None:
