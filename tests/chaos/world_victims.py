@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from echelon.errors import EchelonError
+from echelon.frames.modules import among_learners, call
 from echelon.world import CollectiveGroup, RpcGroup, World
 
 TIMEOUT_S = 60.0  # of whatever must notice a death: nobody waits so long
@@ -47,6 +49,7 @@ class Scene:
     rank: int  # of the victim
     timeout_s: float
     collective: CollectiveGroup | None = None
+    model: torch.nn.Module | None = None
 
     @property
     def group(self) -> CollectiveGroup:
@@ -69,6 +72,7 @@ class Scenario:
     wait: Callable[[Scene], Any]
     collective: bool = False
     signal: signal.Signals = signal.SIGKILL
+    wrapped: bool = False  # all have a model whose gradients go through the collective group
     stopped: bool = False  # before the wait begins
     alone: bool = False  # the second observer does nothing
 
@@ -103,6 +107,13 @@ def begins_an_all_reduce(scene: Scene) -> None:
     operation = scene.group.all_reduce(torch.zeros(4), async_op=True)
     assert operation is not None
     operation.wait()
+
+
+def shares_gradients(scene: Scene) -> None:
+    assert scene.model is not None
+    value = call(scene.model, {"input": torch.ones(2, 4)})
+    with among_learners(scene.model):
+        value.sum().backward()
 
 
 def sends_large(scene: Scene) -> None:
@@ -147,6 +158,7 @@ SCENARIOS = [
     Scenario("create_rpc_group", makes_a_group),
     Scenario("create_collective_group", makes_a_collective_group),
     *(Scenario(name, wait, collective=True) for name, wait in COLLECTIVE.items()),
+    Scenario("gradients of a wrapped model", shares_gradients, collective=True, wrapped=True),
     *(Scenario(f"stopped {name}", RPC[name], signal=signal.SIGSTOP) for name in ("rpc barrier", "rpc_sync", "remote")),
     *(
         Scenario(f"stopped {name}", COLLECTIVE[name], collective=True, signal=signal.SIGSTOP, alone=True)
@@ -166,8 +178,11 @@ def prepare(world: World, number: int) -> Scene:
         rpc.register("wait", wait_for_ever)
     timeout_s = scenario.timeout_s
     collective = world.create_collective_group([0, 1, rank], timeout=timeout_s) if scenario.collective else None
+    model = None
+    if scenario.wrapped and collective is not None:
+        model = DistributedDataParallel(torch.nn.Linear(4, 1), process_group=collective.group)
     rpc.barrier()
-    return Scene(world, rpc, victim, rank, timeout_s, collective)
+    return Scene(world, rpc, victim, rank, timeout_s, collective, model)
 
 
 def observe(world: World, number: int, observers: RpcGroup) -> tuple[str, str, float]:

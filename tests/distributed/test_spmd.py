@@ -62,3 +62,9 @@ def test_loops_written_for_machin_run_under_torch_multiprocessing() -> None:
     ended = Ended(TESTS / "distributed" / "ported.py")
     assert ended.code == 0, ended.errors
     assert "solved" in ended.output and "all gone" in ended.output
+
+
+def test_learners_that_wait_for_gradients_alone_end_with_the_world() -> None:
+    ended = Ended(TESTS / "distributed" / "wrapped_learners.py")
+    assert ended.code == 0, ended.errors
+    assert "all gone" in ended.output

@@ -123,12 +123,16 @@ def finish(run: Running, since: int = 0) -> dict[str, Any]:
     return run.summary()
 
 
+def evaluations_of(run: Running) -> list[dict[str, Any]]:
+    return [row for row in read_metrics(run.run_dir) if row["kind"] == "evaluation"]
+
+
 def check_counts(run: Running, summary: dict[str, Any], brought: int) -> None:
     """Nothing is lost and nothing counted twice."""
     workers = summary["workers"]
     assert workers["episodes"] == brought
     assert workers["evaluations"] <= int(0.25 * brought) <= workers["evaluations"] + 3, "but those under way"
-    rows = [row for row in read_metrics(run.run_dir) if row["kind"] == "evaluation"]
+    rows = evaluations_of(run)
     assert len(rows) == workers["evaluations"]
     newest = [row["return_mean"] for row in rows[-10:]]
     assert summary["evaluation_return"] == pytest.approx(sum(newest) / len(newest))
@@ -162,19 +166,22 @@ def test_workers_come_and_go_and_one_is_killed(site: Site) -> None:
     run.process.kill()
     run.process.wait()
     wait_until(lambda: early.text().count("Trying again") == 2, "the worker misses the learner")
-    seen = len(run.rows())
+    seen, scored = len(run.rows()), len(evaluations_of(run))
+    restored = max(int(found.name.removeprefix("step_")) for found in (run.run_dir / "checkpoints").glob("step_*"))
     again = Running(run.run_dir, run.shm_dir, "resume", str(run.run_dir))
     site.runs.started.append(again)
     wait_until(lambda: early.text().count("is there again") == 2, "the worker found the learner")
     until_epochs(again, 3)
     summary = finish(again, since=seen)
+    scores = evaluations_of(again)[scored:]
     wait_until(lambda: "was stopped; trying again until it is resumed" in early.text(), "the worker waits")
     last = Running(run.run_dir, run.shm_dir, "resume", str(run.run_dir), f"--epochs={epochs_of(again) + 3}")
     site.runs.started.append(last)
     assert last.code() == 0, last.text()
     assert early.code() == 0, early.text()
     assert early.brought("the run is over") >= summary["workers"]["episodes"] > 0
-    assert summary["env_steps"] >= summary["workers"]["interactions"], "what came before counts on"
+    steps = summary["workers"]["interactions"] - sum(row["length_mean"] for row in scores)
+    assert restored < summary["env_steps"] <= restored + steps, "what came before counts on, what is evaluated does not"
 
 
 @pytest.mark.parametrize(("role", "preset"), [("door", "apex-dqn"), ("learner", "dqn")])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ConfigError
-from echelon.frames.modules import bare, is_wrapped, publishes
+from echelon.frames.modules import among_learners, bare, is_wrapped, publishes
 from echelon.frames.saving import load_state, save_state
 
 Optimizer = torch.optim.Optimizer
@@ -77,7 +77,8 @@ class Frame:
     def descend(self, optimizer: Optimizer, model: nn.Module, loss: Tensor) -> None:
         """One step of `optimizer` down `loss`, with the gradient kept within `gradient_max`."""
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with among_learners(model):
+            loss.backward()  # type: ignore[no-untyped-call]
         self.clip(model)
         optimizer.step()
 

@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from echelon.errors import ConfigError
+from echelon.world.collective_group import explaining
 
 Inputs = Mapping[str, Any]
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -39,6 +40,11 @@ def publishes(model: nn.Module) -> bool:
     return not isinstance(model, DistributedDataParallel) or int(model.process_group.rank()) == 0
 
 
+def among_learners(model: nn.Module) -> AbstractContextManager[None]:
+    """Around what a wrapped model does with other learners: if one is gone, the error names it, or the world's end."""
+    return explaining(model.process_group, "update()") if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
 @functools.lru_cache(maxsize=256)
 def _arguments(forward: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
     return tuple(inspect.signature(forward).parameters.values())[1:]  # without self
@@ -52,7 +58,8 @@ def call(model: nn.Module, *inputs: Inputs) -> Any:
     if parameter is not None:
         device = parameter.device
         named = {key: x.to(device) if isinstance(x, Tensor) and x.device != device else x for key, x in named.items()}
-    return model(**named)
+    with among_learners(model):
+        return model(**named)
 
 
 def _name(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,24 @@ if TYPE_CHECKING:
     from echelon.world.world import World
 
 Launch = Callable[[dist.ProcessGroup], Any]  # starts an operation: its Work
+
+_circles: dict[dist.ProcessGroup, Circle] = {}  # of the groups that are there
+
+
+@contextmanager
+def explaining(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """Around what torch itself does with a world's `group`: where a connection broke, raises what the world knows.
+
+    That is PeerLost naming who died, or WorldStopped; torch would say which address closed its connection.
+    """
+    begun = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        circle = _circles.get(group)
+        if circle is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        raise circle.verdict(what, error, 0, time.monotonic() - begun) from error
 
 
 class CollectiveGroup:
@@ -41,6 +59,7 @@ class CollectiveGroup:
         self._circle = circle
         self._seat = circle.seat
         self._num_entered = 0  # collective operations; the members count alike
+        _circles[group] = circle
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -153,6 +172,7 @@ class CollectiveGroup:
         """Leaves the group without waiting for the others; a second time it does nothing."""
         if self._group is not None:
             end_process_group(self._group)
+            _circles.pop(self._group, None)
             self._group = None
             with suppress(EchelonError):  # the host keeps a few bytes more if it cannot be told
                 self._circle.leave()
