@@ -8,12 +8,11 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from echelon.bench.replay.setting import PEERS, Setting
+from echelon.cli.bench_values import parse_value
 from echelon.cli.main import Parser
 from echelon.cli.output import check_writable, progress_bar
-from echelon.errors import ConfigError
 
 TEXT = """\
 Measure prioritized replay, full, with cpprb beside it where that is installed:
@@ -57,19 +56,11 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_settings(texts: dict[str, str]) -> tuple[list[Setting], list[str]]:
     """The runs that arguments ask for, and the names of those that vary."""
     words = {name: [text] if name in NEVER_A_LIST else text.split(",") for name, text in texts.items()}
-    lists = {name: [parse_value(name, word) for word in each] for name, each in words.items()}
+    defaults = Setting()
+    lists = {name: [parse_value(getattr(defaults, name), name, word) for word in each] for name, each in words.items()}
     varied = [name for name, values in lists.items() if len(values) > 1]
     settings = [Setting(**dict(zip(lists, values, strict=True))) for values in itertools.product(*lists.values())]
     return settings, varied
-
-
-def parse_value(name: str, text: str) -> Any:
-    """The value of one argument in its type."""
-    default = getattr(Setting(), name)
-    try:
-        return type(default)(text.strip())
-    except ValueError as error:
-        raise ConfigError(f"{name}={text!r} is not a number. Write --{name.replace('_', '-')} {default}.") from error
 
 
 def run(arguments: Sequence[str]) -> int:

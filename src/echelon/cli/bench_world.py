@@ -7,12 +7,11 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from echelon.bench.world.setting import PEERS, TRANSPORTS, Setting
+from echelon.cli.bench_values import parse_value
 from echelon.cli.main import Parser
 from echelon.cli.output import check_writable, progress_bar
-from echelon.errors import ConfigError
 
 TEXT = """\
 Measure calls between two processes of a world, and of torch.distributed.rpc, which take turns on this machine:
@@ -45,22 +44,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_value(name: str, text: str) -> Any:
-    """The value of one argument in its type."""
-    default = getattr(Setting(), name)
-    try:
-        return type(default)(text.strip())
-    except ValueError as error:
-        raise ConfigError(f"{name}={text!r} is not a number. Write --{name.replace('_', '-')} {default}.") from error
-
-
 def run(arguments: Sequence[str]) -> int:
     """Measures and prints a table; returns the exit code."""
     texts: dict[str, str] = vars(make_parser().parse_args(list(arguments)))
     path = Path(output) if (output := texts.pop("output")) else None
     if path is not None:
         check_writable(path, "--output")
-    setting = Setting(**{name: parse_value(name, text) for name, text in texts.items()})
+    defaults = Setting()
+    setting = Setting(**{name: parse_value(getattr(defaults, name), name, text) for name, text in texts.items()})
 
     from echelon.bench.world.report import Report
     from echelon.bench.world.run import run as measure
