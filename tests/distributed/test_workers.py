@@ -156,7 +156,9 @@ def test_workers_come_and_go_and_one_is_killed(site: Site) -> None:
     few = site.worker(f"127.0.0.1:{port}", "--episodes", "3")
     doomed = site.worker(f"127.0.0.1:{port}")
     assert few.code() == 0, few.text()
-    assert "is there again" in early.text() and "CartPole-v1, dqn" in early.text() and few.brought("leaving") == 3
+    assert few.brought("leaving") == 3
+    wait_until(lambda: "CartPole-v1, dqn" in early.text(), "the early worker found the learner")
+    assert "is there again" in early.text()
     run.until(lambda: re.search(r"worker \w+ left", run.text()), "one has left")
     run.until(lambda: run.text().count(" came (") == 3, "all three came")
     run.until(lambda: run.rows() and run.rows()[-1].get("workers", {}).get("workers") == 2, "two are left")
