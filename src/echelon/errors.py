@@ -66,7 +66,7 @@ class WorldError(EchelonError, RuntimeError):
     """The world or a group of it was used in a way that it does not allow."""
 
 
-class KeyUnknown(EchelonError, KeyError):
+class GroupKeyError(EchelonError, KeyError):
     """A key of a group is missing, taken, or somebody else's."""
 
     def __str__(self) -> str:

@@ -15,6 +15,7 @@ from world_programs import run, started
 
 from echelon.errors import ConfigError, Refused, TransportTimeout
 from echelon.world import World, get_world
+from echelon.world.endpoint import is_turned_away
 from echelon.world.node import Node
 
 
@@ -130,6 +131,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_the_host_is_told_that_somebody_came_with_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_SECRET", "the secret of the host, and long enough")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    refused = threading.Thread(target=is_turned_away, args=(address, "a secret of somebody else, as long"))
+    refused.start()
+    with pytest.raises(TransportTimeout, match=r"rank 1 did not .* ECHELON_SECRET of somebody who came was another"):
+        World("m0", 0, 2, address, timeout_s=2.0)
+    refused.join()
 
 
 def test_a_world_that_is_not_complete_names_who_is_missing() -> None:

@@ -123,6 +123,13 @@ def errors_come_back(world: World) -> None:
         group.rpc_sync(world.members[0], lambda: 1)
     with pytest.raises(RuntimeError, match="'nobody' is not in the group 'errors'"):
         group.rpc_sync("nobody", name)
+    with pytest.raises(RuntimeError, match=rf"0 is not in the group 'errors', whose members are '{world.members[0]}'"):
+        group.rpc_sync(0, name)  # type: ignore[arg-type]
+    for given in (3, "three", torch.ones(3)):
+        with pytest.raises(RuntimeError, match=r"args of .*fail\(\) is \w+, not a tuple: write args=\(value,\)"):
+            group.rpc_sync(world.members[0], fail, args=given)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"kwargs of 'service' is int, not a dict"):
+        group.registered_sync("service", kwargs=3)  # type: ignore[arg-type]
     group.barrier()
     group.destroy()
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.errors import KeyUnknown, PeerLost, Refused, RpcException, TransportTimeout
+from echelon.errors import GroupKeyError, PeerLost, Refused, RpcException, TransportTimeout
 from echelon.transport.blocks import BlockPool
 from echelon.transport.codec import DEFAULT_LIMITS, encode
 from echelon.transport.lines import LineReader, LineWriter
@@ -322,7 +322,7 @@ class TestThreads:
             try:
                 group.pair("key", value)
                 bound.append(value)
-            except KeyUnknown as error:
+            except GroupKeyError as error:
                 assert "'key' is already paired in the group 'g', by 'm0'" in str(error)
 
         looks, bound, verdicts = threading.Barrier(2), [], iter([("ok", ""), ("taken", "m0")])

@@ -63,6 +63,8 @@ def test_a_single_argument_and_a_single_key_belong_together() -> None:
 def test_a_missing_argument_is_refused_with_both_names() -> None:
     with pytest.raises(ConfigError, match=r"Two\.forward takes state, goal, noise, .* for goal: .* keys state"):
         call(Two(), {"state": torch.zeros(1)})
+    with pytest.raises(ConfigError, match=r"Two was given Tensor for a state .* such as \{'state': tensor\}"):
+        call(Two(), torch.zeros(1))  # type: ignore[arg-type]
 
 
 def test_a_criterion_judges_every_item_and_the_users_own_stays_as_it_is() -> None:
@@ -147,6 +149,13 @@ def test_schedules_step_and_need_arguments_for_every_optimizer() -> None:
     assert [optimizer.param_groups[0]["lr"] for optimizer in frame.optimizers] == pytest.approx([0.5, 0.1])
     with pytest.raises(ConfigError, match="2 optimizers"):
         IMPALA(*parts, lr_scheduler=step, lr_scheduler_args=((0.5,),))  # type: ignore[arg-type]
+
+
+def test_an_optimizer_is_given_as_its_class() -> None:
+    qnet = LinearCritic([1.0, 2.0])
+    optimizer = torch.optim.Adam(qnet.parameters())
+    with pytest.raises(ConfigError, match=r"takes the class Adam, not an instance .* Pass torch\.optim\.Adam"):
+        DQNApex(qnet, qnet, optimizer, MSE, LocalGroup(), [ModelKeeper()])  # type: ignore[arg-type]
 
 
 # Devices.

@@ -52,6 +52,12 @@ class Frame:
         self, make: MakeOptimizer, given: Sequence[tuple[nn.Module, float]], options: Mapping[str, Any] | None
     ) -> list[Optimizer]:
         """An optimizer for each of the models with its learning rate."""
+        if isinstance(make, Optimizer):
+            name = type(make).__name__
+            raise ConfigError(
+                f"{type(self).__name__} makes an optimizer for each of its models, so it takes the class {name}, not "
+                f"an instance of it. Pass torch.optim.{name}, and its arguments as optimizer_kwargs or learning_rate."
+            )
         self.optimizers = [make(model.parameters(), **{"lr": rate, **(options or {})}) for model, rate in given]
         return self.optimizers
 

@@ -52,6 +52,12 @@ def _arguments(forward: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
 
 def call(model: nn.Module, *inputs: Inputs) -> Any:
     """What `model` says to the values of `inputs`, which are moved to where its parameters are."""
+    for part in inputs:
+        if not isinstance(part, Mapping):
+            raise ConfigError(
+                f"{type(bare(model)).__name__} was given {type(part).__name__} for a state or an action. Give a dict "
+                "whose keys are the arguments of forward, such as {'state': tensor}."
+            )
     values = {key: value for part in inputs for key, value in part.items()}
     named = _name(bare(model), values)
     parameter = next(model.parameters(), None)

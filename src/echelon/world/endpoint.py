@@ -80,6 +80,11 @@ class Endpoint:
             self._shut(0)
             raise
 
+    @property
+    def num_turned_away(self) -> int:
+        """Connections to the door that had another secret, or none."""
+        return self._gate.num_refused if self._gate else 0
+
     def send(self, address: str, frames: list[Buffer]) -> bool:
         """Queues a copy of `frames` for the peer at `address`; False when its queue is full."""
         self._check_usable()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from echelon.errors import EchelonError, PeerLost, TransportError, TransportTimeout, WorldError, WorldStopped
+from echelon.transport.secret import SECRET_VARIABLE
 from echelon.world.calls import Future
 from echelon.world.directory import Member
 from echelon.world.ending import ending_error, note_exits
@@ -91,9 +92,11 @@ class Membership:
             _, ranked, size = self.control("ready", self.name)
         except TransportTimeout as error:
             missing = self.explain(error, "missing")
+            turned_away = self._node.num_turned_away
+            strangers = f" {SECRET_VARIABLE} of somebody who came was another, or none." if turned_away else ""
             raise TransportTimeout(
                 f"of the world at {self._node.host_address}, rank {', '.join(map(str, missing))} did not come within "
-                f"{self.timeout_s:g} s. Start it, or raise timeout_s."
+                f"{self.timeout_s:g} s.{strangers} Start it, or raise timeout_s."
             ) from None
         return ranked, size
 
@@ -128,6 +131,10 @@ class Membership:
             return self.control(function, *args, timeout_s=EXPLAIN_S)
         except EchelonError:
             raise error from None
+
+    def is_there(self, name: str) -> bool:
+        """Whether a member has that name now."""
+        return self._node.member(name) is not None
 
     def why_lost(self, name: str) -> str:
         """Why a member is gone, or ""; raises WorldStopped, or PeerLost with the host, if the world is over."""

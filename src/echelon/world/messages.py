@@ -138,6 +138,11 @@ class Messenger:
         return self._endpoint.address
 
     @property
+    def num_turned_away(self) -> int:
+        """Who knocked with another secret than ours, or none."""
+        return self._endpoint.num_turned_away
+
+    @property
     def incarnation(self) -> str:
         """Tells this life of the name from others."""
         return self._me.incarnation

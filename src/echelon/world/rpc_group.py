@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from echelon.errors import KeyUnknown, PeerLost, TransportTimeout, WorldError
+from echelon.errors import GroupKeyError, PeerLost, TransportTimeout, WorldError
 from echelon.world.calls import Future, Remote
 from echelon.world.functions import SERVICE, VALUE, name_of
 
@@ -63,7 +63,7 @@ class RpcGroup:
         if to not in self._members:
             raise WorldError(f"{to!r} is not in the group {self._name!r}, whose members are {self._shown}.")
         path = name_of(func)
-        request = (self._name, "function", path, tuple(args), dict(kwargs or {}), keep)
+        request = (self._name, "function", path, *_given(f"{path}()", args, kwargs), keep)
         return self._world.begin_call(to, f"{path}()", request, timeout)
 
     # Shared values.
@@ -113,7 +113,7 @@ class RpcGroup:
     ) -> Remote:
         """Begins a call of the service `key` whose value stays with its owner."""
         owner = self._find(SERVICE, key)
-        return self._kept(owner, self._begin(owner, (SERVICE, key, tuple(args), dict(kwargs or {}), True), timeout))
+        return self._kept(owner, self._begin(owner, (SERVICE, key, *_given(repr(key), args, kwargs), True), timeout))
 
     def _kept(self, owner: str, future: Future) -> Remote:
         """A handle of the result of a call, which `owner` keeps until the handle is gone."""
@@ -129,7 +129,7 @@ class RpcGroup:
     def _ask(self, kind: str, key: str, args: Sequence[Any], kwargs: Kwargs, timeout: float | None) -> Future:
         """Asks the owner of `key` for a call or a value, and its new one if that has changed."""
         self._check_usable()
-        request = (kind, key, tuple(args), dict(kwargs or {}), False)
+        request = (kind, key, *_given(repr(key), args, kwargs), False)
         owner = self.owners.get((kind, key))
         try:
             future = self._begin(owner or self._find(kind, key), request, timeout)
@@ -167,7 +167,7 @@ class RpcGroup:
     def _unbind(self, kind: str, key: str) -> None:
         self._check_usable()
         if (kind, key) not in self.own:
-            raise KeyUnknown(
+            raise GroupKeyError(
                 f"{key!r} is not {DONE[kind]} by {self._world.name!r} in the group {self._name!r}, so it cannot take "
                 "it back. Only the owner can."
             )
@@ -191,12 +191,12 @@ class RpcGroup:
                 raise PeerLost(f"{key!r} of the group {self._name!r} went with its owner {holder!r}: {why}.")
         raise self._unknown(kind, key)
 
-    def _taken(self, kind: str, key: str, holder: str) -> KeyUnknown:
-        return KeyUnknown(f"{key!r} is already {DONE[kind]} in the group {self._name!r}, by {holder!r}.")
+    def _taken(self, kind: str, key: str, holder: str) -> GroupKeyError:
+        return GroupKeyError(f"{key!r} is already {DONE[kind]} in the group {self._name!r}, by {holder!r}.")
 
-    def _unknown(self, kind: str, key: str) -> KeyUnknown:
+    def _unknown(self, kind: str, key: str) -> GroupKeyError:
         self.owners.pop((kind, key), None)
-        return KeyUnknown(f"{key!r} is not found in the group {self._name!r}: nobody has {DONE[kind]} it.")
+        return GroupKeyError(f"{key!r} is not found in the group {self._name!r}: nobody has {DONE[kind]} it.")
 
     # The group itself.
 
@@ -216,7 +216,7 @@ class RpcGroup:
         match answer:
             case ("absent", list(absent)):
                 raise TransportTimeout(
-                    f"{', '.join(map(repr, absent)) or 'nobody'} did not come to the barrier of the group "
+                    f"{_listed(absent) or 'nobody'} did not come to the barrier of the group "
                     f"{self._name!r} within {self._world.seconds(timeout):g} s."
                 )
             case ("lost", str(lost), str(why)):
@@ -249,8 +249,10 @@ class RpcGroup:
             missing = world.explain(error, "give_up_group", name, world.name)
             if not missing:  # they came just now
                 return
+            absent = [member for member in missing if not world.is_there(member)]
+            also = f" Not in this world at all: {_listed(absent)}." if absent else ""
             raise TransportTimeout(
-                f"{', '.join(map(repr, missing))} did not create the group {name!r} within {world.timeout_s:g} s."
+                f"{_listed(missing)} did not create the group {name!r} within {world.timeout_s:g} s.{also}"
             ) from None
         match answer:
             case ("lost", str(lost), str(why)):
@@ -259,7 +261,7 @@ class RpcGroup:
                 raise gone
             case ("differs", list(others)):
                 raise WorldError(
-                    f"the group {name!r} was created with the members {', '.join(others)} elsewhere, and with "
+                    f"the group {name!r} was created with the members {_listed(others)} elsewhere, and with "
                     f"{self._shown} by {world.name!r}. Names of groups are unique in a world."
                 )
 
@@ -272,11 +274,24 @@ class RpcGroup:
 
     @property
     def _shown(self) -> str:
-        return ", ".join(self._members)
+        return _listed(self._members)
 
     def _check_usable(self) -> None:
         if self._destroyed:
             raise WorldError(f"the group {self._name!r} was used after destroy(). Create it again.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _given(what: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call; text or a tensor would fall apart into its parts."""
+    if not isinstance(args, tuple | list):
+        raise WorldError(f"args of {what} is {type(args).__name__}, not a tuple: write args=(value,).")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise WorldError(f"kwargs of {what} is {type(kwargs).__name__}, not a dict: write kwargs={{'name': value}}.")
+    return tuple(args), dict(kwargs or {})
 
 
 def enter_rpc_group(world: Membership, name: str, members: Sequence[str]) -> RpcGroup:
@@ -284,9 +299,7 @@ def enter_rpc_group(world: Membership, name: str, members: Sequence[str]) -> Rpc
     if len(set(members)) < len(members) or isinstance(members, str) or not members:
         raise WorldError(f"the group {name!r} needs a list of different members, not {members!r}.")
     if world.name not in members:
-        raise WorldError(
-            f"{world.name!r} is not in the group {name!r} of {', '.join(members)}, so it cannot create it."
-        )
+        raise WorldError(f"{world.name!r} is not in the group {name!r} of {_listed(members)}, so it cannot create it.")
     group = RpcGroup(world, name, members)
     if world.scope.groups.setdefault(name, group.own) is not group.own:
         raise WorldError(f"there is a group {name!r} already in {world.name!r}. destroy() it first.")
