@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import world_faults as faults
 import world_programs as programs
-from world_programs import run, started
+from world_cast import PATIENCE_S, TIMEOUT_S, run, started
 
 from echelon.errors import ConfigError, Refused, TransportTimeout
 from echelon.world import World, get_world
@@ -62,7 +62,7 @@ def test_a_process_may_leave_and_enter_the_next_world() -> None:
 
 @pytest.mark.parametrize("how", ["barrier", "call", "group"])
 def test_exit_in_a_member_ends_the_world_for_all(how: str) -> None:
-    with started(programs.exit_while_others_wait, 3, (how,)) as members:
+    with started(faults.exit_while_others_wait, 3, (how,)) as members:
         first, second, third = (member.collect() for member in members)
         for member in (first, third):
             assert member.error == "" and "'m1' called exit(0)" in member.value
@@ -71,14 +71,14 @@ def test_exit_in_a_member_ends_the_world_for_all(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["barrier", "call", "future", "remote", "service", "group"])
 def test_whoever_waits_for_a_killed_member_learns_its_name(how: str) -> None:
-    with started(programs.lose_a_member, 3, (how,)) as members:
+    with started(faults.lose_a_member, 3, (how,)) as members:
         first, second, third = (member.collect() for member in members)
         assert second.process.exitcode == -signal.SIGKILL
         for member in (first, third):
             assert member.error == "", member.error
             kind, text, waited_s = member.value
             assert kind == "PeerLost" and "'m1'" in text and "has ended" in text, text
-            assert waited_s < programs.TIMEOUT_S  # that would be its own timeout
+            assert waited_s < TIMEOUT_S  # that would be its own timeout
 
 
 def test_the_service_of_a_dead_member_is_found_with_its_successor() -> None:
@@ -101,14 +101,14 @@ def test_a_line_that_is_not_opened_in_time_holds_nobody_up_for_longer() -> None:
 
 
 def test_the_survivors_go_on_without_the_dead() -> None:
-    with started(programs.miss_somebody, 3) as members:
+    with started(faults.miss_somebody, 3) as members:
         first, second, third = (member.collect() for member in members)
         assert (first.error, first.value, third.error, third.value) == ("", 2, "", 2)
         assert second.process.exitcode == -signal.SIGKILL
 
 
 def test_everybody_learns_of_the_end_of_the_host() -> None:
-    with started(programs.lose_the_host, 3) as members:
+    with started(faults.lose_the_host, 3) as members:
         first, second, third = (member.collect() for member in members)
         assert first.process.exitcode == -signal.SIGKILL
         for member in (second, third):
@@ -196,7 +196,7 @@ def test_who_has_not_the_secret_of_the_host_is_told_before_its_timeout(
     thread.start()
     monkeypatch.setenv("ECHELON_SECRET", ours)
     try:
-        assert opened.wait(programs.PATIENCE_S)
+        assert opened.wait(PATIENCE_S)
         with pytest.raises(Refused, match=f"the world at {address} does not let 'm1' in {how}. Set ECHELON_SECRET"):
             World("m1", 1, 2, address, timeout_s=1e6)
     finally:

@@ -1,18 +1,23 @@
-"""Programs about what must not go on for ever: a stopped peer, a dead owner, a dead process with unread answers."""
+"""Programs about what must not go on for ever: a stopped peer, a dead owner, a dead process with unread answers.
+
+And members that leave, by `exit` or by a signal, while others wait for them in every way.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
-from world_programs import PATIENCE_S, add, die, group_of
+from world_cast import PATIENCE_S
+from world_programs import add, die, group_of, sleep_long
 
-from echelon.errors import PeerLost, TransportTimeout
-from echelon.world import World
+from echelon.errors import EchelonError, PeerLost, TransportTimeout, WorldStopped
+from echelon.world import RpcGroup, World, get_world
 
 LARGE = 1 << 20  # numbers: goes through a block of its own
 PAUSE = threading.Event()
@@ -94,3 +99,81 @@ def lose_unread_answers(world: World) -> Any:
     alone = world.create_rpc_group("alone", ["m0"])
     alone.barrier()
     return alone.rpc_sync("m0", add, args=(1,))
+
+
+def exit_while_others_wait(world: World, how: str) -> Any:
+    try:
+        group = group_of(world)
+        if world.rank == 1:
+            exit(0)
+        wait_somehow(group, how, "m0" if world.rank else "m2")
+    except WorldStopped as error:
+        return str(error)
+    return None
+
+
+def lose_a_member(world: World, how: str) -> Any:
+    """`m1` dies while the others wait for it."""
+    group = group_of(world)
+    if world.rank == 1:
+        group.pair("value", 1)
+        group.register("slow", sleep_long)
+    group.barrier()
+    if world.rank == 1:
+        threading.Timer(0.3, die).start()
+        time.sleep(PATIENCE_S)
+    begun = time.monotonic()
+    try:
+        wait_somehow(group, how, "m1")
+    except EchelonError as error:
+        return (type(error).__name__, str(error), time.monotonic() - begun)
+    return None
+
+
+def wait_somehow(group: RpcGroup, how: str, member: str) -> None:
+    if how == "barrier":
+        group.barrier()
+    elif how == "call":
+        group.rpc_sync(member, sleep_long)
+    elif how == "future":
+        group.rpc_async(member, sleep_long).wait()
+    elif how == "remote":
+        group.remote(member, sleep_long).to_here()
+    elif how == "service":
+        group.registered_sync("slow")
+    elif how == "group":
+        world = get_world()
+        assert world is not None
+        world.create_rpc_group("next", group.get_group_members())
+
+
+def lose_the_host(world: World) -> Any:
+    group = group_of(world)
+    if world.rank == 0:
+        threading.Timer(0.3, die).start()
+    told = []
+    for wait in (group.barrier, lambda: group.rpc_sync("m2", add, args=(1,))):
+        try:
+            while True:
+                wait()
+                group.barrier()
+        except PeerLost as error:
+            told.append(str(error))
+    return told
+
+
+def miss_somebody(world: World) -> Any:
+    """The survivors go on without the dead."""
+    group = group_of(world)
+    if world.rank == 1:
+        die()
+    with pytest.raises(PeerLost, match=r"'m1'.* its process \d+ has ended"):
+        group.barrier()
+    with pytest.raises(PeerLost, match=r"'m1'.*has ended"):
+        group.rpc_sync("m1", add, args=(1,))
+    assert world.members == ["m0", "m2"] and "has ended" in world.why_lost("m1")
+    rest = world.create_rpc_group("rest", ["m0", "m2"])
+    rest.barrier()
+    value = rest.rpc_sync("m0", add, args=(1,))
+    rest.barrier()
+    return value

@@ -1,95 +1,21 @@
-"""Programs that the tests of the world run in its members, and what starts them by hand."""
+"""Programs that the tests of the world run in its members."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import pytest
 import torch
+from world_cast import PATIENCE_S, Outcome
 
-from echelon.errors import ConfigError, EchelonError, PeerLost, Refused, TransportTimeout, WorldError, WorldStopped
+from echelon.errors import ConfigError, PeerLost, Refused, TransportTimeout, WorldError
 from echelon.world import RpcException, RpcGroup, World, get_world
 from echelon.world.entrance import Entrance, enter
-
-PATIENCE_S = 60.0  # a bound on what should take milliseconds, on a machine that may be busy
-TIMEOUT_S = 20.0  # of the worlds
-FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["world_programs", "echelon.world.world"])
-
-
-@dataclass
-class Outcome:
-    """What became of one member."""
-
-    process: ForkServerProcess
-    pipe: Connection
-    value: Any = None
-    error: str = ""
-
-    def collect(self) -> Outcome:
-        """Waits for its end."""
-        if self.pipe.poll(PATIENCE_S):
-            with contextlib.suppress(EOFError):  # it was killed
-                self.value, self.error = self.pipe.recv()
-        self.process.join(PATIENCE_S)
-        return self
-
-
-def attend(entrance: tuple[Any, ...], program: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
-    """Makes a World, runs a program in it, and tells how it went."""
-    try:
-        name, rank, size, address = entrance
-        world = World(name, rank, size, address, timeout_s=TIMEOUT_S)
-        value = program(world, *args)
-    except Exception as error:
-        pipe.send((None, f"{type(error).__name__}: {error}"))
-        raise SystemExit(1) from None
-    pipe.send((value, ""))
-
-
-@contextlib.contextmanager
-def started(
-    program: Callable[..., Any], size: int = 2, args: tuple[Any, ...] = (), address: str = "", guests: int = 0
-) -> Iterator[list[Outcome]]:
-    """The members of a hand-made world, and guests without a rank, each running `program`; none is left afterwards."""
-    members = []
-    entrances = [(f"m{rank}", rank, size, address) for rank in range(size)]
-    entrances += [(f"guest{i}", -1, -1, address) for i in range(guests)]
-    try:
-        for entrance in entrances:
-            here, there = FORKSERVER.Pipe()
-            process = FORKSERVER.Process(target=attend, args=(entrance, program, args, there))
-            process.start()
-            there.close()
-            members.append(Outcome(process, here))
-        yield members
-    finally:
-        for member in members:
-            member.process.kill()
-            member.process.join()
-            member.process.close()
-            member.pipe.close()
-
-
-def run(program: Callable[..., Any], size: int = 2, args: tuple[Any, ...] = ()) -> list[Any]:
-    """What `program` returns in each member of a world; fails with the error of one that failed."""
-    with started(program, size, args) as members:
-        for member in members:
-            member.collect()
-            assert member.error == "" and member.process.exitcode == 0, (member.error, member.process.exitcode)
-        return [member.value for member in members]
-
 
 # Functions that members call in each other.
 
@@ -359,84 +285,6 @@ def stop_and_begin_again(world: World) -> Any:
             group.barrier()
         world = World(f"m{world.rank}", world.rank, 2, timeout_s=20.0)
     return None
-
-
-def exit_while_others_wait(world: World, how: str) -> Any:
-    try:
-        group = group_of(world)
-        if world.rank == 1:
-            exit(0)
-        wait_somehow(group, how, "m0" if world.rank else "m2")
-    except WorldStopped as error:
-        return str(error)
-    return None
-
-
-def lose_a_member(world: World, how: str) -> Any:
-    """`m1` dies while the others wait for it."""
-    group = group_of(world)
-    if world.rank == 1:
-        group.pair("value", 1)
-        group.register("slow", sleep_long)
-    group.barrier()
-    if world.rank == 1:
-        threading.Timer(0.3, die).start()
-        time.sleep(PATIENCE_S)
-    begun = time.monotonic()
-    try:
-        wait_somehow(group, how, "m1")
-    except EchelonError as error:
-        return (type(error).__name__, str(error), time.monotonic() - begun)
-    return None
-
-
-def wait_somehow(group: RpcGroup, how: str, member: str) -> None:
-    if how == "barrier":
-        group.barrier()
-    elif how == "call":
-        group.rpc_sync(member, sleep_long)
-    elif how == "future":
-        group.rpc_async(member, sleep_long).wait()
-    elif how == "remote":
-        group.remote(member, sleep_long).to_here()
-    elif how == "service":
-        group.registered_sync("slow")
-    elif how == "group":
-        world = get_world()
-        assert world is not None
-        world.create_rpc_group("next", group.get_group_members())
-
-
-def lose_the_host(world: World) -> Any:
-    group = group_of(world)
-    if world.rank == 0:
-        threading.Timer(0.3, die).start()
-    told = []
-    for wait in (group.barrier, lambda: group.rpc_sync("m2", add, args=(1,))):
-        try:
-            while True:
-                wait()
-                group.barrier()
-        except PeerLost as error:
-            told.append(str(error))
-    return told
-
-
-def miss_somebody(world: World) -> Any:
-    """The survivors go on without the dead."""
-    group = group_of(world)
-    if world.rank == 1:
-        die()
-    with pytest.raises(PeerLost, match=r"'m1'.* its process \d+ has ended"):
-        group.barrier()
-    with pytest.raises(PeerLost, match=r"'m1'.*has ended"):
-        group.rpc_sync("m1", add, args=(1,))
-    assert world.members == ["m0", "m2"] and "has ended" in world.why_lost("m1")
-    rest = world.create_rpc_group("rest", ["m0", "m2"])
-    rest.barrier()
-    value = rest.rpc_sync("m0", add, args=(1,))
-    rest.barrier()
-    return value
 
 
 def receive_guests(world: World) -> Any:

@@ -1,0 +1,81 @@
+"""Starts the members of a hand-made world, each running a program, and collects what became of them."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+from echelon.world import World
+
+PATIENCE_S = 60.0  # a bound on what should take milliseconds, on a machine that may be busy
+TIMEOUT_S = 20.0  # of the worlds
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["world_programs", "world_faults", "echelon.world.world"])
+
+
+@dataclass
+class Outcome:
+    """What became of one member."""
+
+    process: ForkServerProcess
+    pipe: Connection
+    value: Any = None
+    error: str = ""
+
+    def collect(self) -> Outcome:
+        """Waits for its end."""
+        if self.pipe.poll(PATIENCE_S):
+            with contextlib.suppress(EOFError):  # it was killed
+                self.value, self.error = self.pipe.recv()
+        self.process.join(PATIENCE_S)
+        return self
+
+
+def attend(entrance: tuple[Any, ...], program: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
+    """Makes a World, runs a program in it, and tells how it went."""
+    try:
+        name, rank, size, address = entrance
+        world = World(name, rank, size, address, timeout_s=TIMEOUT_S)
+        value = program(world, *args)
+    except Exception as error:
+        pipe.send((None, f"{type(error).__name__}: {error}"))
+        raise SystemExit(1) from None
+    pipe.send((value, ""))
+
+
+@contextlib.contextmanager
+def started(
+    program: Callable[..., Any], size: int = 2, args: tuple[Any, ...] = (), address: str = "", guests: int = 0
+) -> Iterator[list[Outcome]]:
+    """The members of a hand-made world, and guests without a rank, each running `program`; none is left afterwards."""
+    members = []
+    entrances = [(f"m{rank}", rank, size, address) for rank in range(size)]
+    entrances += [(f"guest{i}", -1, -1, address) for i in range(guests)]
+    try:
+        for entrance in entrances:
+            here, there = FORKSERVER.Pipe()
+            process = FORKSERVER.Process(target=attend, args=(entrance, program, args, there))
+            process.start()
+            there.close()
+            members.append(Outcome(process, here))
+        yield members
+    finally:
+        for member in members:
+            member.process.kill()
+            member.process.join()
+            member.process.close()
+            member.pipe.close()
+
+
+def run(program: Callable[..., Any], size: int = 2, args: tuple[Any, ...] = ()) -> list[Any]:
+    """What `program` returns in each member of a world; fails with the error of one that failed."""
+    with started(program, size, args) as members:
+        for member in members:
+            member.collect()
+            assert member.error == "" and member.process.exitcode == 0, (member.error, member.process.exitcode)
+        return [member.value for member in members]
