@@ -79,7 +79,7 @@ def resume(
 
     With `learners`, that many go on where others were before.
     """
-    from echelon.roles.stopping import stop_reason
+    from echelon.roles.stopping import progress, stop_reason
     from echelon.runs.checkpoint import load_checkpoint, newest_intact
     from echelon.runs.folder import RunFolder
 
@@ -106,6 +106,7 @@ def resume(
     if brought is not None and brought.address:
         config = replace(config, workers=replace(config.workers, address=brought.address))
     row = {name: counters[name] for name in ("env_steps", "episodes", "updates", "dropped", "return_max")}
+    row["progress"] = progress(config.stop, counters["env_steps"], wall_s, past_epochs)
     return run(config, Past(int(tree["epoch"]) + 1, wall_s, row), output, brought)
 
 

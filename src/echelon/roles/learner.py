@@ -25,7 +25,7 @@ from echelon.roles.rate import EPISODES_WINDOW_S, WINDOW_S, Rate
 from echelon.roles.replay_part import ReplayPart
 from echelon.roles.replay_source import ReplaySource
 from echelon.roles.source import Source
-from echelon.roles.stopping import stop_reason
+from echelon.roles.stopping import progress, stop_reason
 from echelon.runs.checkpoint import (
     CheckpointWriter,
     find_weights,
@@ -164,14 +164,7 @@ class Learner:
         return diverged(f"{what} ({self.counters.env_steps:,} steps)", self.pupil.learning_rate)
 
     def _progress(self) -> float:
-        stop, fractions = self.stop, [0.0]
-        if stop.steps:
-            fractions.append(self.counters.env_steps / stop.steps)
-        if stop.epochs:
-            fractions.append(self._epochs / stop.epochs)
-        if stop.minutes:
-            fractions.append(self._elapsed_s / (60 * stop.minutes))
-        return min(max(fractions), 1.0)
+        return progress(self.stop, self.counters.env_steps, self._elapsed_s, self._epochs)
 
     @property
     def _elapsed_s(self) -> float:
