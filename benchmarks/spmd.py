@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -74,14 +73,12 @@ def run(algorithm: str, seed: int, timeout_s: float) -> Outcome:
     mark = f"{os.getpid()}-{algorithm}-{seed}"
     environ = os.environ | {"OMP_NUM_THREADS": "1", MARK: mark}
     begun = time.monotonic()
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
     try:
         output, errors = process.communicate(timeout=timeout_s)
         failure = "" if process.returncode == 0 else f"exit code {process.returncode}: {errors.strip()[-300:]}"
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
+        process.terminate()  # its members end with it
         output, _ = process.communicate()
         failure = f"not done within {timeout_s:.0f} s"
     left = processes_marked(mark)
