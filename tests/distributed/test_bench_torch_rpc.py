@@ -64,14 +64,14 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(shm_dir: Path) -> None:
     ranks: list[int] = []
 
     def kill_one(done: int, total: int) -> None:
-        if done and not ranks:
-            (server,) = set(children_of(os.getpid())) - set(before)
-            (holder,) = children_of(server)
-            ranks.extend(children_of(holder))  # started in the order of their ranks
+        if len(ranks) < 4:  # before they call each other: they spin then, and looking for them may take half a minute
+            holders = [child for server in set(children_of(os.getpid())) - set(before) for child in children_of(server)]
+            ranks[:] = [rank for holder in holders for rank in children_of(holder)]  # in the order of their start
+        elif done and is_alive(ranks[2]):
             os.kill(ranks[2], signal.SIGKILL)
 
     with pytest.raises(RunError, match="observer2 was ended by SIGKILL"):
-        torch_rpc.run(setting_of(shm_dir, episodes=10_000), kill_one)
+        torch_rpc.run(setting_of(shm_dir, episodes=100_000), kill_one)
     assert len(ranks) == 4
     wait_until(lambda: not [rank for rank in ranks if is_alive(rank)], "the other ranks are gone")
     assert children_of(os.getpid()) == before and not list(shm_dir.iterdir())
