@@ -58,16 +58,18 @@ def measured(options: argparse.Namespace, learners: int, threads: int) -> dict[s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--preset", default="impala")
-    parser.add_argument("--env", default="CartPole-v1")
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--preset", default="impala", help="what learns")
+    parser.add_argument("--env", default="CartPole-v1", help="where")
     parser.add_argument("--hidden", type=int, default=512, help="units of each of two layers")
-    parser.add_argument("--learners", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--actors", type=int, default=2)
+    parser.add_argument("--learners", type=int, nargs="+", default=[1, 2], help="how many, one run of each in turn")
+    parser.add_argument("--actors", type=int, default=2, help="processes that act")
     parser.add_argument("--envs", type=int, default=64, help="environments of each actor")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu", help="where the learners compute")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each run")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each number has its turn")
     parser.add_argument("--output", default="", help="write every round to this file as JSON")
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))

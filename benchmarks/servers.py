@@ -112,8 +112,10 @@ def serve(world: World, buffer: DistributedPrioritizedBuffer, model: nn.Module |
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=1000)
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=1000, help="of each measurement")
     parser.add_argument("--busy", action="store_true", help="members 0 and 1 compute and append all the time")
     parser.add_argument("--hidden", type=int, default=16, help="units of the two hidden layers")
     options = parser.parse_args()
