@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 import toy_envs as toy
 from echelon.cli.main import main
@@ -20,6 +21,9 @@ from hosts import two_hosts as two_hosts
 from running import Runs
 from stage import Stage
 from telling import Command, Told, children
+
+settings.register_profile("unhurried", deadline=None)  # how long an example takes, a busy machine decides
+settings.load_profile("unhurried")
 
 
 @pytest.fixture
@@ -52,13 +56,18 @@ def make_stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
         stage.close()
 
 
+def sessions() -> set[Path]:
+    """The shared memory of this process's runs, where no other folder was named."""
+    return set(Path("/dev/shm").glob(f"echelon-{os.getpid()}-*"))
+
+
 @pytest.fixture
 def command(
     tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Command]:
     """Runs a command in an empty folder; afterwards no process and no shared memory may be left."""
     monkeypatch.chdir(tmp_path)
-    before = children(), {path for path in Path("/dev/shm").glob(f"echelon-{os.getpid()}-*")}
+    before = children() | sessions()  # what others left may end meanwhile
 
     def run(*arguments: str) -> Told:
         capfd.readouterr()
@@ -66,7 +75,7 @@ def command(
         code = main([*arguments, *where])
         out, err = capfd.readouterr()
         assert list(shm_dir.iterdir()) == []
-        assert (children(), set(Path("/dev/shm").glob(f"echelon-{os.getpid()}-*"))) == before
+        assert children() | sessions() <= before
         return Told(code, out, err)
 
     yield run

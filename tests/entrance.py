@@ -15,6 +15,7 @@ from echelon.roles.door import EpisodeDoor
 from echelon.schema import Spaces
 from echelon.transport.episode_wire import PROTOCOL, Arrive, Piece, from_door, pack, socket_name
 from echelon.transport.sockets import connect
+from running import wait_until
 from stage import Stage
 
 Array = np.ndarray[Any, Any]
@@ -59,6 +60,10 @@ class Entrance:
             if self.socket.poll(0):
                 return from_door([frame.buffer for frame in self.socket.recv_multipart(copy=False)])
         return None
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Serves until `condition` holds: of what has no answer."""
+        wait_until(lambda: (self.door.step(0.01), condition())[1], what)
 
     def ask(self, message: Any) -> Any:
         self.socket.send_multipart(pack(message))

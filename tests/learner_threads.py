@@ -12,7 +12,7 @@ from echelon.roles.learners import Learners
 from echelon.world.process_group import make_process_group
 
 Result = TypeVar("Result")
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0  # of what takes a second on an idle machine
 
 
 def in_threads(functions: list[Callable[[], Result]]) -> list[Result]:

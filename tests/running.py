@@ -101,15 +101,16 @@ class Running:
     def text(self) -> str:
         return self.output.read_text()
 
-    def until(self, condition: Callable[[], T], what: str) -> T:
+    def until(self, condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
         """Waits for an event of a run that must not end before it."""
 
         def look() -> T:
+            is_over = self.process.poll() is not None  # asked first: what it did last counts
             value = condition()
-            assert value or self.process.poll() is None, f"the run ended before {what}:\n{self.text()}"
+            assert value or not is_over, f"the run ended before {what}:\n{self.text()}"
             return value
 
-        return wait_until(look, f"{what}; so far:\n{self.text()}")
+        return wait_until(look, f"{what}; so far:\n{self.text()}", deadline_s)
 
     def processes(self) -> dict[str, int]:
         """Name -> process number of what runs now."""
@@ -150,9 +151,8 @@ class Running:
         before = self.heads(2)
         for _ in range(3):
             self.until_learning()
-        after = self.heads(2)
-        assert after[index] <= before[index] + 1
-        assert after[1 - index] > before[1 - index] + 1
+        self.until(lambda: self.heads(2)[1 - index] > before[1 - index] + 1, "the other acts")
+        assert self.heads(2)[index] <= before[index] + 1
         os.kill(pid, signal.SIGCONT)
         self.until_acting(index)
         assert self.pid(name) == pid

@@ -126,7 +126,7 @@ def test_no_half_gradient_is_ever_shown(bench: Bench) -> None:
 
 
 def test_killed_actors_are_replaced_while_the_others_go_on(runs: Runs) -> None:
-    run = runs.train("a3c")
+    run = runs.train("a3c", **{"supervision.hang_timeout_s": 600})  # who is stopped is not judged
     for name in ("actor-0", "actor-1"):
         run.until_acting(int(name[-1]))
         pid = run.kill(name)

@@ -60,7 +60,7 @@ def test_no_kill_tears_the_data(runs: Runs, core: str, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_stopped_inference_server_is_replaced(runs: Runs, transport: str) -> None:
-    run = runs.train(**CENTRAL, **{"acting.transport": transport, "supervision.hang_timeout_s": 2})
+    run = runs.train(**CENTRAL, **{"acting.transport": transport, "supervision.hang_timeout_s": 5})
     run.until_acting(0)
     run.until_acting(1)
     actors = [run.pid("actor-0"), run.pid("actor-1")]
@@ -78,7 +78,7 @@ def test_stopped_inference_server_is_replaced(runs: Runs, transport: str) -> Non
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_stopped_actor_holds_nobody(runs: Runs, transport: str) -> None:
-    run = runs.train(**CENTRAL, **{"acting.transport": transport})
+    run = runs.train(**CENTRAL, **{"acting.transport": transport, "supervision.hang_timeout_s": 600})
     run.until_acting(0)
     run.learns_while_stopped("actor-0")
     assert stop(run)["restarts"] == 0

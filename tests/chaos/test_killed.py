@@ -38,7 +38,7 @@ def test_killed_actor_is_replaced_while_training_goes_on(runs: Runs) -> None:
 
 def test_training_goes_on_without_the_dead(runs: Runs) -> None:
     """An actor that lies still (stopped, and not yet judged as hung) keeps nobody from learning."""
-    run = runs.train()
+    run = runs.train(**{"supervision.hang_timeout_s": 600})
     run.until_acting(0)
     run.learns_while_stopped("actor-0")
     assert stop(run)["restarts"] == 0

@@ -14,7 +14,7 @@ import pytest
 
 from echelon.replay.archive import Archive
 from echelon.replay.restore import read_header
-from running import Running, Runs
+from running import DEADLINE_S, Running, Runs, wait_until
 
 FIELDS: dict[str, Any] = {
     "acting": "local",
@@ -41,7 +41,8 @@ def until_learning(run: Running) -> int:
 
 def checked(run: Running, restarts: int) -> None:
     """Ends the run as a user does, once it is long enough for its ratio, and looks at its record."""
-    run.until(lambda: run.rows()[-1]["replay"]["inserted"] > 200 + BAND * 100 / 4, "there is enough to count")
+    enough = 200 + BAND * 100 / 4
+    run.until(lambda: run.rows()[-1]["replay"]["inserted"] > enough, "there is enough to count", 2 * DEADLINE_S)
     run.process.send_signal(signal.SIGINT)
     assert run.code() == 0, run.text()
     run.assert_nothing_left()
@@ -113,16 +114,20 @@ def test_killed_by_turns_while_snapshots_are_written(runs: Runs, name: str, env:
     run.until(archive.newest_first, "there is a snapshot")
     for victim in ("learner", "actor-0", "learner"):
         until_learning(run)
+        run.process.send_signal(signal.SIGSTOP)  # so that nobody replaces it yet
         pid = run.kill(victim)
-        if victim == "learner":
+        wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"{victim} is dead")  # type: ignore[misc]
+        if victim == "learner":  # else it goes on writing
             assert read_header(archive.newest_first()[0])["shards"]
+        run.process.send_signal(signal.SIGCONT)
         assert run.pid(victim, besides=pid)
     until_learning(run)
     checked(run, restarts=3)
     (newest,) = (run.run_dir / "replay").iterdir()
     assert newest.name == Path(run.summary()["checkpoint"]).name, "nothing half-written is left"
-    size, steps = run.summary()["replay"]["size"], run.summary()["env_steps"]
-    again = runs.resume(steps + 500)
+    size = sum(shard["head"] - shard["start"] for shard in read_header(newest)["shards"])
+    assert 0 <= run.summary()["replay"]["size"] - size <= BAND, "but for what came while it was written"
+    again = runs.resume(run.summary()["env_steps"] + 500)
     assert again.code() == 0, again.text()
     assert f"replay: goes on with the {size:,} transitions of {newest.name}" in again.text()
 
@@ -147,7 +152,7 @@ def until_asleep(run: Running, name: str) -> None:
 
 
 def test_who_is_ahead_sleeps_and_whoever_dies_meanwhile_nobody_hangs(runs: Runs) -> None:
-    run = runs.train("apex-dqn", **FIELDS)
+    run = runs.train("apex-dqn", **FIELDS, **{"supervision.hang_timeout_s": 600})  # who is stopped is not judged
     until_learning(run)
     learner = run.kill("learner", signal.SIGSTOP)
     for name in ("actor-0", "actor-1"):
@@ -186,8 +191,10 @@ def test_a_full_disk_is_told_and_training_goes_on(small_disk: Path, shm_dir: Pat
     try:
         run.until(lambda: run.rows() and run.rows()[-1]["replay"]["size"] > 10_000, "there is something to write")
         ballast = small_disk / "ballast"
+        learner = run.kill("learner", signal.SIGSTOP)  # so that what is free stays so
         free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
         ballast.write_bytes(bytes(free - 300_000))
+        os.kill(learner, signal.SIGCONT)
         run.until(lambda: "the replay needs" in run.text() or "could not be written" in run.text(), "it is told")
         assert "Training goes on" in run.text()
         for _ in range(2):

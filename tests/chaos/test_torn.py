@@ -142,7 +142,8 @@ def kill_and_check(bench: Bench, num_kills: int) -> None:
         turn_until(partial(lambda who, num: bench.num_read[who] >= num, victim, goal), f"actor {victim} acts")
         for _ in range(draw.randint(0, 20_000)):  # some instants later, in the middle of whatever it does
             pass
-        pid = bench.engine.pid(f"actor-{victim}")
+        name = f"actor-{victim}"  # what was read may be its predecessor's, and it just being started
+        pid = wait_until(lambda name=name: bench.engine.pid(name) or bench.turn(), f"{name} runs")  # type: ignore[misc]
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         turn_until(partial(lambda num: bench.deaths > num, kill), "it is dead")

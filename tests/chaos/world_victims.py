@@ -24,8 +24,9 @@ from echelon.errors import EchelonError
 from echelon.frames.modules import among_learners, call
 from echelon.world import CollectiveGroup, RpcGroup, World
 
-TIMEOUT_S = 60.0  # of whatever must notice a death: nobody waits so long
+TIMEOUT_S = 240.0  # of whatever must notice a death, and of victims until it is their turn: nobody waits so long
 SHORT_S = 0.5  # of whatever must give up
+SHORT_COLLECTIVE_S = 3.0  # the same, where the group has to be made in that time, too
 OBSERVERS = ("observer-0", "observer-1")
 DELAY_S = 0.1  # from the start of a wait to the kill; sound whatever it is
 LARGE = 1 << 24  # bytes: more than any queue takes in
@@ -78,7 +79,9 @@ class Scenario:
 
     @property
     def timeout_s(self) -> float:
-        return TIMEOUT_S if self.signal == signal.SIGKILL else SHORT_S
+        if self.signal == signal.SIGKILL:
+            return TIMEOUT_S
+        return SHORT_COLLECTIVE_S if self.collective else SHORT_S
 
 
 def call_through(rpc: str, victim: str) -> None:

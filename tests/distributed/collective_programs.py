@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,10 @@ def comes_late(world: World) -> str:
 def listening(world: World) -> list[str]:
     """The addresses at which this process listens for TCP while it is in a collective group."""
     group = world.create_collective_group([0, 1])
-    inodes = {path.readlink().name for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    inodes = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            inodes.add(path.readlink().name)
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     rows += [line.split() for line in Path("/proc/self/net/tcp6").read_text().splitlines()[1:]]
     addresses = [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]

@@ -109,6 +109,7 @@ def with_a_death(rank: int, folder: str) -> None:
     doomed.start()
     abandoned = server_of(group, "abandoned", primary="0", secondary="1", batch=4)
     told = server_of(group, "told", primary="1", secondary="2", batch=1)
+    group.register(f"members of {rank}", lambda: world.members)
     for number in range(50):
         buffer.append(transition(100 * rank + number), 1.0)
     group.barrier()
@@ -123,7 +124,7 @@ def with_a_death(rank: int, folder: str) -> None:
     group.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    wait_until(lambda: world.members == ["0", "2"])
+    wait_until(lambda: all(group.registered_sync(f"members of {one}") == ["0", "2"] for one in (0, 2)))
     buffer.update_priority(np.full(100, 3.0), indexes)  # those of the dead one are passed over
     batch = buffer.sample_batch(100, sample_attrs=("reward",))
     assert batch.batch is not None and batch.weights is not None

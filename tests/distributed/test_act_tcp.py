@@ -143,7 +143,7 @@ class TestProcesses:
     def test_a_client_that_died_costs_the_others_one_wait(
         self, start: Start, shm_dir: Path, take_seat: Callable[..., RemoteSeat]
     ) -> None:
-        server = start("server", folder=str(shm_dir), max_wait_us=2e6, num_present=2)
+        server = start("server", folder=str(shm_dir), max_wait_us=5e6, num_present=2)
         address = server.hear()["address"]
         mortal = start("client", address=address, client=0, num_questions=1_000_000)
         survivor = take_seat(address, client=1)

@@ -62,12 +62,14 @@ def test_both_ways_of_answering_one_after_the_other_on_one_port(shm_dir: Path) -
 def test_a_rank_that_dies_ends_the_run_and_is_named(shm_dir: Path) -> None:
     before = children_of(os.getpid())
     ranks: list[int] = []
+    killed: list[int] = []
 
     def kill_one(done: int, total: int) -> None:
         if len(ranks) < 4:  # before they call each other: they spin then, and looking for them may take half a minute
             holders = [child for server in set(children_of(os.getpid())) - set(before) for child in children_of(server)]
             ranks[:] = [rank for holder in holders for rank in children_of(holder)]  # in the order of their start
-        elif done and is_alive(ranks[2]):
+        elif done and not killed:
+            killed.append(ranks[2])
             os.kill(ranks[2], signal.SIGKILL)
 
     with pytest.raises(RunError, match="observer2 was ended by SIGKILL"):

@@ -52,7 +52,7 @@ def said_by(*words: str, folder: Path | None = None) -> str:
     search = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
     environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", MARK: secrets.token_hex(8)}
     command = [sys.executable, "-W", "error", *words]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=3 * DEADLINE_S)
     return done.stdout + done.stderr
 
 

@@ -130,7 +130,7 @@ def test_four_writers_on_two_hosts_and_a_learner_that_reads_nothing_torn(cluster
 
 
 def test_the_shard_of_a_dead_actor_stays_and_that_of_a_lost_host_is_dropped(cluster: Cluster) -> None:
-    learner = cluster.learner(lost_after_s=1.0)
+    learner = cluster.learner(lost_after_s=5.0)
     learner.hear()
     before = learner.learn_from_all(100)["sizes"][2]
     cluster.writers[2].kill()
@@ -154,7 +154,7 @@ def test_the_shard_of_a_dead_actor_stays_and_that_of_a_lost_host_is_dropped(clus
 
 
 def test_a_killed_server_and_a_killed_learner_lose_nothing(cluster: Cluster) -> None:
-    learner = cluster.learner()
+    learner = cluster.learner(lost_after_s=60.0)
     learner.hear()
     told = learner.learn_from_all(50)
     for _ in range(2):
@@ -185,6 +185,7 @@ def test_another_secret_is_refused(cluster: Cluster, secret: str | None) -> None
 def test_a_run_reads_its_shards_over_tcp_and_goes_on_when_their_server_is_killed(runs: Runs) -> None:
     fields = {"actor.num_actors": 2, "actor.envs": 4, "replay.min_size": 200, "replay.batch": 32}
     fields |= {"replay.samples_per_insert": 4, "replay.capacity": 20_000, "network.hidden": 16}
+    fields |= {"replay.lost_after_s": 60, "supervision.hang_timeout_s": 90}
     run = runs.train("apex-dqn", **fields, **{"replay.transport": "tcp"})
 
     def learns() -> None:

@@ -17,6 +17,7 @@ from echelon.errors import ConfigError, Refused, TransportTimeout
 from echelon.world import World, get_world
 from echelon.world.endpoint import is_turned_away
 from echelon.world.node import Node
+from running import wait_until
 
 
 def test_everybody_knows_who_is_there() -> None:
@@ -136,10 +137,11 @@ def free_port() -> int:
 def test_the_host_is_told_that_somebody_came_with_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_SECRET", "the secret of the host, and long enough")
     address = f"tcp://127.0.0.1:{free_port()}"
-    refused = threading.Thread(target=is_turned_away, args=(address, "a secret of somebody else, as long"))
+    secret = "a secret of somebody else, as long"
+    refused = threading.Thread(target=lambda: wait_until(lambda: is_turned_away(address, secret), "it is refused"))
     refused.start()
     with pytest.raises(TransportTimeout, match=r"rank 1 did not .* ECHELON_SECRET of somebody who came was another"):
-        World("m0", 0, 2, address, timeout_s=2.0)
+        World("m0", 0, 2, address, timeout_s=5.0)
     refused.join()
 
 

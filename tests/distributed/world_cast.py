@@ -12,8 +12,8 @@ from typing import Any
 
 from echelon.world import World
 
-PATIENCE_S = 60.0  # a bound on what should take milliseconds, on a machine that may be busy
-TIMEOUT_S = 20.0  # of the worlds
+PATIENCE_S = 120.0  # a bound on what should take milliseconds, on a machine that may be busy
+TIMEOUT_S = 60.0  # of the worlds
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["world_programs", "world_faults", "echelon.world.world"])
 

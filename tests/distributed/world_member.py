@@ -14,7 +14,7 @@ from world_suite import PROGRAMS
 
 from echelon.world import World
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 80.0
 
 
 def run(rank: int, size: int, address: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from world_cast import PATIENCE_S, Outcome
+from world_cast import PATIENCE_S, TIMEOUT_S, Outcome
 
 from echelon.errors import ConfigError, PeerLost, Refused, TransportTimeout, WorldError
 from echelon.world import RpcException, RpcGroup, World, get_world
@@ -82,7 +82,7 @@ def group_of(world: World, name: str = "all") -> RpcGroup:
 def tell_who_is_there(world: World) -> Any:
     group = group_of(world)
     told = (world.rank, world.name, world.world_size, world.members, world.get_members(), world.get_ranks())
-    assert get_world() is world and world.timeout_s == 20.0 and world.address.startswith("ipc://")
+    assert get_world() is world and world.timeout_s == TIMEOUT_S and world.address.startswith("ipc://")
     with pytest.raises(WorldError, match="in a world already, as 'm0'" if world.rank == 0 else "already"):
         World("again", 0, 1)
     described = (group.size(), group.is_member(), group.is_member("m1"), group.is_member("x"))
@@ -206,7 +206,7 @@ def misuse_groups(world: World) -> Any:
         with pytest.raises(TransportTimeout, match=absent):
             world.timeout_s = 0.2
             world.create_rpc_group("vain", ["m0", "nobody"])
-        world.timeout_s = 20.0
+        world.timeout_s = TIMEOUT_S
         with pytest.raises(TransportTimeout, match=r"'m1' did not come to the barrier of the group 'all' within 0.1 s"):
             group.barrier(timeout=0.1)
         open_gate()
@@ -283,7 +283,7 @@ def stop_and_begin_again(world: World) -> Any:
         assert get_world() is None
         with pytest.raises(WorldError, match="has left the world"):
             group.barrier()
-        world = World(f"m{world.rank}", world.rank, 2, timeout_s=20.0)
+        world = World(f"m{world.rank}", world.rank, 2, timeout_s=TIMEOUT_S)
     return None
 
 

@@ -310,7 +310,7 @@ def test_a_worker_gives_a_silent_learner_up_after_its_patience(monkeypatch: pyte
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         line = Line(f"tcp://127.0.0.1:{nobody.getsockname()[1]}", "w", None, 0.05, told.append)
-        with pytest.raises(TransportTimeout, match="was silent for 0 s: nobody listens there"):
+        with pytest.raises(TransportTimeout, match=r"was silent for \d+ s: nobody listens there"):
             line.ask(Ask(PROTOCOL), Task)
         line.close()
 

@@ -202,20 +202,20 @@ class TestLargeMessages:
         taking = threading.Thread(target=take)
         taking.start()
         try:
-            future = calls.begin("f()", ("g", SERVICE, "f", (self.BODY,), {}, False), 20.0)
+            future = calls.begin("f()", ("g", SERVICE, "f", (self.BODY,), {}, False), PATIENCE_S)
+            taking.join(PATIENCE_S)
         finally:
-            taking.join(1.0)
             calls_over.set()
             taking.join()
             calls.close()
             requests.reader.close()
         assert len(arrived) == 1 and bytes(arrived[0][1]) == self.BODY.numpy().tobytes()
-        assert 0.0 < future.left_s < 20.0 - SEND_S, "what sending took is not waited for again"
+        assert 0.0 < future.left_s < PATIENCE_S - SEND_S, "what sending took is not waited for again"
 
     def test_an_answer_arrives(self, shm_dir: Path) -> None:
         peers = Peers(Loop(), line(shm_dir, "answers", blocks=False))
         future = peers.begin(lambda: self.BODY)
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + PATIENCE_S
         while not future.settled and time.monotonic() < deadline:
             time.sleep(2 * ROOM_S)  # it is a caller that is busy
             peers.calls.drain()

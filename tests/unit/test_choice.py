@@ -33,6 +33,7 @@ from echelon.roles.choice import (
     forecast,
 )
 from echelon.roles.rehearsal import RESULT, Clock, Cost, Measured, Rehearsal, round_rows
+from running import DEADLINE_S
 from stage import Stage
 from unruly import SlowEnv
 
@@ -310,8 +311,7 @@ def test_environments_that_fail_in_the_rehearsal_cost_only_the_choice(
 ) -> None:
     name = f"{Path(__file__)}:Misbehaving"
     stage = make_stage(name, **{**AUTO, "acting.mode": "auto", "env.kwargs": {"how": how}})
-    if how < 0:
-        monkeypatch.setattr(choice, "LIMIT_S", 1.0)
+    monkeypatch.setattr(choice, "LIMIT_S", 1.0 if how < 0 else DEADLINE_S)
     found = choice.choose_acting(stage.context, engine, stage.plan.model)
     assert found.mode == "local"
     assert re.search(reason, found.reason), found.reason
@@ -322,6 +322,7 @@ def test_a_rehearsal_in_a_process_of_its_own_chooses(
     make_stage: Callable[..., Stage], engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = make_stage("CartPole-v1", **{**AUTO, "acting.mode": "auto", "engine": "local"})
+    monkeypatch.setattr(choice, "LIMIT_S", DEADLINE_S)
     found = choice.choose_acting(stage.context, engine, stage.plan.model)
     assert "steps/s against" in found.reason  # which, a busy machine may decide
     assert not engine.exits() and engine.pid(choice.REHEARSAL) is None

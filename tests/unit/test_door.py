@@ -9,6 +9,7 @@ import gymnasium as gym
 import msgspec
 import numpy as np
 import pytest
+import zmq
 
 import toy_envs as toy
 from echelon.asynchronous.lanes import Lanes
@@ -100,7 +101,11 @@ def test_a_successor_knows_the_workers_and_what_they_brought(make_entrance: Any)
     entrance.arrive()
     entrance.ask(piece(number=1))
     address = entrance.door.door.address
+    lost = entrance.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     entrance.door.close()
+    assert lost.poll(60_000), "what is sent before the worker's socket knows is lost, and this worker repeats nothing"
+    entrance.socket.disable_monitor()
+    lost.close(linger=0)
     entrance.door = entrance.make_door(incarnation=1)
     assert entrance.door.door.address == address
     assert isinstance(entrance.ask(piece(number=1)), Next) and entrance.head == 5

@@ -24,7 +24,7 @@ from echelon.roles.replay_part import ReplayPart
 from echelon.roles.replay_plan import ReplayPlan, limiter_rule
 from echelon.roles.source import Counters, Offer
 from echelon.schema import TransitionBatch
-from echelon.world.process_group import make_process_group
+from echelon.world.process_group import end_process_group, make_process_group
 from learner_threads import in_threads, make_learners
 from replay_scene import BATCH, Scene
 
@@ -174,8 +174,8 @@ def test_more_episodes_than_are_kept_are_counted_and_the_best_is_known() -> None
 
 def test_a_lost_peer_is_named() -> None:
     first, second = make_learners(2)
-    second._group.shutdown()
-    del second._group, second._on_gpu
+    end_process_group(second._group)
+    del second._group, second._on_gpu  # what refers to it: its sockets close
     with pytest.raises(PeerLost, match=r"learner-0 waited for learner-1"):
         first.gather(torch.zeros(1))
 

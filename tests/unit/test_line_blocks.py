@@ -129,7 +129,7 @@ class TestThePool:
             assert pair.writer.send(frames_of([LARGE], number), 1.0)
             kept.append(pair.reader.receive(1.0))
         assert pair.writer.block_bytes == MOST_BLOCKS * size_class(LARGE)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before  # others may close theirs meanwhile
         for number, frames in enumerate(kept):
             assert frames is not None and [bytes(frame) for frame in frames] == frames_of([LARGE], number)
 

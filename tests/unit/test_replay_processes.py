@@ -60,6 +60,7 @@ def test_four_writers_and_a_learner_that_reads_nothing_torn(roles: Roles) -> Non
     replay.advance()
     assert replay.sizes == [CAPACITY] * NUM_SHARDS and limiter.inserted >= NUM_SHARDS * 8 * CAPACITY
     assert abs(limiter.balance) <= RULE.room + NUM_SHARDS * CHUNK * RULE.samples_per_insert
+    rng = np.random.default_rng(1)  # the other went as far as the writers took time
     counts = np.zeros(10)  # priorities repeat with the numbers: ten kinds of items, drawn by their mass
     for _ in range(200):
         counts += np.bincount(replay.sample(BATCH, 0.4, rng).keys.number % 10, minlength=10)

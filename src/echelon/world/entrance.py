@@ -161,9 +161,10 @@ def remove_folder_of(dead: Card, own: Card) -> None:
     is_session = folder.parent == Path(SHM_DIR) and NAME.fullmatch(folder.name)
     is_sibling = folder.parent == Path(own.folder).parent and folder.name.endswith(SHARED)
     if (is_session or is_sibling) and dead.is_near:
-        found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
-            remove_folder(folder)
+        with contextlib.suppress(FileNotFoundError):  # it has done so itself, just now
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                remove_folder(folder)
 
 
 def remove_folder(folder: Path) -> None:

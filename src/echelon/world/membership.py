@@ -145,17 +145,18 @@ class Membership:
     # What happens to others; in the thread of the node.
 
     def _on_lost(self, member: Member, why: str) -> None:
-        if self._over is None:
-            self._switchboard.lose(member, why)  # reads the last answers, which lie in the folder of the dead
-        if self._registry:
-            self._registry.on_lost(member, why)
-            remove_folder_of(Card.of(member), self._card)
-        if member.name == self._node.host_name:
-            self._end(
-                lambda what: PeerLost(f"{what} of {self.name!r} was cut short: {member.name!r}, the host, left: {why}.")
-            )
-        with self._departed:
-            self._departed.notify_all()
+        try:
+            if self._over is None:
+                self._switchboard.lose(member, why)  # reads the last answers, which lie in the folder of the dead
+            if self._registry:
+                self._registry.on_lost(member, why)
+                remove_folder_of(Card.of(member), self._card)
+            if member.name == self._node.host_name:
+                text = f"was cut short: {member.name!r}, the host, left: {why}"
+                self._end(lambda what: PeerLost(f"{what} of {self.name!r} {text}."))
+        finally:  # whatever went wrong, nobody waits for it
+            with self._departed:
+                self._departed.notify_all()
 
     def _on_host_death(self, host: Member, why: str) -> None:
         self._node.lose_host(why)
