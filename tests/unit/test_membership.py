@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from echelon.errors import TransportError
 from echelon.transport.codec import encode
+from echelon.world import node_thread
 from echelon.world import watch as watch_module
 from echelon.world.address import member_address
 from echelon.world.directory import Member
@@ -53,6 +56,30 @@ def test_only_the_folder_of_a_member_is_removed(tmp_path: Path) -> None:
     assert precious.is_dir() and linked.is_dir()
     remove_folder_of(write_card(1, 1, theirs), mine)
     assert not theirs.exists() and own.is_dir()
+
+
+def test_a_member_that_removes_its_folder_just_then_has_done_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, theirs = tmp_path / "a.1.shared", tmp_path / "b.2.shared"
+    own.mkdir()
+    theirs.mkdir()
+    cards = write_card(0, 1, own), write_card(1, 1, theirs)
+    monkeypatch.setattr(Card, "is_near", property(lambda card: shutil.rmtree(card.folder) is None))
+    remove_folder_of(cards[1], cards[0])
+    assert not theirs.exists() and own.is_dir()
+
+
+def test_the_thread_of_a_node_ends_without_waiting_for_its_tick(host: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_thread, "TICK_S", 600.0)
+    thread = NodeThread(host, Watch(lambda one, why: None), lambda: None, lambda error: None)
+    thread.start()
+    done: list[str] = []
+    thread.do(lambda: done.append("before"))
+    stopper = threading.Thread(target=thread.stop, daemon=True)
+    stopper.start()
+    stopper.join(PATIENCE_S)
+    assert not stopper.is_alive() and done == ["before"]
 
 
 def test_a_watch_that_was_stopped_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,8 @@ class NodeThread:
         looked_at = 0.0
         while not self._stopping or self._tasks:
             self._do_tasks()
-            self.node.poll(TICK_S if not self._tasks else 0.0, [self._bell, *self._watch.descriptors])
+            timeout_s = 0.0 if self._tasks or self._stopping else TICK_S
+            self.node.poll(timeout_s, [self._bell, *self._watch.descriptors])
             self._clear()
             self._watch.look()
             if (now := time.monotonic()) - looked_at >= TICK_S:
