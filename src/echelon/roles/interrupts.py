@@ -14,7 +14,9 @@ ECHO_S = 1.0  # `timeout` and shells signal a process and then its group: that i
 class Interrupts:
     """Notes the signals that come while it is entered; in other threads than the main one they are somebody else's."""
 
-    def __init__(self) -> None:
+    def __init__(self, *numbers: signal.Signals) -> None:
+        """Of those `numbers`; of SIGINT and SIGTERM if none is given."""
+        self._numbers = numbers or (signal.SIGINT, signal.SIGTERM)
         self._first: float | None = None
         self._previous: dict[int, Any] = {}
 
@@ -24,7 +26,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in self._numbers:
                 self._previous[number] = signal.signal(number, self._note)
         return self
 

@@ -65,11 +65,12 @@ class Turns:
             "sample+update": self._sample_and_update,
             "mixed": self._mixed,
         }
-        work, count = works[name], 0
+        work, count, elapsed_s = works[name], 0, 0.0
         start = time.perf_counter()
-        while (elapsed_s := time.perf_counter() - start) < seconds:
+        while not count or elapsed_s < seconds:  # once at least, however busy the machine is
             work()
             count += 1
+            elapsed_s = time.perf_counter() - start
         return count * (self.chunk if name == "insert" else self.batch) / elapsed_s
 
     def _insert(self) -> None:

@@ -135,7 +135,8 @@ class Measure:
     @classmethod
     def of(cls, name: str, unit: str, rounds: Mapping[str, list[float]]) -> Measure:
         ours, *peers = rounds.values()
-        ratio = float(np.median(np.divide(ours, peers[0]))) if peers else None
+        ratios = [one / other for peer in peers[:1] for one, other in zip(ours, peer, strict=True) if other]
+        ratio = float(np.median(ratios)) if ratios else None
         return cls(name, unit, {who: Spread.of(values) for who, values in rounds.items()}, ratio)
 
 

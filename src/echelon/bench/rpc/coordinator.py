@@ -20,6 +20,7 @@ from echelon.bench.rpc.setting import Progress, Raw, Setting, check_port
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, ProcessSpec
 from echelon.errors import EchelonError, RunError
+from echelon.roles.interrupts import Interrupts
 from echelon.transport.act_board import ActBoard
 from echelon.transport.segments import check_platform
 from echelon.transport.session import create_session
@@ -38,7 +39,8 @@ def run(setting: Setting, progress: Progress, kind: type[Coordinator] | None = N
     try:
         coordinator = (kind or Coordinator)(setting, session, progress)
         try:
-            coordinator.drive()
+            with coordinator.interrupts:
+                coordinator.drive()
         finally:
             coordinator.engine.close(0.0)  # whoever is still there is not needed
         return coordinator.results.raw()
@@ -56,6 +58,7 @@ class Coordinator:
         self.results = Results(session, setting, create=True)
         self.engine = LocalEngine(str(session), preload=self.preload)
         self.working: set[str] = set()
+        self.interrupts = Interrupts(signal.SIGINT)  # raised anywhere else, Python may lose it: inside of a finalizer
 
     def drive(self) -> None:
         """Starts everybody and lets them go through the phases together, until all have ended."""
@@ -77,6 +80,8 @@ class Coordinator:
     def _until(self, condition: Callable[[], bool]) -> None:
         """Waits for `condition`; raises the error of a process that ended before its work was done."""
         while not condition():
+            if self.interrupts.came:
+                raise KeyboardInterrupt
             select.select([self.engine.descriptor], [], [], LOOK_INTERVAL_S)
             for gone in self.engine.exits():
                 if gone.code or gone.signal:
