@@ -58,7 +58,7 @@ def test_who_waits_is_told_whom_it_waited_for(told: Told, name: str) -> None:
         outcomes = [outcome for outcome in outcomes if outcome[0] != "nothing"]
         assert len(outcomes) == 1
     for kind, text, waited_s in outcomes:
-        assert waited_s < world_victims.TIMEOUT_S  # of whatever is to notice a death; to give up has a shorter one
+        assert waited_s < world_victims.NOTICED_S  # of whatever is to notice a death; to give up has a shorter one
         if scenario.signal == signal.SIGSTOP:
             assert kind == "TransportTimeout" and victim in text
         elif name == "a call through another":

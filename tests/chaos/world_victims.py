@@ -24,7 +24,8 @@ from echelon.errors import EchelonError
 from echelon.frames.modules import among_learners, call
 from echelon.world import CollectiveGroup, RpcGroup, World
 
-TIMEOUT_S = 240.0  # of whatever must notice a death, and of victims until it is their turn: nobody waits so long
+TIMEOUT_S = 240.0  # of whatever must notice a death, and of victims until it is their turn
+NOTICED_S = 60.0  # nobody waits so long
 SHORT_S = 0.5  # of whatever must give up
 SHORT_COLLECTIVE_S = 3.0  # the same, where the group has to be made in that time, too
 OBSERVERS = ("observer-0", "observer-1")
