@@ -44,6 +44,8 @@ def tell(world: World, tensor: torch.Tensor, words: dict[str, Any]) -> Any:
     if world.rank == 2:
         assert group.rpc_sync(world.name_of(0), name) == world.name_of(0)
     told = (world.rank, world.name, world.members, world.world_size, float(tensor.sum()), words)
+    if world.rank:
+        world.create_rpc_group("ranks 1 and 2", [world.name_of(1), world.name_of(2)])  # both know who is there
     if world.rank == 1:
         world.stop()
         assert get_world() is None

@@ -48,6 +48,34 @@ if __name__ == "__main__":
 """
 
 
+LATE = """
+from threading import Timer
+
+from echelon.world import launch
+from echelon.world.node import Node
+
+adopt = Node._adopt
+
+
+def adopt_later(node, directory):
+    if node._host is None:  # what the answer to a join says is known at once
+        adopt(node, directory)
+    else:
+        Timer(0.3, adopt, (node, directory)).start()
+
+
+Node._adopt = adopt_later
+
+
+def main(world):
+    return world.members
+
+
+if __name__ == "__main__":
+    print(launch(main, 3))
+"""
+
+
 def said_by(*words: str, folder: Path | None = None) -> str:
     search = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
     environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", MARK: secrets.token_hex(8)}
@@ -75,6 +103,11 @@ def test_results_come_in_the_order_of_the_ranks() -> None:
     names = ["c", "a", "b"]
     told = launch(programs.tell, 3, (torch.ones(4), {"k": [1, None]}), names=names)
     assert told == [(rank, names[rank], ["a", "b", "c"], 3, 4.0, {"k": [1, None]}) for rank in range(3)]
+
+
+def test_everybody_knows_of_all_from_the_start_even_if_word_of_them_is_late(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    assert said_by(str(tmp_path / "late.py")) == f"{[['0', '1', '2']] * 3}\n"
 
 
 def test_whoever_waits_hears_why_a_member_failed(tmp_path: Path) -> None:

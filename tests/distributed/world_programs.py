@@ -314,5 +314,7 @@ def receive_guests(world: World) -> Any:
         everybody.rpc_sync("guest0", sleep_long)
     with pytest.raises(PeerLost, match="'guest0' never came to the barrier of the group 'everybody': it left"):
         everybody.barrier()
+    rest = world.create_rpc_group("rest", ["m0", "m1"])
     assert world.members == ["m0", "m1"]
+    rest.barrier()
     return told

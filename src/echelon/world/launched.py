@@ -100,7 +100,9 @@ class MemberRole:
         try:
             encode(value, LIMITS)
         except ConfigError as error:
-            raise ConfigError(f"what {self._path}() returned in {world.name!r} cannot be sent: {error}") from None
+            told = ConfigError(f"what {self._path}() returned in {world.name!r} cannot be sent: {error}")
+            _tell(world, told)
+            raise told from None
         if get_world() is world:
             world.control("result", world.name, value, timeout_s=threading.TIMEOUT_MAX)
             world.stop()

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from echelon.world.rpc_group import EXPLAIN_S
 from echelon.world.switchboard import Switchboard
 from echelon.world.watch import BEAT_S, Card, Watch
 
+PAUSE_S = 0.001
+WORD_S = 5.0  # how long word of a member may be under way
 USUAL_THREADS = torch.get_num_threads()  # unless somebody sets it
 
 _here: Membership | None = None
@@ -98,6 +100,7 @@ class Membership:
                 f"of the world at {self._node.host_address}, rank {', '.join(map(str, missing))} did not come within "
                 f"{self.timeout_s:g} s.{strangers} Start it, or raise timeout_s."
             ) from None
+        self.await_word_of(ranked)
         return ranked, size
 
     # Asking others; what groups are made of.
@@ -131,6 +134,14 @@ class Membership:
             return self.control(function, *args, timeout_s=EXPLAIN_S)
         except EchelonError:
             raise error from None
+
+    def await_word_of(self, names: Sequence[str]) -> None:
+        """Returns when this process knows of members whom the host knows: word of them may come after an answer."""
+        deadline = time.monotonic() + WORD_S
+        while any(not self.is_there(name) and not self._node.why_gone(name) for name in names):
+            if self._over is not None or time.monotonic() >= deadline:
+                break  # the next call says why
+            time.sleep(PAUSE_S)
 
     def is_there(self, name: str) -> bool:
         """Whether a member has that name now."""

@@ -264,6 +264,7 @@ class RpcGroup:
                     f"the group {name!r} was created with the members {_listed(others)} elsewhere, and with "
                     f"{self._shown} by {world.name!r}. Names of groups are unique in a world."
                 )
+        world.await_word_of(self._members)
 
     def destroy(self) -> None:
         """Leaves the group: its keys of this member go; the others' barriers raise PeerLost."""
