@@ -31,8 +31,9 @@ class Entrance:
 
     def __init__(self, stage: Stage, *, is_open: bool = True) -> None:
         self.stage, self.told = stage, dict[str, list[Any]]()
-        for name in ("workers", "evaluation"):
-            stage.world.serve(name, self.told.setdefault(name, []).append)
+        stage.world.serve("workers", self.told.setdefault("workers", []).append)
+        scores = self.told.setdefault("worker_evaluation", [])
+        stage.world.serve("worker_evaluation", lambda number, score: scores.append((number, score)))
         if is_open:
             self.open()
         self.door = self.make_door()

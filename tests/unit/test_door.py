@@ -89,9 +89,8 @@ def test_what_comes_again_is_answered_and_not_taken_again(make_entrance: Any) ->
         assert not entrance.ask(score).evaluates
     assert entrance.head == 10, "an evaluation is not learned from"
     entrance.stage.world.poll(0.0)
-    assert [(told["return_mean"], told["length_mean"], told["worker"]) for told in entrance.told["evaluation"]] == [
-        (-3.5, 40.0, "w")
-    ]
+    (number, told), *others = entrance.told["worker_evaluation"]
+    assert (number, told["return_mean"], told["length_mean"], told["worker"]) == (1, -3.5, 40.0, "w") and not others
     totals = entrance.door.journal.totals()
     assert totals == {"episodes": 3, "evaluations": 1, "interactions": 50, "repeated": 3}
 
@@ -110,6 +109,22 @@ def test_a_successor_knows_the_workers_and_what_they_brought(make_entrance: Any)
     assert entrance.door.door.address == address
     assert isinstance(entrance.ask(piece(number=1)), Next) and entrance.head == 5
     assert isinstance(entrance.ask(piece(number=2)), Next) and entrance.head == 10
+
+
+def test_a_successor_tells_again_of_the_evaluations_that_may_not_have_been_told(make_entrance: Any) -> None:
+    entrance = make_entrance()
+    entrance.arrive()
+    scores = [Score("w", number, 1, 1, float(number), 40) for number in (1, 2)]
+    for score in scores:
+        entrance.ask(score)
+    entrance.stage.world.poll(0.0)
+    told = entrance.told["worker_evaluation"]
+    assert [(number, score["return_mean"]) for number, score in told] == [(1, 1.0), (2, 2.0)]
+    told.clear()
+    entrance.door.close()
+    entrance.door = entrance.make_door(incarnation=1)
+    entrance.stage.world.poll(0.0)
+    assert [(number, score["return_mean"]) for number, score in told] == [(1, 1.0), (2, 2.0)]
 
 
 def test_strangers_arrive_first_and_nobody_before_the_learner(make_entrance: Any) -> None:
@@ -134,6 +149,8 @@ SPACE = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
         (Arrive(PROTOCOL, "w", {}, True), "but the worker brings a policy of its own"),
         (Score("w", 9, 1, 1, float("nan"), 5), "returned nan"),
         (Score("w", 9, 1, 1, 1.0, 0), "an episode of 0 steps"),
+        (Score("w", 9, 1, 1, 1.0, 1 << 62), "<= 1099511627776 - at `\\$.episode_length`"),
+        (Score("w", 9, 1, 1 << 63, 1.0, 5), "at `\\$.version`"),
         (piece(65), "65 steps was refused: 1 to 64"),
         (piece(reward=np.zeros(0, np.float32)), "0 steps was refused"),
         (piece(reward=[1.0]), "0 steps was refused"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from echelon.roles.journal import NUM_ROWS, Entry, Journal
+from echelon.roles.journal import NUM_KEPT, NUM_ROWS, Entry, Evaluation, Journal
 from echelon.roles.tally import Tally
 
 
@@ -17,7 +17,7 @@ def open_journal(evaluation: float = 0.0) -> tuple[Journal, Tally]:
 
 def take(journal: Journal, row: int, number: int, *, evaluation: bool = False) -> bool:
     """One whole episode of 10 steps; whether an evaluation follows."""
-    journal.begin(Entry(row, number, number, 10, (1.5, 10), is_evaluation=evaluation))
+    journal.begin(Entry(row, number, number, 10, (1.5, 10), Evaluation("w", number) if evaluation else None))
     journal.finish()
     return journal.evaluates(row)
 
@@ -74,6 +74,30 @@ def test_killed_while_finishing_counts_once() -> None:
     tally.settle(0, (10, 1), (2.0, 10))  # the first thing that `finish` does
     Journal(tally, 0.0, memory).recover(5)
     assert tally.counts_of(0) == (10, 1) and journal.last(row) == 1 and journal.totals()["interactions"] == 10
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_successor_knows_the_newest_evaluations(finished: bool) -> None:
+    tally, memory = Tally(1), np.zeros(Journal.size(), np.uint8)
+    journal = Journal(tally, 0.0, memory)
+    row = journal.enter("w")
+    assert journal.evaluations(0) == []
+    take(journal, row, 1)
+    for number in (2, 3):
+        take(journal, row, number, evaluation=True)
+    name = "\N{SNOWMAN}" * 64
+    journal.begin(Entry(row, 4, 3, 12, (-2.5, 12), Evaluation(name, 7)))
+    if finished:
+        journal.finish()
+    successor = Journal(tally, 0.0, memory)
+    successor.recover(3)
+    found = successor.evaluations(0)
+    assert found[:2] == [(n, {"worker": "w", "version": n + 1, "value": 1.5, "length": 10}) for n in (1, 2)]
+    assert found[2:] == successor.evaluations(2) == [(3, {"worker": name, "version": 7, "value": -2.5, "length": 12})]
+    for number in range(5, 5 + NUM_KEPT):
+        take(successor, row, number, evaluation=True)
+    assert [number for number, _ in successor.evaluations(0)] == list(range(4, 4 + NUM_KEPT))
+    assert successor.evaluations(3 + NUM_KEPT) == [] and successor.evaluations(2 + NUM_KEPT)[0][1]["version"] == 260
 
 
 def test_of_too_many_workers_the_most_silent_makes_room() -> None:

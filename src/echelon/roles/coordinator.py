@@ -58,12 +58,14 @@ class Coordinator:
         self.serving: dict[str, dict[str, float]] = {}  # of each inference server, since it was started
         self.shards: dict[str, dict[str, float]] = {}  # of each shard server, since it was started
         self.workers: dict[str, float] = {}  # what the door tells of them
+        self.worker_evaluations = 0  # that are in the record
         world.serve("phases", self._on_phases)
         world.serve("serving", self._on_serving)
         world.serve("shards", self._on_shards)
         world.serve("workers", self._on_workers)
         world.serve("train", self._on_train)
         world.serve("evaluation", self._on_evaluation)
+        world.serve("worker_evaluation", self._on_worker_evaluation)
         world.serve("message", self.console.message)
         world.serve("restored", self._on_restored)
         world.serve("env_restarted", self._on_env_restarted)
@@ -96,6 +98,12 @@ class Coordinator:
         self.evaluations.append(score["return_mean"])
         steps = {"env_steps": self.row.get("env_steps", 0), "wall_s": self.row.get("wall_s", 0.0)}
         self.metrics.write({"kind": "evaluation", **steps, **score})
+
+    def _on_worker_evaluation(self, number: int, score: dict[str, Any]) -> None:
+        """A door that follows one that was killed tells again what that may not have told."""
+        if number > self.worker_evaluations:
+            self.worker_evaluations = number
+            self._on_evaluation(score)
 
     def _on_restored(self, checkpoint: str, env_steps: int, updates: int) -> None:
         """The learner was started again: tells from where, and what was lost since."""

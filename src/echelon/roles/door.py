@@ -21,7 +21,7 @@ from echelon.roles.attendance import EVER, HEARD_S, Attendance, Knocking
 from echelon.roles.context import Context, Station
 from echelon.roles.handling import Handling
 from echelon.roles.intake import Intake
-from echelon.roles.journal import Entry, Journal
+from echelon.roles.journal import Entry, Evaluation, Journal
 from echelon.roles.plan import Plan
 from echelon.schema import Spaces, space_choices, space_leaves
 from echelon.transport.door import Door, announce
@@ -87,8 +87,9 @@ class EpisodeDoor:
         self.bulletin = Bulletin(plan.board(), plan.weights_bytes)
         self.journal = Journal.at(context.session, self.tally, self.config.workers.evaluation)
         self.journal.recover(self.intake.writer.head)
+        self.handling, self.is_over, self.num_logged = Handling(), False, 0
         self.intake.tell()  # a predecessor may have died before it did
-        self.handling, self.is_over = Handling(), False
+        self._log()
         tell = functools.partial(self.station.report, "message")
         self.attendance, self.knocking = Attendance(self.journal, tell), Knocking(tell)
         self.station.world.serve("over", self._end)
@@ -221,9 +222,10 @@ class EpisodeDoor:
             raise Refused(f"an episode of {length} steps that returned {value} was refused.")
         head = self.intake.writer.head
         if isinstance(message, Score):
-            self.journal.begin(Entry(row, message.number, head, length, (value, length), is_evaluation=True))
+            evaluation = Evaluation(message.worker, message.version)
+            self.journal.begin(Entry(row, message.number, head, length, (value, length), evaluation))
             self.journal.finish()
-            self._log(message)
+            self._log()
             return
         self.intake.check(message)
         spans = self.intake.spans(message)
@@ -234,11 +236,14 @@ class EpisodeDoor:
         self.journal.finish()
         self.intake.tell()
 
-    def _log(self, score: Score) -> None:
-        value, length = score.episode_return, score.episode_length
-        figures: dict[str, Any] = {"version": score.version, "episodes": 1, "return_mean": value, "return_std": 0.0}
-        figures |= {"return_min": value, "return_max": value, "length_mean": float(length), "worker": score.worker}
-        self.station.report("evaluation", figures)
+    def _log(self) -> None:
+        """Tells of evaluations that we have not told of; those of a predecessor may come again."""
+        for number, one in self.journal.evaluations(self.num_logged):
+            value, length = one["value"], float(one["length"])
+            score = {"version": one["version"], "episodes": 1, "return_mean": value, "return_std": 0.0}
+            score |= {"return_min": value, "return_max": value, "length_mean": length, "worker": one["worker"]}
+            self.station.report("worker_evaluation", number, score)
+            self.num_logged = number
 
     def _tell(self, now: float) -> None:
         """How workers are served, for the record."""

@@ -3,7 +3,8 @@
 Before a message changes anything, the door notes what will be true after it (the *intent*); then it appends to its
 replay shard, which shows all of it or nothing; then it makes true what it noted. A door that is killed between leaves
 the intent to its successor, which finds the shard's head moved or not, and so knows whether to finish it or to forget
-it. So no message counts twice, and none that was answered is lost. One process writes. Needs only numpy.
+it. So no message counts twice, and none that was answered is lost. Of evaluations the newest are kept as they were,
+for the record of a run, which a successor tells again. One process writes. Needs only numpy.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ import numpy as np
 from echelon.layout import place, size_of, views_of
 from echelon.replay.shard import join
 from echelon.roles.tally import Tally
-from echelon.transport.episode_wire import socket_name
+from echelon.transport.episode_wire import MAX_NAME, socket_name
 
 Array = np.ndarray[Any, Any]
 DOOR = 0  # the actor that the tally and the replay take the door for
 NUM_ROWS = 4_096  # workers that are remembered; of more, the one that was silent longest makes room
+NUM_KEPT = 256  # evaluations
 TOTALS = np.dtype([(name, np.int64) for name in ("episodes", "evaluations", "interactions", "repeated")])
+EVALUATED = np.dtype(
+    [("worker", f"U{MAX_NAME}"), ("version", np.int64), ("value", np.float64), ("length", np.int64)], align=True
+)
 INTENT = np.dtype(
     [
         ("row", np.int64),
@@ -33,8 +38,11 @@ INTENT = np.dtype(
         ("env_steps", np.int64),  # of the tally
         ("episodes", np.int64),
         ("ended", np.bool_),  # whether an episode ends that is learned from, with the two that follow
+        ("evaluated", np.bool_),  # whether one ends that is an evaluation, with all that follow
         ("value", np.float64),
         ("length", np.int64),
+        ("worker", f"U{MAX_NAME}"),
+        ("version", np.int64),
         ("totals", TOTALS),
     ],
     align=True,
@@ -55,9 +63,18 @@ FIELDS = place(
         ("pending", (1,), np.bool_),
         ("totals", (1,), TOTALS),
         ("intent", (1,), INTENT),
+        ("evaluated", (NUM_KEPT,), EVALUATED),
         ("workers", (NUM_ROWS,), WORKER),
     ]
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Whose an evaluation is, and of which weights."""
+
+    worker: str
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +86,7 @@ class Entry:
     head: int  # of the shard, once it is in
     num_steps: int
     ended: tuple[float, int] | None = None  # return and length, where an episode ends
-    is_evaluation: bool = False
+    evaluation: Evaluation | None = None  # where the episode is not learned from
 
 
 class Journal:
@@ -80,7 +97,7 @@ class Journal:
         views = views_of(FIELDS, np.zeros(self.size(), np.uint8) if memory is None else memory)
         self.tally, self.evaluation = tally, evaluation
         self._began, self._pending, self._workers = views["began"], views["pending"], views["workers"]
-        self._totals, self._intent = views["totals"], views["intent"]
+        self._totals, self._intent, self._evaluated = views["totals"], views["intent"], views["evaluated"]
         self._rows = {
             self._workers["socket"][row].tobytes(): int(row) for row in np.flatnonzero(self._workers["known"])
         }
@@ -146,8 +163,7 @@ class Journal:
         """Notes what will be true when what `entry` brings lies in the shard."""
         intent, totals = self._intent, self._totals[0].copy()
         env_steps, episodes = self.tally.counts_of(DOOR)
-        learned = not entry.is_evaluation
-        ends = entry.ended is not None
+        learned, ends = entry.evaluation is None, entry.ended is not None
         totals["episodes"] += ends
         totals["evaluations"] += not learned
         totals["interactions"] += entry.num_steps
@@ -156,6 +172,8 @@ class Journal:
         intent["env_steps"] = env_steps + (entry.num_steps if learned else 0)
         intent["episodes"], intent["ended"] = episodes + (ends and learned), ends and learned
         intent["value"], intent["length"] = entry.ended or (0.0, 0)
+        intent["evaluated"], evaluation = not learned, entry.evaluation or Evaluation("", 0)
+        intent["worker"], intent["version"] = evaluation.worker, evaluation.version
         intent["totals"] = totals
         self._pending[0] = True
 
@@ -169,6 +187,9 @@ class Journal:
         intent = self._intent[0]
         ended = (float(intent["value"]), int(intent["length"])) if intent["ended"] else None
         self.tally.settle(DOOR, (int(intent["env_steps"]), int(intent["episodes"])), ended)
+        if intent["evaluated"]:
+            kept = (int(intent["totals"]["evaluations"]) - 1) % NUM_KEPT
+            self._evaluated[kept] = intent[list(EVALUATED.names or ())]
         self._totals[0] = intent["totals"]
         row = int(intent["row"])
         self._workers["evaluates"][row] = intent["evaluates"]
@@ -190,6 +211,13 @@ class Journal:
     def totals(self) -> dict[str, int]:
         """Episodes in all, evaluations among them, steps in all, messages that came again."""
         return {name: int(self._totals[name][0]) for name in TOTALS.names or ()}
+
+    def evaluations(self, after: int) -> list[tuple[int, dict[str, Any]]]:
+        """The evaluations behind number `after`, as far as they are kept, with their numbers, which begin with 1."""
+        newest = self.totals()["evaluations"]
+        numbers = range(max(after, newest - NUM_KEPT) + 1, newest + 1)
+        names, kept = EVALUATED.names or (), self._evaluated
+        return [(n, dict(zip(names, kept[(n - 1) % NUM_KEPT].item(), strict=True))) for n in numbers]
 
     @property
     def seconds(self) -> float:

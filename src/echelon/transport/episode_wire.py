@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ Array = np.ndarray[Any, Any]
 PROTOCOL = 1  # goes up when a message changes its meaning
 LIMITS = Limits(total_bytes=1 << 30)
 MAX_NAME = 64  # characters of a worker's name
+Count = Annotated[int, msgspec.Meta(ge=-(1 << 40), le=1 << 40)]  # so that sums of them fit into 64 bits
 
 
 class _Message(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True):
@@ -46,28 +47,28 @@ class Piece(_Message, tag="piece"):
     """Steps of an episode; the answer is `Next`."""
 
     worker: str
-    number: int
-    has_version: int  # of the weights that the worker has
+    number: Count
+    has_version: Count  # of the weights that the worker has
     observation: list[Any]  # leaves (L + 1, ...); a stack of images as {"frames": (F, ...), "numbers": (L + 1, S)}
     action: Any  # (L, ...)
     reward: Any  # (L,)
     version: Any  # (L,) of the weights that chose each action
-    num_old: int  # steps at its start that the piece before it had too
+    num_old: Count  # steps at its start that the piece before it had too
     terminated: bool
     truncated: bool
     episode_return: float  # up to here
-    episode_length: int
+    episode_length: Count
 
 
 class Score(_Message, tag="score"):
     """What an evaluation episode came to; the answer is `Next`."""
 
     worker: str
-    number: int
-    has_version: int
-    version: int  # of the weights that it began with
+    number: Count
+    has_version: Count
+    version: Count  # of the weights that it began with
     episode_return: float
-    episode_length: int
+    episode_length: Count
 
 
 class Sign(_Message, tag="sign"):
