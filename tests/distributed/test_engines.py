@@ -150,6 +150,14 @@ def test_close_ends_the_roles_and_the_server(engine: LocalEngine, start: Start) 
     engine.close(0.0)  # twice is once
 
 
+def test_who_leaves_while_the_engine_is_closing_is_told(engine: LocalEngine, start: Start) -> None:
+    start("Counting", steps=1000)
+    wait_until(lambda: (engine._receive(0.0), engine.pid("role") or engine._exits)[1], "the role runs, or has left")
+    engine.close(60.0)
+    assert [(gone.name, gone.code) for gone in engine.exits()] == [("role", 0)]
+    assert engine.exits() == []
+
+
 def test_a_killed_server_is_an_error_and_takes_the_roles_with_it(engine: LocalEngine, start: Start) -> None:
     start("Counting")
     pid = wait_until(lambda: (engine.exits(), engine.pid("role"))[1], "it runs")

@@ -108,7 +108,8 @@ class LocalEngine:
         return self._socket.fileno()
 
     def exits(self) -> list[Exit]:
-        self._receive(0.0)
+        if self._socket.fileno() >= 0:
+            self._receive(0.0)
         exits, self._exits = self._exits, []
         return exits
 

@@ -26,8 +26,9 @@ from echelon.world.node import Node
 
 PROCESSES = "processes.json"
 START_GRACE_S = 120.0  # a role that has not begun yet: imports, compilation, slow environments
-STACK_TIMEOUT_S = 0.5  # a hung role's stack comes at once, or it is stopped or stuck in the kernel
+STACK_TIMEOUT_S = 2.0  # a hung role's stack comes at once, or it is stopped or stuck in the kernel
 LEAVE_S = 0.5  # how long learners may take to leave by themselves once one of them is gone: their reasons come with it
+FAREWELL_S = 0.5  # how long the last words of roles that have left may be under way
 LOG_TAIL_BYTES = 6_000
 EXCHANGE = "roles/learners.py"  # in the stack of a learner that waits for the others
 FATAL = {"ConfigError": ConfigError, "EnvError": EnvError, "DivergedError": DivergedError}
@@ -213,9 +214,17 @@ class Supervisor:
                 elif timeout_s and self.engine.pid(name) is not None:
                     self.engine.signal(name, signal.SIGKILL)  # still starting: it hears nothing
             self.engine.close(timeout_s)
-            self.world.poll(0.0)  # what they told on leaving
+            self._hear_last_words()
         finally:
             (self.context.run_dir / PROCESSES).unlink(missing_ok=True)
+
+    def _hear_last_words(self) -> None:
+        """What roles told before they left; the last of it is that they leave."""
+        left = {gone.name for gone in self.engine.exits() if not (gone.code or gone.signal)}
+        deadline = time.monotonic() + FAREWELL_S
+        self.world.poll(0.0)
+        while left & set(self.world.members) and time.monotonic() < deadline:
+            self.world.poll(0.01)
 
     def shares(self) -> dict[str, dict[str, float]]:
         """For every role, the share of its time that each phase took."""
