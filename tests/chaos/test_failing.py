@@ -40,15 +40,15 @@ def test_hung_environment_shows_its_stack(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_slow_environment_is_left_alone(runs: Runs) -> None:
-    """Half a second a step under a hang timeout of two: several timeouts long, nobody is killed."""
+    """Half a second a step under a hang timeout of four: for longer than two of them, nobody is killed."""
     run = runs.train(
         env="unruly:SlowEnv",
         **{
             "env-kwargs": '{"step_s": 0.5}',
-            "supervision.hang_timeout_s": 2,
+            "supervision.hang_timeout_s": 4,
             "actor.envs": 1,
             "actor.trajectory": 4,
-            "steps": 24,
+            "steps": 40,
         },
     )
     assert run.code() == 0, run.text()
@@ -56,11 +56,14 @@ def test_slow_environment_is_left_alone(runs: Runs) -> None:
     assert "no progress" not in run.text()
 
 
+AGAIN = {"actor.num_actors": 1, "supervision.failure_window_s": 600}
+
+
 def test_same_error_again_and_again_ends_the_run(runs: Runs) -> None:
-    run = runs.train(env="toy_envs:CounterEnv", **{"network.name": "unruly:lost_matrix", "actor.num_actors": 1})
+    run = runs.train(env="toy_envs:CounterEnv", **{"network.name": "unruly:lost_matrix", **AGAIN})
     assert run.code() == 1
     assert run.text().count("; starting it again") == 2
-    assert "actor-0 failed 3 times within 60 s with the same error" in run.text()
+    assert "actor-0 failed 3 times within 600 s with the same error" in run.text()
     assert "RuntimeError: the matrix is lost" in run.text()
     assert 'raise RuntimeError("the matrix is lost")' in run.text()  # the remote traceback
     assert run.summary()["status"] == "failed"
@@ -70,9 +73,9 @@ def test_same_error_again_and_again_ends_the_run(runs: Runs) -> None:
 
 @pytest.mark.parametrize(("how", "cause"), [(signal.SIGSEGV, "was ended by SIGSEGV"), (0, "left with code 0")])
 def test_crashing_again_and_again_ends_the_run(runs: Runs, how: int, cause: str) -> None:
-    run = runs.train(env="unruly:CrashingEnv", **{"env-kwargs": json.dumps({"how": how}), "actor.num_actors": 1})
+    run = runs.train(env="unruly:CrashingEnv", **{"env-kwargs": json.dumps({"how": how}), **AGAIN})
     assert run.code() == 1
-    assert f"actor-0 failed 3 times within 60 s with the same error, so the run ends. {cause}" in run.text()
+    assert f"actor-0 failed 3 times within 600 s with the same error, so the run ends. {cause}" in run.text()
     if how:
         assert "in step" in run.text()  # the stack of the crash
     run.assert_nothing_left()

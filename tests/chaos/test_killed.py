@@ -82,7 +82,7 @@ def test_killed_learner_under_a_lag_bound(runs: Runs) -> None:
 
 
 def test_killed_evaluator_is_replaced(runs: Runs) -> None:
-    run = runs.train(**{"evaluation.interval_s": 0.2, "evaluation.episodes": 1})
+    run = runs.train(**{"evaluation.interval_s": 0.2, "evaluation.episodes": 1, "actor.num_actors": 1})
     pid = run.kill("evaluator")
     assert run.pid("evaluator", besides=pid)
 
