@@ -40,14 +40,14 @@ def test_hung_environment_shows_its_stack(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_slow_environment_is_left_alone(runs: Runs) -> None:
-    """Half a second a step under a hang timeout of four: for longer than two of them, nobody is killed."""
+    """Half a second a step, ten a trajectory, under a hang timeout of eight: nobody is killed."""
     run = runs.train(
         env="unruly:SlowEnv",
         **{
             "env-kwargs": '{"step_s": 0.5}',
-            "supervision.hang_timeout_s": 4,
+            "supervision.hang_timeout_s": 8,
             "actor.envs": 1,
-            "actor.trajectory": 4,
+            "actor.trajectory": 20,
             "steps": 40,
         },
     )

@@ -27,7 +27,7 @@ from echelon.world import CollectiveGroup, RpcGroup, World
 TIMEOUT_S = 240.0  # of whatever must notice a death, and of victims until it is their turn
 NOTICED_S = 60.0  # nobody waits so long
 SHORT_S = 0.5  # of whatever must give up
-SHORT_COLLECTIVE_S = 3.0  # the same, where the group has to be made in that time, too
+SHORT_COLLECTIVE_S = 8.0  # the same, where the group has to be made in that time, too
 OBSERVERS = ("observer-0", "observer-1")
 DELAY_S = 0.1  # from the start of a wait to the kill; sound whatever it is
 LARGE = 1 << 24  # bytes: more than any queue takes in

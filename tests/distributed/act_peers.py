@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import select
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from echelon.transport.act_tcp import ActDoor, RemoteSeat
 from echelon.transport.batcher import Batcher, BatchRule, Round
 
 VERSION = 7
+PATIENCE_S = 60.0
 LAYOUT = ActLayout(
     (Leaf("observation.place", (3,), np.dtype(np.float32)), Leaf("observation.seen", (), np.dtype(np.bool_))),
     Leaf("action", (), np.dtype(np.int64)),
@@ -68,8 +70,12 @@ def serve(
     secret: str | None = None,
     max_wait_us: float = 60e6,
     num_present: int = 0,
+    num_refused: int = 0,
 ) -> None:
-    """Answers once `num_present` clients are there, so that its first round waits for all of them."""
+    """Answers once `num_present` clients are there, so that its first round waits for all of them.
+
+    Before it counts, it waits until `num_refused` are refused: those may have given up before it heard of them.
+    """
     board = ActBoard(Path(folder), LAYOUT)
     door = ActDoor(board, 0, address, secret)
     rule = BatchRule(max_wait_us=max_wait_us)
@@ -83,6 +89,9 @@ def serve(
         if round is not None:
             answer(batcher, round, door)
             num_rounds += 1
+    deadline = time.monotonic() + PATIENCE_S
+    while door.num_refused < num_refused and time.monotonic() < deadline:
+        door.next(batcher, 0.05)
     tell(
         num_refused=door.num_refused, num_missed=batcher.num_missed, num_rounds=num_rounds, torch="torch" in sys.modules
     )

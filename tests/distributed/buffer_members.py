@@ -279,14 +279,15 @@ def concurrent(world: World, num: int) -> dict[str, Any]:
     """Members 0 and 1 append without a pause while 2 samples, checks and gives new priorities."""
     group = world.create_rpc_group("concurrent", world.members)
     buffer = DistributedPrioritizedBuffer("p", group, 256, seed=world.rank)
+    written: set[str] = set()
+    if world.rank == 2:
+        group.register("written", written.add)
     group.barrier()
     if world.rank < 2:
         for number in range(num):
             buffer.append(transition(100_000 * world.rank + number))
         group.registered_sync("written", args=(world.name,))
         return {}
-    written: set[str] = set()
-    group.register("written", written.add)
     wait_until(lambda: buffer.all_size() >= 64)
     batches, members = 0, set()
     while len(written) < 2 or batches < 50:

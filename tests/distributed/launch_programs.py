@@ -40,10 +40,10 @@ def must_hear_of_the_host(world: World) -> bool:
 def tell(world: World, tensor: torch.Tensor, words: dict[str, Any]) -> Any:
     """Rank 0 returns at once, and is called all the same; rank 1 leaves by itself."""
     group = world.create_rpc_group("all", world.members)
-    group.barrier()
+    told = (world.rank, world.name, world.members, world.world_size, float(tensor.sum()), words)
+    group.barrier()  # everybody is still there until all have looked
     if world.rank == 2:
         assert group.rpc_sync(world.name_of(0), name) == world.name_of(0)
-    told = (world.rank, world.name, world.members, world.world_size, float(tensor.sum()), words)
     if world.rank:
         world.create_rpc_group("ranks 1 and 2", [world.name_of(1), world.name_of(2)])  # both know who is there
     if world.rank == 1:

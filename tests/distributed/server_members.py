@@ -216,7 +216,12 @@ def flooded(world: World) -> dict[str, Any]:
         push_gradient(server, model, 1.0)
     server.group.barrier()
     Held.let_go.set()
-    wait_until(lambda: (of := server.stats()["0"])["primary_queued"] < 2 and of["steps"] == of["primary_reduced"] // 2)
+
+    def is_over() -> bool:
+        of = server.stats()["0"]
+        return of["primary_pushed"] == 150 and of["primary_queued"] < 2 and of["steps"] == of["primary_reduced"] // 2
+
+    wait_until(is_over)
     server.pull(model)
     found = {"stats": server.stats(), "dropped": server.dropped(), "values": values(model)}
     server.group.barrier()

@@ -1,8 +1,10 @@
 """Both sides of shards over TCP as programs, for the tests: `python shard_peers.py serve|learn JSON`.
 
-A server prints its address, serves until its input ends, and prints what it counted. A learner reads shards of its own
-host in place and others through a server; for every line of its input, {"batches": n}, it learns from so many, drawn
-ahead, and prints how things stand. Every item has a checksum, which is looked at. Writers are those of `replay_roles`.
+A server prints its address, serves until its input ends, and prints what it counted; a number in its input is that of
+refusals to wait for before that, as who was refused may have given up before the server heard of it. A learner reads
+shards of its own host in place and others through a server; for every line of its input, {"batches": n}, it learns from
+so many, drawn ahead, and prints how things stand. Every item has a checksum, which is looked at. Writers are those of
+`replay_roles`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import collections
 import json
 import select
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from echelon.replay.wire import Wire
 from echelon.servers.shards import ShardServer
 from replay_roles import BATCH, CAPACITY, RULE, checksum, layout
 
+PATIENCE_S = 60.0
 HERE, ELSEWHERE = [0, 1], [2, 3]  # shards of the learner's host, and of the other
 
 
@@ -37,6 +41,9 @@ def serve(folder: str, address: str, secret: str | None = None) -> None:
     server = ShardServer(Path(folder), Wire(layout(), ELSEWHERE, RULE), RULE, address, secret)
     tell(address=server.address)
     while not any(select.select([sys.stdin], [], [], 0.0)):
+        server.step(0.05)
+    num_refused, deadline = int(sys.stdin.readline() or 0), time.monotonic() + PATIENCE_S
+    while server.num_refused < num_refused and time.monotonic() < deadline:
         server.step(0.05)
     tell(num_refused=server.num_refused, num_items=server.num_items, torch="torch" in sys.modules)
     server.close()

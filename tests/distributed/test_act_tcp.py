@@ -101,7 +101,8 @@ class TestProcesses:
     def test_another_secret_is_refused_and_the_client_is_told_what_to_set(
         self, start: Start, shm_dir: Path, ours: str | None, theirs: str | None
     ) -> None:
-        server = start("server", folder=str(shm_dir), secret=ours, max_wait_us=1000.0)
+        num_refused = int(ours is not None)
+        server = start("server", folder=str(shm_dir), secret=ours, max_wait_us=1000.0, num_refused=num_refused)
         address = server.hear()["address"]
         stranger = start("client", address=address, client=0, num_questions=1, secret=theirs, connect_timeout_s=1.0)
         friend = start("client", address=address, client=1, num_questions=50, secret=ours)
@@ -143,7 +144,7 @@ class TestProcesses:
     def test_a_client_that_died_costs_the_others_one_wait(
         self, start: Start, shm_dir: Path, take_seat: Callable[..., RemoteSeat]
     ) -> None:
-        server = start("server", folder=str(shm_dir), max_wait_us=5e6, num_present=2)
+        server = start("server", folder=str(shm_dir), max_wait_us=10e6, num_present=2)
         address = server.hear()["address"]
         mortal = start("client", address=address, client=0, num_questions=1_000_000)
         survivor = take_seat(address, client=1)
@@ -170,7 +171,8 @@ class TestTwoHosts:
         self, two_hosts: list[tuple[str, ...]], start: Start, shm_dir: Path
     ) -> None:
         near, far = two_hosts
-        server = start("server", near, folder=str(shm_dir), address=f"tcp://{NEAR}:0", secret=SECRET, max_wait_us=1e3)
+        options = {"folder": str(shm_dir), "address": f"tcp://{NEAR}:0", "secret": SECRET}
+        server = start("server", near, **options, max_wait_us=1e3, num_refused=1)
         address = server.hear()["address"]
         assert start("client", far, address=address, client=0, num_questions=100, secret=SECRET).hear()["num_answers"]
         told = start("client", far, address=address, client=1, num_questions=1).hear()

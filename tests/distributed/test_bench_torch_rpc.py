@@ -24,6 +24,7 @@ def setting_of(shm_dir: Path, **fields: object) -> Setting:
 
 
 def children_of(pid: int) -> list[int]:
+    """In the order of their start."""
     numbers = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
     return sorted(number for number in numbers if parent_of(number) == pid)
 
@@ -56,7 +57,8 @@ def test_both_ways_of_answering_one_after_the_other_on_one_port(shm_dir: Path) -
         assert raw.extra == {"tensorpipe_transports": "default"}
         assert {total for _, total in told} == {setting.num_requests}
         assert np.all(np.diff([done for done, _ in told]) >= 0)
-    assert children_of(os.getpid()) == before and not list(shm_dir.iterdir())
+    assert set(children_of(os.getpid())) <= set(before)  # what others left may end meanwhile
+    assert not list(shm_dir.iterdir())
 
 
 def test_a_rank_that_dies_ends_the_run_and_is_named(shm_dir: Path) -> None:
@@ -76,7 +78,8 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(shm_dir: Path) -> None:
         torch_rpc.run(setting_of(shm_dir, episodes=100_000), kill_one)
     assert len(ranks) == 4
     wait_until(lambda: not [rank for rank in ranks if is_alive(rank)], "the other ranks are gone")
-    assert children_of(os.getpid()) == before and not list(shm_dir.iterdir())
+    assert set(children_of(os.getpid())) <= set(before)  # what others left may end meanwhile
+    assert not list(shm_dir.iterdir())
 
 
 def test_where_too_many_ranks_meet_at_once_tcp_takes_them_in(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from echelon.errors import ConfigError, RpcException
-from echelon.world import launch
+from echelon.world import launch, launching
 from running import DEADLINE_S, MARK, TESTS
 
 SCRIPT = TESTS / "distributed" / "launch_programs.py"
@@ -110,8 +110,9 @@ def test_everybody_knows_of_all_from_the_start_even_if_word_of_them_is_late(tmp_
     assert said_by(str(tmp_path / "late.py")) == f"{[['0', '1', '2']] * 3}\n"
 
 
-def test_whoever_waits_hears_why_a_member_failed(tmp_path: Path) -> None:
+def test_whoever_waits_hears_why_a_member_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that its process was ended, nor, depending on who is faster, that it left."""
+    monkeypatch.setattr(launching, "FAILED_GRACE_S", DEADLINE_S)  # until they have written it down
     with pytest.raises(RpcException, match="failed with ValueError: it broke"):
         launch(programs.hear, 3, (str(tmp_path / "heard-"),))
     for rank in (0, 2):

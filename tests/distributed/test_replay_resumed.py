@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from echelon.presets import REPLAY_PRESETS, preset
 from echelon.replay.restore import DamagedSnapshot
 from echelon.roles.learner import Learner
 from echelon.roles.plan import Plan
+from echelon.roles.replay_plan import limiter_rule
 from echelon.roles.replay_source import ReplaySource
 from stage import Stage
 
@@ -96,12 +98,16 @@ def chain(folder: Path, shm_dir: Path) -> TrainConfig:
 
 
 def test_a_run_of_processes_goes_on_learning_with_no_drop_in_return(tmp_path: Path, shm_dir: Path) -> None:
-    before = echelon.train(chain(tmp_path, shm_dir), output=io.StringIO())
+    config = chain(tmp_path, shm_dir)
+    before = echelon.train(config, output=io.StringIO())
     assert echelon.evaluate(before.run_dir, episodes=5)["return_mean"] == 1.0
     steps, sampled = before.summary["env_steps"], before.summary["replay"]["sampled"]
     text = io.StringIO()
     after = echelon.resume(before.run_dir, steps=steps + 400, output=text)
-    assert "replay: goes on with the 1,000 transitions of step_" in text.getvalue()
+    told = re.search(r"replay: goes on with the ([\d,]+) transitions of step_", text.getvalue())
+    assert told is not None, text.getvalue()
+    size = int(told[1].replace(",", ""))
+    assert 0 <= 1_000 - size <= limiter_rule(config).chunk, "but for what was being overwritten"
     assert after.summary["replay"]["sampled"] >= sampled + 8 * 300, "it learns from the first steps on"
     assert after.summary["replay"]["samples_per_insert"] == pytest.approx(8.0, rel=0.01)
     assert echelon.evaluate(before.run_dir, episodes=5)["return_mean"] == 1.0

@@ -156,7 +156,7 @@ def test_an_observer_that_is_stopped_costs_the_others_one_wait(
     num_waits = (others > 0.9 * max_wait_s).sum(1)
     print(f"answered meanwhile: {np.delete(meanwhile, stopped).min()} each; longest wait: {others.max():.3f} s")
     # Once, and what a busy machine adds; waited for in every round, it would have been 300 times.
-    assert (num_waits < 5).all(), f"the others waited {num_waits} times"
+    assert (num_waits < 20).all(), f"the others waited {num_waits} times"
     assert raw.agent_batch.sum() == raw.observer_latency_s.size and (raw.observer_latency_s > 0).all()
 
 

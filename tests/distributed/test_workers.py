@@ -165,7 +165,7 @@ def test_workers_come_and_go_and_one_is_killed(site: Site) -> None:
     wait_until(lambda: "CartPole-v1, dqn" in early.text(), "the early worker found the learner")
     assert "is there again" in early.text()
     run.until(lambda: re.search(r"worker \w+ left", run.text()), "one has left")
-    run.until(lambda: run.text().count(" came (") == 3, "all three came")
+    run.until(lambda: run.text().count(" came (") >= 3, "all three came")
     run.until(lambda: run.rows() and run.rows()[-1].get("workers", {}).get("workers") == 2, "two are left")
     doomed.process.kill()
     until_epochs(run, 2)

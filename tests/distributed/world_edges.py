@@ -24,18 +24,25 @@ def leave(how: str) -> None:
     raise ValueError("it broke")
 
 
+def go(world: World, how: str) -> None:
+    if how == "leaves a block":
+        with world:
+            leave(how)
+    elif how == "dies while it connects":
+        WorldStore.set = set_and_die  # type: ignore[method-assign]
+    else:
+        leave(how)
+
+
 def main(rank: int, how: str) -> None:
     world = World(f"m{rank}", rank, 2, timeout_s=60.0)
     group = world.create_rpc_group("all", world.members)
-    group.barrier()
-    if rank == WHO[how] and how == "leaves a block":
-        with world:
-            leave(how)
-    elif rank == WHO[how] and how == "dies while it connects":
-        WorldStore.set = set_and_die  # type: ignore[method-assign]
-    elif rank == WHO[how]:
-        leave(how)
+    if rank == WHO[how]:
+        group.barrier()
+        go(world, how)
     try:
+        if rank != WHO[how]:
+            group.barrier()  # of this one, too, the news of the end may come first
         if how == "dies while it connects":
             world.create_collective_group([0, 1])
         else:

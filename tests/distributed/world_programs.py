@@ -108,7 +108,9 @@ def wait_in_a_handler(world: World) -> Any:
         behind = group.rpc_async("m0", add, args=(1,))
         assert not stuck.done() and not behind.done()
         group.barrier()
+        group.barrier()
         return (stuck.wait(), behind.wait())
+    group.barrier()  # the gate is shut until m1 has looked
     if world.rank == 2:
         assert group.rpc_sync("m0", add, args=(2,)) == 3  # another caller's are served
         group.rpc_sync("m0", open_gate)
@@ -126,8 +128,9 @@ def leave_answers_unread(world: World) -> Any:
     for i in range(8_000):
         group.rpc_async(other, add, args=(1, i))
     assert group.rpc_sync(other, add, args=(1, 2)) == 3
-    group.barrier()
-    return len(world._switchboard._calls[other]._futures)
+    num_left = len(world._switchboard._calls[other]._futures)
+    group.barrier()  # after it the other may leave
+    return num_left
 
 
 def keep_remotes(world: World) -> Any:
@@ -293,11 +296,11 @@ def receive_guests(world: World) -> Any:
         ranked = world.create_rpc_group("ranked", ["m0", "m1"])
         ranked.barrier()
         with pytest.raises(Refused, match=r"there is a 'm1' in the world at .* already\. Names are unique"):
-            enter(Entrance("m1", -1, -1, world.address, 5.0))
+            enter(Entrance("m1", -1, -1, world.address, TIMEOUT_S))
         with pytest.raises(Refused, match="is complete: 2 came, and it has begun"):
-            enter(Entrance("m2", 1, 2, world.address, 5.0))
+            enter(Entrance("m2", 1, 2, world.address, TIMEOUT_S))
         with pytest.raises(Refused, match=r"came as rank 1 of 7 .* which has 2 ranks|is complete"):
-            enter(Entrance("m2", 1, 7, world.address, 5.0))
+            enter(Entrance("m2", 1, 7, world.address, TIMEOUT_S))
         ranked.destroy()
     elif world.rank == 1:
         world.create_rpc_group("ranked", ["m0", "m1"]).barrier()

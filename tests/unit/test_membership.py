@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,24 @@ def test_the_thread_of_a_node_ends_without_waiting_for_its_tick(host: Node, monk
     stopper.start()
     stopper.join(PATIENCE_S)
     assert not stopper.is_alive() and done == ["before"]
+
+
+def test_no_other_thread_polls_a_node_that_has_one(host: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the one that made it, in which somebody else joins: sockets of ZeroMQ belong to one thread."""
+    pollers, poll = set[str](), Node.poll
+
+    def noted(node: Node, *args: Any) -> bool:
+        if node is host:
+            pollers.add(threading.current_thread().name)
+        return poll(node, *args)
+
+    monkeypatch.setattr(Node, "poll", noted)
+    thread = NodeThread(host, Watch(lambda one, why: None), lambda: None, lambda error: None)
+    thread.start()
+    with Node.join(host.address, "m1", timeout_s=PATIENCE_S) as node:
+        assert node.members == ["m0", "m1"]
+    thread.stop()
+    assert pollers == {"echelon-node"}
 
 
 def test_a_watch_that_was_stopped_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -164,6 +167,9 @@ def test_a_worker_says_goodbye_whatever_ends_it() -> None:
 @pytest.mark.parametrize("is_starting", [False, True])
 def test_a_learner_that_is_still_starting_is_given_time(monkeypatch: pytest.MonkeyPatch, is_starting: bool) -> None:
     """Between its lobby and its door nobody listens for some seconds, which is no cause for alarm."""
+    looks = itertools.count(step=0.001)  # a clock that every look at it moves: however late we come, all looks are made
+    monkeypatch.setattr(line_module, "time", SimpleNamespace(monotonic=lambda: next(looks), sleep=time.sleep))
+    monkeypatch.setattr(line_module, "WAIT_S", 0.001)
     monkeypatch.setattr(line_module, "FIRST_REPEAT_S", 0.01)
     monkeypatch.setattr(line_module, "TOLD_AFTER_S", 0.0)
     told: list[str] = []

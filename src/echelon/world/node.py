@@ -55,7 +55,7 @@ class Node(Messenger):
         self._directory = Directory()
         self._held: list[Arrival] = []  # requests that came while joining: nobody could `serve` anything yet
         self._progress: dict[str, Progress] = {}
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()  # that polls it
         _here[self.address] = self
 
     @classmethod
@@ -264,8 +264,8 @@ class Node(Messenger):
     def _wait(self, deadline: float, address: str) -> None:
         """Serves until something came in or `deadline`; peers in this very thread get their turn first."""
         near = [_here.get(one) for one in dict.fromkeys((address, self._host_address))]
-        mine = (self._thread, self._me.pid)  # a forked process inherits worlds that are not its own
-        local = [world for world in near if world and world is not self and (world._thread, world._me.pid) == mine]
+        mine = (self.thread, self._me.pid)  # a forked process inherits worlds that are not its own
+        local = [world for world in near if world and world is not self and (world.thread, world._me.pid) == mine]
         for world in local:
             world.poll()
         self.poll(0.001 if local else max(0.0, deadline - time.monotonic()))

@@ -63,6 +63,7 @@ class NodeThread:
 
     def start(self) -> None:
         self._thread.start()
+        self.node.thread = self._thread.ident or 0
 
     def do(self, task: Callable[[], None]) -> None:
         """Runs `task` in this thread, in the order of the calls; lost once it has stopped."""
