@@ -277,7 +277,7 @@ def _curve(run_dir: Path) -> str | None:
 
     try:
         return str(draw_curve(run_dir))
-    except (ConfigError, ImportError):  # nothing to draw yet, or no matplotlib
+    except (ConfigError, ImportError, OSError):  # nothing to draw yet, no matplotlib, or a full disk
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -33,6 +34,7 @@ from echelon.runs.checkpoint import (
     weights_sha256,
 )
 from echelon.runs.packing import Packed, pack, unpack
+from running import wait_until
 from stage import Stage
 
 
@@ -149,6 +151,19 @@ def test_keep_below_one_is_refused(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, {}, step=1, keep=0)
 
 
+def test_killed_between_two_renames_leaves_what_was_to_be_replaced(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, {"x": 1}, step=7, keep=1)
+    child = os.fork()
+    if child == 0:
+        renames, rename = itertools.count(), os.rename
+        os.rename = lambda *names: rename(*names) if next(renames) == 0 else os._exit(9)
+        checkpoint._put(tmp_path, checkpoint._Content.of({"x": 2}), 7, 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9 and not path.exists()
+    assert newest_intact(tmp_path) == (path, "") and load_checkpoint(path) == {"x": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_write_that_fails_leaves_the_old_checkpoint_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = save_checkpoint(tmp_path, {"x": torch.ones(2)}, step=1, keep=1)
 
@@ -186,6 +201,24 @@ class TestWriter:
             writer.save({"x": tensor}, step=step)
         writer.close()
         assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_000000000002", "step_000000000003"]
+
+    def test_a_learner_that_waits_for_a_slow_disk_makes_progress(
+        self, make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else it would be taken for hung, and killed in the middle of its last checkpoint."""
+        stage = make_stage(**{"engine": "local", "stop.steps": 10**6})
+        learner, sync, seen = stage.learner(), os.fsync, list[int]()
+
+        def slow(descriptor: int) -> None:
+            seen.append(learner.station.progress)
+            wait_until(lambda: learner.station.progress > seen[-1] + 1, "the learner ticks", 20.0)
+            sync(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", slow)
+            learner.station.stop_requested = True
+            learner.step(0.0)
+        assert learner.finished and latest_checkpoint(learner.checkpoints) is not None and len(seen) > 3
 
     def test_what_went_wrong_is_raised_once_and_the_next_may_go_well(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -226,6 +259,25 @@ class TestWriter:
         while latest_checkpoint(learner.checkpoints) is None:
             actor.step(0.0)
             learner.step(0.0)
+
+    def test_the_last_one_is_written_whatever_became_of_the_one_before(
+        self, make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def no_space(descriptor: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        stage = make_stage(**{"engine": "local", "stop.steps": 10**6})
+        learner = stage.learner()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", no_space)
+            learner.checkpoint()
+            under_way = learner.writer._under_way
+            assert under_way is not None and isinstance(under_way.exception(), OSError)
+        learner.station.stop_requested = True
+        learner.step(0.0)
+        stage.world.poll(0.0)
+        assert learner.finished and latest_checkpoint(learner.checkpoints) is not None
+        assert any("no checkpoint could be written to" in text and "No space" in text for text in stage.messages)
 
 
 def test_temporary_folders_of_the_dead_are_cleaned_and_of_the_living_left(tmp_path: Path) -> None:

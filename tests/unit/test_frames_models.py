@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from echelon.errors import ConfigError
-from echelon.frames import A3C, IMPALA, DDPGApex, DQNApex
+from echelon.frames import A3C, IMPALA, DDPGApex, DQNApex, saving
 from echelon.frames.frame import Frame
 from echelon.frames.modules import call, frozen, per_item
 from frame_parts import (
@@ -236,3 +236,18 @@ def test_a_damaged_version_is_named(tmp_path: Path) -> None:
     (tmp_path / "DQNApex_0.safetensors").write_bytes(b"half")
     with pytest.raises(ConfigError, match=r"DQNApex_0\.json and its tensors cannot be read"):
         frame.load(tmp_path)
+
+
+def test_a_save_that_fails_leaves_the_version_that_it_was_to_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    frame = make_dqn(None, ModelKeeper())
+    frame.save(tmp_path)
+    there = set(tmp_path.iterdir())
+    monkeypatch.setattr(saving, "save_file", no_space)
+    with pytest.raises(OSError, match="No space"):
+        frame.save(tmp_path)
+    assert set(tmp_path.iterdir()) == there and frame.load(tmp_path) == 0

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ import pytest
 
 from echelon.errors import TransportError
 from echelon.transport.codec import encode
+from echelon.world import entrance as entrance_module
 from echelon.world import node_thread
 from echelon.world import watch as watch_module
 from echelon.world.address import member_address
 from echelon.world.directory import Member
 from echelon.world.endpoint import Arrival
-from echelon.world.entrance import remove_folder_of
+from echelon.world.entrance import Entrance, remove_folder_of
 from echelon.world.messages import Deferred
 from echelon.world.node import Node
 from echelon.world.node_thread import NodeThread
@@ -128,6 +130,37 @@ def test_a_member_that_died_while_it_joined_is_noticed(host: Node, tmp_path: Pat
     assert host.member("m1") == dead
     registry.watch.look()
     assert host.member("m1") is None and "has ended" in host.why_gone("m1")
+    registry.watch.close()
+
+
+def test_a_host_that_was_stopped_lets_in_who_knocked_meanwhile(
+    host: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ask = threading.Semaphore(0), Node._ask
+
+    def noted(node: Node, *args: Any) -> Any:
+        asked.release()
+        return ask(node, *args)
+
+    monkeypatch.setattr(Node, "_ask", noted)
+    monkeypatch.setattr(entrance_module, "TRY_S", 0.3)
+    registry, joined = Registry(host, 2), list[str]()
+    (tmp_path / "m1").mkdir()
+    card = write_card(1, 2, tmp_path / "m1")
+
+    def join() -> None:
+        with entrance_module._join(Entrance("m1", 1, 2, host.address, PATIENCE_S), host.address, None, card) as node:
+            joined.extend(node.members)
+
+    joiner = threading.Thread(target=join, daemon=True)
+    joiner.start()
+    for _ in range(3):
+        assert asked.acquire(timeout=PATIENCE_S)
+    time.sleep(0.1)  # what it said last is under way
+    deadline = time.monotonic() + PATIENCE_S
+    while joiner.is_alive() and time.monotonic() < deadline:
+        host.poll(0.01)
+    assert joined == ["m0", "m1"]
     registry.watch.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,6 +87,16 @@ def test_a_damaged_owner_is_judged_by_its_name(shm_dir: Path, dead_pid: int, oth
     for pid in (dead_pid, other.pid):
         (forge(shm_dir, pid) / OWNER).write_text('{"pid": ')
     assert [found.owner_pid for found in leftovers(str(shm_dir))] == [dead_pid]
+
+
+def test_where_somebody_listens_nobody_sweeps(shm_dir: Path, dead_pid: int) -> None:
+    """Siblings meet in a folder that is named after their parent, and may outlive it."""
+    path = forge(shm_dir, dead_pid)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path / "host"))
+        listener.listen()
+        assert sweep(str(shm_dir)) == [] and path.is_dir()
+    assert [leftover.path for leftover in sweep(str(shm_dir))] == [path]
 
 
 def test_folders_of_others_are_left_alone(shm_dir: Path, dead_pid: int) -> None:

@@ -34,6 +34,14 @@ class Clock:
         self.now += seconds
 
 
+def watch(scene: Any, seconds: float) -> None:
+    """So much time passes, in which the supervisor looks every second."""
+    end = scene.clock.now + seconds
+    while scene.clock.now < end:
+        scene.clock.now = min(end, scene.clock.now + 1.0)
+        scene.supervisor.look()
+
+
 class Engine:
     """Starts nothing; its one role is process 7. Who is to answer with a stack writes it to its log."""
 
@@ -107,18 +115,15 @@ def learners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_role_has_time_to_begin(scene: Any) -> None:
     scene.world.progress = Progress(0, 1000.0, 7, 1000.0)  # joined, and still at its imports
-    scene.clock.now += START_GRACE_S
-    scene.supervisor.look()
+    watch(scene, START_GRACE_S)
     assert not scene.engine.signals
-    scene.clock.now += 1.0
-    scene.supervisor.look()
+    watch(scene, 1.0)
     assert scene.engine.signals == [signal.SIGUSR1, signal.SIGKILL]
 
 
 def test_one_that_stands_still_is_killed_once(scene: Any) -> None:
     scene.world.progress = Progress(5, 1000.0, 7, 1000.0)
-    scene.clock.now += HANG_S
-    scene.supervisor.look()
+    watch(scene, HANG_S)
     assert not scene.engine.signals
     scene.clock.now += 1.0
     for _ in range(3):  # its exit takes a while
@@ -127,30 +132,47 @@ def test_one_that_stands_still_is_killed_once(scene: Any) -> None:
     assert "actor-0 made no progress for 31.0 s; killing it" in scene.told[0]
 
 
+def test_nobody_is_judged_by_the_time_that_the_supervisor_was_stopped(scene: Any) -> None:
+    """As by Ctrl-Z: what the roles told meanwhile is heard after the first look."""
+    scene.world.progress = Progress(5, 1000.0, 7, 1000.0)
+    watch(scene, HANG_S - 2.0)
+    scene.clock.now += 10 * HANG_S
+    scene.supervisor.look()
+    assert not scene.engine.signals
+    watch(scene, 2.0)
+    assert scene.engine.signals == [signal.SIGUSR1, signal.SIGKILL], "the time before counts"
+
+
+def test_a_supervisor_that_looks_seldom_still_notices(scene: Any) -> None:
+    """As with a policy of the user's own that learns for seconds in the same process."""
+    scene.world.progress = Progress(5, 1000.0, 7, 1000.0)
+    for _ in range(int(HANG_S) + 1):
+        assert not scene.engine.signals
+        scene.clock.now += 5.0
+        scene.supervisor.look()
+    assert scene.engine.signals == [signal.SIGUSR1, signal.SIGKILL]
+
+
 def test_one_that_left_is_given_the_same_time_to_close(scene: Any) -> None:
     """However long it worked before: its silence begins with its last progress."""
     scene.clock.now += 500.0
     scene.world.progress = Progress(5, scene.clock.now, 7, 1000.0)
     scene.supervisor.look()
     scene.world.progress = None
-    scene.clock.now += HANG_S
-    scene.supervisor.look()
+    watch(scene, HANG_S)
     assert not scene.engine.signals
-    scene.clock.now += 1.0
-    scene.supervisor.look()
+    watch(scene, 1.0)
     assert scene.engine.signals == [signal.SIGUSR1, signal.SIGKILL]
 
 
 def test_a_successor_is_not_judged_by_its_predecessor(scene: Any) -> None:
     scene.world.progress = Progress(5, 1000.0, 7, 1000.0)
-    scene.clock.now += HANG_S + 1.0
-    scene.supervisor.look()
+    watch(scene, HANG_S + 1.0)
     scene.supervisor.replace(Exit("actor-0", 7, -1, signal.SIGKILL))
     scene.engine.signals.clear()
     scene.engine.process = 8
     scene.world.progress = Progress(5, 1000.0, 7, 1000.0)  # a beat of the dead one that came late
-    scene.clock.now += HANG_S + 1.0
-    scene.supervisor.look()
+    watch(scene, HANG_S + 1.0)
     assert not scene.engine.signals
     assert [spec.config["incarnation"] for spec in scene.engine.started] == [0, 1]
     assert scene.supervisor.restarts == 1
@@ -175,13 +197,11 @@ def test_of_learners_that_stand_still_the_one_is_blamed_that_the_others_wait_for
 ) -> None:
     logs = [learners.folder / "logs" / f"learner-{index}.log" for index in range(2)]
     learners.engine.stacks = {log: stack for log, stack in zip(logs, stacks, strict=True) if stack}
-    learners.clock.now += HANG_S + 1.0
-    learners.supervisor.look()
+    watch(learners, HANG_S + 1.0)
     learners.supervisor.look()
     assert learners.engine.killed == killed
     assert [text.partition(" made no progress")[0] for text in learners.told] == killed
-    learners.clock.now += module.LEAVE_S + 0.1
-    learners.supervisor.look()
+    watch(learners, module.LEAVE_S + 0.1)
     assert sorted(learners.engine.killed) == ["learner-0", "learner-1"], "the others did not leave by themselves"
     assert len(learners.told) == len(killed), "and nothing is told of them"
 
@@ -209,6 +229,19 @@ def test_processes_are_written_down(scene: Any) -> None:
     scene.engine.process = None
     scene.supervisor.look()
     assert "actor-0" not in json.loads((scene.folder / PROCESSES).read_text())
+
+
+def test_a_full_disk_does_not_end_the_run(scene: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    scene.supervisor.look()
+    scene.engine.process = 8
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", no_space)
+        scene.supervisor.look()
+    scene.supervisor.look()
+    assert json.loads((scene.folder / PROCESSES).read_text())["actor-0"] == {"pid": 8, "incarnation": 0}
 
 
 def test_a_failure_is_the_same_when_it_comes_from_the_same_line() -> None:

@@ -25,12 +25,16 @@ def save_state(folder: Path, name: str, version: int, state: dict[str, Any]) -> 
     folder.mkdir(parents=True, exist_ok=True)
     packed = pack(state)
     index, tensors = folder / f"{name}_{version}.json", folder / f"{name}_{version}.safetensors"
-    index.unlink(missing_ok=True)
-    own = f".{os.getpid()}.part"
-    save_file(packed.tensors, f"{tensors}{own}")
-    os.replace(f"{tensors}{own}", tensors)
-    Path(f"{index}{own}").write_text(json.dumps({"format": 1, "state": packed.structure}))
-    os.replace(f"{index}{own}", index)
+    new = [path.with_name(f"{path.name}.{os.getpid()}.part") for path in (tensors, index)]
+    try:
+        save_file(packed.tensors, new[0])
+        new[1].write_text(json.dumps({"format": 1, "state": packed.structure}))
+        index.unlink(missing_ok=True)  # only now: however long the writing took, or if it failed, the older one stays
+        os.replace(new[0], tensors)
+        os.replace(new[1], index)
+    finally:
+        for path in new:
+            path.unlink(missing_ok=True)
 
 
 def load_state(folder: Path, name: str, version: int = -1) -> tuple[int, dict[str, Any]]:

@@ -7,6 +7,7 @@ If it dies, its successor starts from the newest checkpoint; the actors wait mea
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Learner:
         self.board, self.source = plan.board(), make_source(plan, self.pupil)
         self.counters, self.fresh_lag = self.source.counters, self.source.fresh_lag
         self.checkpoints = context.run_dir / "checkpoints"
-        self.writer = CheckpointWriter(self.checkpoints, config.run.keep_checkpoints)
+        self.writer = CheckpointWriter(self.checkpoints, config.run.keep_checkpoints, self._tick)
         self.rate = Rate(EPISODES_WINDOW_S if config.has_workers else WINDOW_S)
         self.account = LossAccount()
         self.born, self.next_report = time.perf_counter(), 0.0
@@ -242,8 +243,12 @@ class Learner:
 
     def _checkpoint_if_possible(self) -> None:
         """A full disk does not end the training; the next checkpoint may find room again."""
+        self._tell_failure(self.writer.wait)
+        self._tell_failure(self.checkpoint)
+
+    def _tell_failure(self, write: Callable[[], object]) -> None:
         try:
-            self.checkpoint()
+            write()
         except OSError as error:
             text = f"no checkpoint could be written to {self.checkpoints}: {error}. Training goes on; make room there."
             self.station.report("message", text)
@@ -253,12 +258,15 @@ class Learner:
         now, counters = time.perf_counter(), self.counters
         row = self._row()
         self.source.finish(self._tick)  # of an earlier checkpoint: the last one comes with what it is made of
+        self._tell_failure(self.writer.wait)  # and is written whatever became of that
         checkpoint = self.checkpoint()
         self.writer.wait()
         self.source.finish(self._tick)
         self._tell_news()
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.pupil.weights().items()}
-        save_weights(self.context.run_dir / "weights.safetensors", weights, {"env_steps": str(counters.env_steps)})
+        told = {"env_steps": str(counters.env_steps)}
+        self.writer.begin(save_weights, self.context.run_dir / "weights.safetensors", weights, told)
+        self.writer.wait()
         self.station.report("train", row)
         self.station.report(
             "finished",

@@ -7,6 +7,7 @@ runs as which process while the run lives.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import math
 import os
@@ -26,6 +27,7 @@ from echelon.world.node import Node
 
 PROCESSES = "processes.json"
 START_GRACE_S = 120.0  # a role that has not begun yet: imports, compilation, slow environments
+AWAY_S = 1.0  # of the time between two looks, this counts: the rest the supervisor itself was stopped, or held up
 STACK_TIMEOUT_S = 2.0  # a hung role's stack comes at once, or it is stopped or stuck in the kernel
 LEAVE_S = 0.5  # how long learners may take to leave by themselves once one of them is gone: their reasons come with it
 FAREWELL_S = 0.5  # how long the last words of roles that have left may be under way
@@ -69,6 +71,7 @@ class Supervisor:
         self._gone: dict[str, Exit] = {}  # of them, until all are
         self._failures = collections.deque[tuple[float, str]](maxlen=16)  # of all of them
         self._patience = math.inf  # until when those that are left may leave by themselves
+        self._looked_at = time.monotonic()
         self._recorded: dict[str, Any] = {}
 
     def start(self, name: str, kind: str, index: int, *, nice: int = 0) -> None:
@@ -148,20 +151,29 @@ class Supervisor:
 
     def look(self) -> None:
         """Kills roles whose progress stands still, after asking for their stacks; their exit then replaces them."""
+        now = time.monotonic()
+        self._forgive(now)
         self._look_at_progress()
         for names in [*([name] for name in self.members if name not in self.together), self.together]:
             living = [name for name in names if self.engine.pid(name) is not None and not self.members[name].doomed]
             if living and names is self.together and self._patience < math.inf:  # they are ending already
                 if time.monotonic() > self._patience:
                     self._kill(living)
-            elif living and (silent_s := self._silent_s(names)):
+            elif living and (silent_s := self._silent_s(names, now)):
                 self._end_hung(living, silent_s)
         self._record()
 
-    def _silent_s(self, names: Sequence[str]) -> float:
+    def _forgive(self, now: float) -> None:
+        """If this process was stopped, perhaps with all others: it could hear nobody meanwhile."""
+        away_s, self._looked_at = now - self._looked_at - AWAY_S, now
+        if away_s > 0.0:
+            for member in self.members.values():
+                member.moved = min(now, member.moved + away_s)
+
+    def _silent_s(self, names: Sequence[str], now: float) -> float:
         """How long roles that are watched as one have made no progress, if that is too long; else 0."""
         group = [self.members[name] for name in names]
-        silent_s = time.monotonic() - max(one.moved for one in group)  # also of one that left and is just closing
+        silent_s = now - max(one.moved for one in group)  # also of one that left and is just closing
         timeout_s = self.config.hang_timeout_s
         compiling = names[0] in self.context.train.learner_names and self.context.train.learner.compile
         if compiling or not all(one.begun for one in group):
@@ -172,7 +184,7 @@ class Supervisor:
         for name, member in self.members.items():
             pid, progress = self.engine.pid(name), self.world.last_progress(name)
             if pid is not None and progress is not None and progress.pid == pid and progress.counter > 0:
-                member.begun, member.moved = True, progress.changed_at
+                member.begun, member.moved = True, max(member.moved, progress.changed_at)
 
     def _end_hung(self, names: Sequence[str], silent_s: float) -> None:
         """Kills a hung role; of several that wait for each other, those that the others wait for."""
@@ -247,9 +259,10 @@ class Supervisor:
         if processes != self._recorded:
             path = self.context.run_dir / PROCESSES
             temporary = path.with_name(f".{PROCESSES}")
-            temporary.write_text(json.dumps(processes, indent=2) + "\n")
-            os.replace(temporary, path)
-            self._recorded = processes
+            with contextlib.suppress(OSError):  # a full disk does not end the training: the next look tries again
+                temporary.write_text(json.dumps(processes, indent=2) + "\n")
+                os.replace(temporary, path)
+                self._recorded = processes
 
     def _log(self, name: str) -> Path:
         return self.context.run_dir / "logs" / f"{name}.log"

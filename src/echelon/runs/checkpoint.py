@@ -1,8 +1,9 @@
 """Checkpoints: a tree of state as safetensors and JSON, written whole or not at all, verified when read.
 
 A checkpoint is a folder `step_000000012345` with `tensors.safetensors` (every tensor and array) and `state.json` (the
-rest, and the SHA-256 of both). It appears by a rename, so a reader never sees half of one; a crash leaves at most a
-temporary folder, which the next look cleans away. One process writes a folder of checkpoints; any number may read it.
+rest, and the SHA-256 of both). It appears by a rename, so a reader never sees half of one; a crash leaves at most
+temporary folders, which the next look cleans away; one that was not replaced gets its name back. One process writes a
+folder of checkpoints; any number may read it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from echelon.runs.packing import Packed, as_bytes, pack, unpack
 
 FORMAT = 1
 TENSORS, STATE = "tensors.safetensors", "state.json"
+TICK_S = 0.1  # between two signs of life of who waits for the disk
 FOREIGN_TEMPORARY_AGE_S = 3600.0  # a temporary folder of another host is taken for abandoned after this
 
 _STEP = re.compile(r"step_(\d{12,})")
@@ -41,27 +44,34 @@ _TEMPORARY = re.compile(r"\.tmp-(?P<pid>\d+)-(?P<host>.+)")
 class CheckpointWriter:
     """Writes the checkpoints of a run in a thread of its own, so that who learns does not wait for the disk.
 
-    `save` waits only while the checkpoint before it is still being written. What went wrong with one is raised by the
-    next `save` or `wait`.
+    `save` waits only while the checkpoint before it is still being written; whoever waits, however slow the disk is,
+    calls `tick` meanwhile. What went wrong with one is raised by the next `save` or `wait`.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, tick: Callable[[], None] = lambda: None) -> None:
         if keep < 1:
             raise ConfigError(f"keep={keep} checkpoints in {folder}: at least 1 has to be kept.")
-        self.folder, self.keep = folder, keep
+        self.folder, self.keep, self._tick = folder, keep, tick
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._under_way: Future[None] | None = None
 
     def save(self, tree: Any, *, step: int) -> Path:
         """Begins to write `tree`, as it is now, as the checkpoint of `step`; returns where it will be."""
         self.wait()
-        self._under_way = self._pool.submit(_put, self.folder, _Content.of(tree), step, self.keep)
+        self.begin(_put, self.folder, _Content.of(tree), step, self.keep)
         return self.folder / f"step_{step:012d}"
+
+    def begin(self, write: Callable[..., None], *args: Any) -> None:
+        """Begins to write whatever `write` does, after what is being written."""
+        self.wait()
+        self._under_way = self._pool.submit(write, *args)
 
     def wait(self) -> None:
         """Until the newest is on the disk, and others are removed."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
+            while not wait_for([under_way], TICK_S).done:
+                self._tick()
             under_way.result()
 
     def close(self) -> None:
@@ -96,7 +106,7 @@ class _Content:
 def _put(folder: Path, content: _Content, step: int, keep: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step_{step:012d}"
-    new, old = _temporary(folder, "new"), _temporary(folder, "old")
+    new, old = _temporary(folder, "new"), _temporary(folder, target.name)
     for path in (new, old):  # a predecessor in a restarted container had the same process id
         shutil.rmtree(path, ignore_errors=True)
     new.mkdir()
@@ -120,10 +130,10 @@ def load_checkpoint(path: Path) -> Any:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder`, unread; temporary folders that a dead writer left are removed."""
+    """The newest checkpoint in `folder`, unread; what a dead writer left is cleared away first."""
     for path in folder.glob(".tmp-*"):
         if _is_abandoned(path):
-            shutil.rmtree(path, ignore_errors=True)
+            _put_back(path)
     found = _checkpoints(folder)
     return found[-1] if found else None
 
@@ -273,6 +283,15 @@ def _is_abandoned(path: Path) -> bool:
         except FileNotFoundError:
             return False
     return not Path(f"/proc/{match['pid']}").exists()
+
+
+def _put_back(path: Path) -> None:
+    """Removes a temporary folder; what its writer was about to replace, when it died between two renames, stays."""
+    target = path.with_name(path.name.rpartition(".")[2])
+    if _STEP.fullmatch(target.name) and not target.exists():
+        with contextlib.suppress(OSError):  # somebody else who looks does the same
+            path.rename(target)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _canonical(structure: Any) -> str:

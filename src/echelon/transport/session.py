@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +93,9 @@ def leftovers(shm_dir: str) -> list[Leftover]:
             owner = json.loads((path / OWNER).read_text())
             pid, ticks, namespace = int(owner["pid"]), owner["start_ticks"], owner["pid_namespace"]
         except (OSError, ValueError, KeyError, TypeError):
-            # Being made just now, or damaged: judged by its name alone.
+            # Being made just now, damaged, or where siblings meet, who may outlive the parent that it is named after.
+            if _is_open(path):
+                continue
             pid, ticks, namespace = int(name[1]), None, pid_namespace()
         if namespace != pid_namespace():
             continue  # of another container: nobody here can tell whether it lives
@@ -100,6 +103,23 @@ def leftovers(shm_dir: str) -> list[Leftover]:
         if started is None or ticks not in (None, started):
             found.append(Leftover(path, pid, _num_bytes(path)))
     return found
+
+
+def is_taken(path: Path) -> bool:
+    """Whether somebody listens at the socket file `path`."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def _is_open(path: Path) -> bool:
+    """Whether somebody listens in that folder."""
+    with contextlib.suppress(FileNotFoundError):  # another run is sweeping too
+        return any(is_taken(entry) for entry in path.iterdir() if entry.is_socket())
+    return False
 
 
 def _num_bytes(path: Path) -> int:

@@ -105,13 +105,3 @@ def remove(address: str) -> None:
     if path := ipc_path(address):
         with suppress(OSError):
             path.unlink(missing_ok=True)
-
-
-def is_taken(path: Path) -> bool:
-    """Whether somebody listens at the socket file `path`."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-        return True

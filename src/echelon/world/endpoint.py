@@ -15,8 +15,9 @@ from zmq.utils.monitor import parse_monitor_message
 from echelon.errors import ConfigError
 from echelon.transport.codec import Buffer
 from echelon.transport.curve import secure_client, secure_server
+from echelon.transport.session import is_taken
 from echelon.transport.sockets import HANDSHAKE_BYTES, HEARTBEAT_MS, SILENCE_MS
-from echelon.world.address import check_address, ipc_path, is_taken, remove
+from echelon.world.address import check_address, ipc_path, remove
 
 QUEUED_MESSAGES = 20_000  # per peer and direction
 LINGER_MS = 200  # how long `close` waits for what was sent last

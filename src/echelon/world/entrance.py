@@ -103,19 +103,27 @@ def _open(entrance: Entrance, address: str, secret: str | None, card: Card) -> N
 def _join(entrance: Entrance, address: str, secret: str | None, card: Card) -> Node:
     deadline = time.monotonic() + entrance.timeout_s
     name, words = entrance.name, card.to_wire()
-    while True:
+
+    def knock() -> float:
+        """How long the host may take to let us in, unless it does not want to."""
         if address.startswith("tcp://") and is_turned_away(address, secret):
             own = f"with the {SECRET_VARIABLE} that it has" if secret is not None else f"without {SECRET_VARIABLE}"
             raise Refused(
                 f"the world at {address} does not let {name!r} in {own}. Set {SECRET_VARIABLE} to the same value in "
                 "every member, or in none."
             )
-        left_s = max(0.1, deadline - time.monotonic())
+        return min(TRY_S, max(0.1, deadline - time.monotonic()))
+
+    def knock_again(error: TransportTimeout) -> float:
+        if time.monotonic() >= deadline:
+            raise TransportTimeout(_no_world(entrance, address)) from error
+        return knock()
+
+    while True:
         try:
-            return Node.join(address, name, timeout_s=min(TRY_S, left_s), limits=LIMITS, card=words, secret=secret)
-        except TransportTimeout as error:
-            if time.monotonic() >= deadline:
-                raise TransportTimeout(_no_world(entrance, address)) from error
+            return Node.join(
+                address, name, timeout_s=knock(), limits=LIMITS, card=words, secret=secret, on_silence=knock_again
+            )
         except Refused as error:
             if entrance.address or BEGUN not in str(error) or time.monotonic() >= deadline:
                 raise

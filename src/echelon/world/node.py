@@ -85,8 +85,12 @@ class Node(Messenger):
         limits: Limits = DEFAULT_LIMITS,
         card: tuple[Any, ...] = (),
         secret: str | None = None,
+        on_silence: Callable[[TransportTimeout], float] | None = None,
     ) -> Node:
         """Enters the world hosted at `address`; whoever bore `name` before is replaced.
+
+        A host that has not answered after `timeout_s` is asked again for as long as `on_silence` says, unless that
+        raises: to be asked twice changes nothing, and another host may have come in its place.
 
         Others may call at once; nothing is served before the first `poll` or `call`, so `serve` what you have first.
         """
@@ -97,7 +101,7 @@ class Node(Messenger):
         host = Member(f"the host at {address}", address, 0, "")  # its name comes with the answer
         world._directory.members[host.name] = host
         try:
-            match world._ask(host, "_join", (world.address, world._me.pid, card), timeout_s):
+            match world._ask_in(host, timeout_s, on_silence):
                 case (str(host_name), directory):
                     world._adopt(Directory.from_wire(directory))
                     world._host = world._directory.members.get(host_name)
@@ -108,6 +112,15 @@ class Node(Messenger):
             world.close()
             raise
         return world
+
+    def _ask_in(self, host: Member, timeout_s: float, on_silence: Callable[[TransportTimeout], float] | None) -> Any:
+        while True:
+            try:
+                return self._ask(host, "_join", (self.address, self._me.pid, self._me.card), timeout_s)
+            except TransportTimeout as error:
+                if on_silence is None:
+                    raise
+                timeout_s = on_silence(error)
 
     @property
     def _is_host(self) -> bool:
@@ -301,10 +314,11 @@ class Node(Messenger):
             raise Refusal(f"nobody can join as {member.name[:80]!r}: the host has that name, or it is no name.")
         if not is_sibling(self.address, member.address, self._secret):
             raise Refusal(f"the address {member.address[:200]!r} of {member.name!r} does not belong to {self.address}.")
-        if why := self.admit(member):
-            raise Refusal(why)
-        self._enter(member)
-        self._tell_everyone()
+        if not self._directory.holds(member):  # else it asks again, as our answer came late
+            if why := self.admit(member):
+                raise Refusal(why)
+            self._enter(member)
+            self._tell_everyone()
         return (self.name, self._directory.to_wire())
 
     def _on_beat(self, name: str, counter: int, epoch: int) -> None:
