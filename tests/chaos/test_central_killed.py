@@ -60,7 +60,7 @@ def test_no_kill_tears_the_data(runs: Runs, core: str, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_stopped_inference_server_is_replaced(runs: Runs, transport: str) -> None:
-    run = runs.train(**CENTRAL, **{"acting.transport": transport, "supervision.hang_timeout_s": 5})
+    run = runs.train(**CENTRAL, **{"acting.transport": transport, "supervision.hang_timeout_s": 8})
     run.until_acting(0)
     run.until_acting(1)
     actors = [run.pid("actor-0"), run.pid("actor-1")]

@@ -13,7 +13,7 @@ from running import Runs
 
 
 def test_stopped_actor_is_taken_for_hung_and_replaced(runs: Runs) -> None:
-    run = runs.train(**{"supervision.hang_timeout_s": 5})
+    run = runs.train(**{"supervision.hang_timeout_s": 8})
     run.until_acting(0)
     pid = run.kill("actor-0", signal.SIGSTOP)
     assert run.pid("actor-0", besides=pid)
@@ -28,7 +28,7 @@ def test_stopped_actor_is_taken_for_hung_and_replaced(runs: Runs) -> None:
 
 def test_hung_environment_shows_its_stack(runs: Runs, tmp_path: Path) -> None:
     kwargs = json.dumps({"flag": str(tmp_path / "hung")})
-    run = runs.train(env="unruly:HangingEnv", **{"supervision.hang_timeout_s": 5, "env-kwargs": kwargs})
+    run = runs.train(env="unruly:HangingEnv", **{"supervision.hang_timeout_s": 8, "env-kwargs": kwargs})
     run.until(lambda: "made no progress for" in run.text(), "the hang is noticed")
     run.until(lambda: "starting it again" in run.text(), "it is replaced")
     assert "stare_at_the_wall" in run.text()

@@ -50,7 +50,7 @@ def test_killed_learner_takes_the_others_along_and_all_go_on(runs: Runs, name: s
 
 @pytest.mark.parametrize("name", ["learner-0", "learner-1"])
 def test_stopped_learner_is_found_and_replaced_with_the_others(runs: Runs, name: str) -> None:
-    run = runs.train(learners=2, **{"run.checkpoint_interval_s": 0.2, "supervision.hang_timeout_s": 5})
+    run = runs.train(learners=2, **{"run.checkpoint_interval_s": 0.2, "supervision.hang_timeout_s": 8})
     until_saved(run)
     run.until_learning()
     pids = [run.pid("learner-0"), run.pid("learner-1")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -85,7 +86,9 @@ def test_a_sweep_on_one_port_from_the_command_line_to_the_report(
     assert [result["world_size"] for result in report["benchmark_results"]] == [4, 5]
     assert [entry["num_requests"] for entry in report["echelon"]["runs"]] == [20, 30]
     out, err = capsys.readouterr()
-    assert err.splitlines() == [f"the report is in {path}; `echelon bench plot {path}` draws it"]
+    *progress, told = err.splitlines()
+    assert told == f"the report is in {path}; `echelon bench plot {path}` draws it"
+    assert all(re.fullmatch(r"world_size [45] \([12]/2\): \d+ of \d+ requests", line) for line in progress), progress
     assert out.count("Benchmark\n") == 2
     for result in report["benchmark_results"]:  # the screen and the file say the same
         for metric in ("agent latency", "agent throughput", "observer latency", "observer throughput"):
@@ -121,7 +124,7 @@ def test_observers_have_no_torch_and_the_agent_has(shm_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("num_observers", "episodes", "stopped_s"),
-    [(4, 200, 0.0), pytest.param(100, 60, 5.0, marks=pytest.mark.full)],
+    [(4, 400, 0.0), pytest.param(100, 60, 5.0, marks=pytest.mark.full)],
 )
 def test_an_observer_that_is_stopped_costs_the_others_one_wait(
     num_observers: int, episodes: int, stopped_s: float, shm_dir: Path

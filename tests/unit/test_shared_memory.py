@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from echelon.errors import ConfigError, TransportError
 from echelon.schema import Spaces, TrajectorySchema
 from echelon.transport import segments
-from echelon.transport.segments import Doorbell, check_platform, create_segment, open_segment
+from echelon.transport.segments import Doorbell, check_platform, create_segment, join_segment, open_segment
 from echelon.transport.shared_memory import SlotRing, WeightsBoard
 from running import TESTS, wait_until
 
@@ -63,6 +63,28 @@ def test_a_segment_is_zeros_and_shared_by_name(shm_dir: Path) -> None:
     assert (shm_dir / "one").stat().st_mode & 0o777 == 0o600
     with pytest.raises(FileExistsError):
         create_segment(shm_dir / "one", 100)
+
+
+def test_whoever_comes_at_once_shares_one_segment(shm_dir: Path) -> None:
+    num, together = 8, threading.Barrier(8)
+    joined = dict[tuple[int, int], Any]()
+
+    def come(me: int) -> None:
+        for turn in range(50):
+            together.wait(60.0)
+            joined[turn, me] = join_segment(shm_dir / str(turn), 4096)
+            joined[turn, me][me] = 1 + me
+            Doorbell(shm_dir / f"bell-{turn}").close()
+
+    threads = [threading.Thread(target=come, args=(me,), daemon=True) for me in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    for (turn, _), memory in joined.items():
+        assert memory[:num].tolist() == list(range(1, num + 1)), turn
+    names = [f"{kind}{turn}" for kind in ("", "bell-") for turn in range(50)]
+    assert len(joined) == 50 * num and sorted(os.listdir(shm_dir)) == sorted(names)
 
 
 def test_a_segment_that_is_not_there_says_so(shm_dir: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from echelon.layout import ALIGNMENT, Leaf, place, size_of, views_of
 from echelon.transport.act_board import ActBoard, ActLayout, Seat
-from echelon.transport.segments import create_segment, open_segment
+from echelon.transport.segments import join_segment
 
 Array = np.ndarray[Any, Any]
 NUM_GROUPS = 2
@@ -69,7 +69,7 @@ class Tally:
                 ("latency_ns", (num_feeders, NUM_SAMPLES), np.int64),
             ]
         )
-        views = views_of(fields, open_segment(path) if path.exists() else create_segment(path, size_of(fields)))
+        views = views_of(fields, join_segment(path, size_of(fields)))
         self.phase = views["phase"]  # written by the bench
         # Written by each feeder: requests answered, time laying down, time waiting, time in all.
         self.answered, self.laying_ns, self.waiting_ns, self.total_ns = (views["words"][:, i] for i in range(4))

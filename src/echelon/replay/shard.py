@@ -24,7 +24,7 @@ from echelon.errors import TransportError
 from echelon.replay.layout import ReplayError, ShardLayout, spans
 from echelon.replay.sum_tree import check_priorities
 from echelon.room import check_room, free_memory
-from echelon.transport.segments import create_segment, open_segment
+from echelon.transport.segments import join_segment
 
 Array = np.ndarray[Any, Any]
 HEAD, RESERVE, TAIL, RINGS = 0, 1, 2, 3
@@ -101,7 +101,7 @@ class Shard:
 
 def join(path: Path, nbytes: int) -> Array:
     """The segment at `path`, made if it is not there."""
-    memory = open_segment(path) if path.exists() else create_segment(path, nbytes)
+    memory = join_segment(path, nbytes)
     if memory.nbytes != nbytes:
         raise TransportError(
             f"segment {path} has {memory.nbytes} bytes where {nbytes} are expected: it was made for other spaces or "

@@ -32,7 +32,7 @@ import numpy as np
 from echelon.errors import TransportError
 from echelon.layout import ALIGNMENT, Leaf, place, size_of, views_of
 from echelon.transport.futex import NUM_MASKS, Word, fence
-from echelon.transport.segments import Doorbell, create_segment, open_segment
+from echelon.transport.segments import Doorbell, join_segment
 
 Array = np.ndarray[Any, Any]
 WORDS_PER_LINE = ALIGNMENT // 8
@@ -100,7 +100,7 @@ class ActBoard:
         self.folder, self.layout = folder, layout
         path = folder / "acting"
         fields = place(layout.plan)
-        memory = open_segment(path) if path.exists() else create_segment(path, size_of(fields))
+        memory = join_segment(path, size_of(fields))
         if memory.nbytes != size_of(fields):
             raise TransportError(f"segment {path} has {memory.nbytes} bytes where {size_of(fields)} are expected")
         self.memory = memory

@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import os
 import platform
+import secrets
 import select
 import weakref
 from pathlib import Path
@@ -59,6 +60,21 @@ def open_segment(path: Path) -> Array:
         os.close(descriptor)
 
 
+def join_segment(path: Path, nbytes: int) -> Array:
+    """The segment at `path`, made of `nbytes` if it is not there; whoever else comes at once joins the same."""
+    if path.exists():
+        return open_segment(path)
+    own = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    memory = create_segment(own, nbytes)
+    try:
+        os.link(own, path)  # under its name it is there as a whole, or not at all
+    except FileExistsError:
+        return open_segment(path)
+    finally:
+        os.unlink(own)
+    return memory
+
+
 def _map(descriptor: int, nbytes: int) -> Array:
     """Maps a segment until nothing made of it is left.
 
@@ -80,7 +96,7 @@ class Doorbell:
     """
 
     def __init__(self, path: Path) -> None:
-        if not path.exists():
+        with contextlib.suppress(FileExistsError):
             os.mkfifo(path, 0o600)
         self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 

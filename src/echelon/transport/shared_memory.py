@@ -14,7 +14,7 @@ import numpy as np
 
 from echelon.errors import TransportError
 from echelon.layout import ALIGNMENT
-from echelon.transport.segments import Doorbell, create_segment, open_segment
+from echelon.transport.segments import Doorbell, join_segment
 
 Array = np.ndarray[Any, Any]
 WORDS_PER_LINE = ALIGNMENT // 8
@@ -45,7 +45,7 @@ class SlotRing:
         self.schema, self.num_streams, self.num_slots = schema, num_streams, num_slots
         path = folder / "trajectories"
         nbytes = self.size(schema, num_streams, num_slots)
-        memory = open_segment(path) if path.exists() else create_segment(path, nbytes)
+        memory = join_segment(path, nbytes)
         if memory.nbytes != nbytes:
             raise TransportError(f"segment {path} has {memory.nbytes} bytes where {nbytes} are expected")
         words = memory[: self._words_size(num_streams)].view(np.int64).reshape(3, num_streams, WORDS_PER_LINE)
@@ -115,7 +115,7 @@ class WeightsBoard:
     def __init__(self, folder: Path, nbytes: int) -> None:
         path = folder / "weights"
         total = self.size(nbytes)
-        memory = open_segment(path) if path.exists() else create_segment(path, total)
+        memory = join_segment(path, total)
         if memory.nbytes != total:
             raise TransportError(f"segment {path} has {memory.nbytes} bytes where {total} are expected")
         words = memory[: 2 * ALIGNMENT].view(np.int64)
