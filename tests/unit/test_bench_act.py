@@ -23,7 +23,6 @@ from echelon.transport.act_board import ActBoard
 from echelon.transport.batcher import Batcher, BatchRule
 
 FEED = Feed((3,), "float32", rows=2, num_feeders=1)
-SECONDS = 4.0  # so long that everybody gets a core meanwhile: without an answer to every feeder there is no report
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def check(result: dict[str, Any], batch: int) -> None:
 
 def test_a_run_measures_every_batch_and_leaves_nothing(shm_dir: Path) -> None:
     setting = ActSetting(
-        network="mlp", batches=(4, 8), feeders=2, device="cpu", seconds=SECONDS, spin_us=20.0, shm_dir=str(shm_dir)
+        network="mlp", batches=(4, 8), feeders=2, device="cpu", seconds=0.5, spin_us=20.0, shm_dir=str(shm_dir)
     )
     told: list[str] = []
     report = bench_act(setting, told.append)
@@ -120,7 +119,7 @@ def test_a_run_measures_every_batch_and_leaves_nothing(shm_dir: Path) -> None:
 
 def test_the_command_writes_its_report(shm_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
-    options = ["--network", "cnn", "--batch", "2", "--feeders", "1", "--device", "cpu", "--seconds", str(SECONDS)]
+    options = ["--network", "cnn", "--batch", "2", "--feeders", "1", "--device", "cpu", "--seconds", "0.5"]
     assert main(["bench", "act", *options, "--shm-dir", str(shm_dir), "--json", str(path)]) == 0
     assert "cnn on cpu" in capsys.readouterr().out
     report = json.loads(path.read_text())

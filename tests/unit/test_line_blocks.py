@@ -17,6 +17,7 @@ from echelon.transport.blocks import IDLE_S, LEAST_BYTES, MOST_BLOCKS, POOL_BYTE
 from echelon.transport.lines import LineReader
 from echelon.transport.ring import BEGIN, END, MESSAGE, MIDDLE, PIECE_BYTES, RING_BYTES, SKIP
 from line_pair import Pair, frames_of
+from running import wait_until
 
 LARGE = PIECE_BYTES + 1  # more than one record carries
 
@@ -114,6 +115,24 @@ class TestThePool:
         assert len(used) > 2 * len(lately)
         pool.close(discard=True)
         assert list(shm_dir.iterdir()) == []
+
+    def test_no_block_is_given_up_while_its_message_waits_for_room(self, pair: Pair, clock: list[float]) -> None:
+        """Where the ring is full but for 16 bytes at its end, so that the message goes round."""
+        writer, sent = pair.writer, list[bool]()
+        while (left := RING_BYTES - writer._head) > 16:
+            assert writer.send([b"x" * 1000 if left > 3000 else b"" if left % 32 else b"x"], 0.0)
+        assert left == 16
+        sender = threading.Thread(target=lambda: sent.append(writer.send([b"x" * LARGE], 60.0)), daemon=True)
+        sender.start()
+        wait_until(lambda: writer.block_bytes and writer._line.writer[ring.SLEEPS], "it waits for room")
+        clock[0] += 2 * IDLE_S
+        received: list[bytes] = []
+        while not received or len(received[0]) < LARGE:
+            frames = pair.reader.receive(60.0)
+            assert frames is not None
+            received = [bytes(frame) for frame in frames]
+        sender.join(60.0)
+        assert received == [b"x" * LARGE] and sent == [True]
 
     def test_a_line_with_small_messages_only_gives_its_blocks_up(self, pair: Pair, clock: list[float]) -> None:
         pair.carry(b"x" * LARGE)

@@ -16,6 +16,7 @@ import torch
 from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError
 from echelon.presets import preset
+from echelon.replay.sampled import Draft
 from echelon.replay.shard import ShardWriter
 from echelon.roles.context import Context, Station
 from echelon.roles.replay_plan import ReplayPlan
@@ -172,7 +173,13 @@ def test_a_server_that_dies_is_waited_for_and_then_gone_on_with(make_scene: Call
     assert scene.source.news() == []
 
 
-def test_without_any_host_it_waits_until_one_is_back(make_scene: Callable[..., Scene]) -> None:
+@pytest.mark.parametrize("late_s", [0.0, 0.5])
+def test_without_any_host_it_waits_until_one_is_back(
+    make_scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, late_s: float
+) -> None:
+    """Also where a host is given up between two looks at it, of which the second comes late."""
+    is_ready = Draft.is_ready
+    monkeypatch.setattr(Draft, "is_ready", lambda draft: (time.sleep(late_s), is_ready(draft))[1])
     scene = make_scene(**{"replay.samples_per_insert": 0.0})
     scene.write(0, 100)
     scene.write(1, 20)

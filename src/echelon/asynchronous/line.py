@@ -106,8 +106,11 @@ class Line:
     def _await(self, number: int | None, kinds: tuple[type[T], ...], timeout_s: float) -> T | Wait | None:
         """What is answered within `timeout_s`; answers to what was asked before are passed over."""
         deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0.0:
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
             if not self._socket.poll(int(1e3 * min(left_s, WAIT_S)) + 1):
+                if not left_s:
+                    return None
                 self._look_at_handshakes()
                 continue
             answer: FromDoor = from_door([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
@@ -121,7 +124,6 @@ class Line:
                 return answer
             if isinstance(answer, Wait):
                 return answer
-        return None
 
     def _look_at_handshakes(self) -> None:
         """Raises Refused when the learner lets nobody in who has this worker's secret, or none."""

@@ -183,7 +183,7 @@ class Serving:
     def _repeat(self, work: Callable[[], object]) -> float:
         """Rows per second of `work`, which is one round."""
         start, count, seconds = time.perf_counter(), 0, min(1.0, self.setting.seconds)
-        while (elapsed_s := time.perf_counter() - start) < seconds:
+        while (elapsed_s := time.perf_counter() - start) < seconds or not count:
             work()
             count += 1
         return count * self.feed.rows * self.feed.num_feeders / elapsed_s
@@ -201,6 +201,9 @@ class Serving:
         before = self._now(server)
         self.tally.phase[0] = MEASURE
         self._serve(server, self.setting.seconds)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self.tally.answered.all() and time.monotonic() < deadline:  # one has had no turn yet
+            self._serve(server, LOOK_INTERVAL_S)
         self.tally.phase[0] = STOP
         after = self._now(server)
         return self._report({name: after[name] - before[name] for name in after})

@@ -64,7 +64,7 @@ def measure(stages: Mapping[str, Callable[[], float]], *, num_chunks: int, chunk
 
 def _chunk(stage: Callable[[], float], chunk_s: float) -> Cost:
     steps, start, start_cpu = 0.0, time.perf_counter(), time.process_time()
-    while (elapsed_s := time.perf_counter() - start) < chunk_s:
+    while (elapsed_s := time.perf_counter() - start) < chunk_s or not steps:
         steps += stage()
     cpu_s = time.process_time() - start_cpu
     return Cost(1e6 * cpu_s / steps, 1e6 * elapsed_s / steps)

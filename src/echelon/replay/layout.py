@@ -25,6 +25,10 @@ class ReplayError(EchelonError, ValueError):
     """A replay buffer was given or asked for what cannot be; nothing in it was changed."""
 
 
+class NothingLeft(ReplayError):
+    """Every shard is empty, or lost with its host."""
+
+
 @dataclass(frozen=True, slots=True)
 class ItemField:
     """One named value of an item.

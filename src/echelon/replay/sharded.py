@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from echelon.errors import PeerLost
-from echelon.replay.layout import Block, ReplayError, ShardLayout, spans
+from echelon.replay.layout import Block, NothingLeft, ReplayError, ShardLayout, spans
 from echelon.replay.reader import PriorityColumn, Reader
 from echelon.replay.sampled import Draft, Drawn, Keys, Mass, Part, Sampled, importance
 from echelon.replay.sum_tree import SumTree, check_priorities
@@ -218,7 +218,7 @@ class Replay:
         """The items at `shares` (0 to 1, ascending) of the mass."""
         sizes = self._fed - self._start
         if not sizes.any():
-            raise ReplayError(
+            raise NothingLeft(
                 f"replay: none of the {len(sizes)} shards holds an item any longer; nothing can be drawn."
             )
         if self._tree is None:

@@ -19,6 +19,7 @@ import torch
 from echelon.config import ReplayConfig
 from echelon.replay.archive import Archive
 from echelon.replay.ear import Ear
+from echelon.replay.layout import NothingLeft
 from echelon.replay.reader import Seen
 from echelon.replay.sampled import Draft, Keys
 from echelon.replay.sharded import Replay
@@ -89,7 +90,12 @@ class ReplaySource:
         if not self.drafts or not self.drafts[0].is_ready():
             return None
         staging = self._next_staging()
-        staging.put(self.replay.collect(self.drafts.popleft(), staging.block))
+        try:
+            staging.put(self.replay.collect(self.drafts.popleft(), staging.block))
+        except NothingLeft:  # the last host was lost a moment ago: what becomes of that is for the next `_draw`
+            self.stagings.rotate(-1)
+            self.drafts.clear()
+            return None
         return self._move(staging, version)
 
     def _next_staging(self) -> TransitionStaging:

@@ -237,6 +237,7 @@ class Supervisor:
         self.world.poll(0.0)
         while left & set(self.world.members) and time.monotonic() < deadline:
             self.world.poll(0.01)
+        self.world.poll(0.0)  # however late it is
 
     def shares(self) -> dict[str, dict[str, float]]:
         """For every role, the share of its time that each phase took."""

@@ -147,7 +147,6 @@ class LineWriter:
         if skipped:
             RECORD.pack_into(line.records, at, SKIP, 0)
             self._head += skipped
-            self._pool.trim()
         return self._head % RING_BYTES
 
     def _wait(self, full: int, timeout_s: float) -> bool:
@@ -179,6 +178,8 @@ class LineWriter:
         fence()
         if line.reader[SLEEPS]:
             self._ring()
+        if at == 0:  # once round
+            self._pool.trim()
 
     def _announce(self) -> None:
         """Wakes the reader already while a large message is copied, which takes longer than to wake up."""

@@ -140,7 +140,7 @@ def _draw(setting: Setting, replay: Replay) -> tuple[list[float], int]:
     priorities = [rng.random(setting.batch) + 1e-3 for _ in range(NUM_PRIORITIES)]
     for _ in range(setting.rounds):
         start, count = time.perf_counter(), 0
-        while (elapsed_s := time.perf_counter() - start) < setting.turn_s:
+        while (elapsed_s := time.perf_counter() - start) < setting.turn_s or not count:
             drawn = replay.sample(setting.batch, BETA, rng, block=block)
             replay.update(drawn.keys, priorities[count % NUM_PRIORITIES])
             count += 1

@@ -74,7 +74,7 @@ def measure_rounds(setting: Setting, learning: Learning, progress: Progress) -> 
         progress(number, setting.rounds + 1)
         count, clock_s, processor_s = 0, 0.0, 0.0
         start, before = time.perf_counter(), learning.num_inserted
-        while time.perf_counter() - start < setting.turn_s:
+        while not count or time.perf_counter() - start < setting.turn_s:
             clock, processor = time.perf_counter(), time.process_time()
             learning.learn(priorities[count % NUM_PRIORITIES])
             processor_s += time.process_time() - processor

@@ -26,7 +26,7 @@ NAMES = ("caller", "callee")
 ADDRESS = "address"  # the file that says where the two may meet over TCP
 START_S = 120.0
 LIBRARIES = {"echelon": "echelon.bench.world.ours", "torch-rpc": "echelon.bench.world.torch_rpc"}
-LEAVE_S = {"echelon": 10.0, "torch-rpc": 0.0}  # how long the callee may take; that of torch-rpc would never leave
+LEAVE_S = {"echelon": 60.0, "torch-rpc": 0.0}  # how long the callee may take; that of torch-rpc would never leave
 
 
 def take_turn(library: str, setting: Setting) -> dict[str, float]:
