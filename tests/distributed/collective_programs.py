@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.errors import ConfigError, TransportTimeout
-from echelon.world import World
+from echelon.errors import ConfigError, TransportError, TransportTimeout
+from echelon.world import World, process_group
 
 
 def every_operation(world: World) -> dict[str, Any]:
@@ -155,6 +155,29 @@ def comes_late(world: World) -> str:
     return text if world.rank == 0 else ""
 
 
+def fails_alone(world: World) -> str:
+    """Rank 1 fails just when rank 0 has the group; then both try again."""
+    rpc, connect = world.create_rpc_group("alone", [world.name_of(rank) for rank in (0, 1)]), process_group._gloo
+
+    def too_late(*args: Any) -> Any:
+        connect(*args)
+        raise RuntimeError("it took longer than the timeout")
+
+    text = ""
+    if world.rank == 0:
+        world.create_collective_group([0, 1]).destroy()
+    else:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(TransportError) as caught:
+            patch.setattr(process_group, "_gloo", too_late)
+            world.create_collective_group([0, 1])
+        text = str(caught.value)
+    rpc.barrier()
+    group = world.create_collective_group([0, 1], timeout=20.0)
+    group.barrier()
+    group.destroy()
+    return text
+
+
 def listening(world: World) -> list[str]:
     """The addresses at which this process listens for TCP while it is in a collective group."""
     group = world.create_collective_group([0, 1])
@@ -174,5 +197,5 @@ def everything(world: World) -> dict[str, Any]:
     """What each of the above tells, one after another in one world of three."""
     programs: list[Callable[[World], Any]] = [every_operation, messages, several_groups, averaged_gradient]
     if world.rank < 2:
-        programs += [misuse, comes_late, listening]
+        programs += [misuse, comes_late, fails_alone, listening]
     return {program.__name__: program(world) for program in programs}

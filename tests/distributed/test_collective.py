@@ -58,6 +58,10 @@ def test_who_gave_up_can_try_again(told: Told) -> None:
     assert "within 0.2 s" in told[0]["comes_late"]
 
 
+def test_who_failed_alone_can_try_again_with_the_others(told: Told) -> None:
+    assert "it took longer than the timeout" in told[1]["fails_alone"]
+
+
 def test_nothing_listens_beyond_the_loopback(told: Told) -> None:
     for one in told[:2]:
         assert one["listening"] and set(one["listening"]) == {LOOPBACK}

@@ -23,7 +23,23 @@ def test_all_workers_are_told_whether_the_run_is_over_or_stopped(make_entrance: 
     entrance.door.journal._workers["heard"] -= 1e6  # both said nothing for long; one is still connected
     for call in calls:
         entrance.stage.world.post("door-0", call)
-    assert isinstance(entrance.answer(), word) and entrance.door.finished
+    assert isinstance(entrance.answer(), Next) and isinstance(entrance.answer(), word) and entrance.door.finished
+
+
+def test_what_is_counted_is_answered_before_the_end_whoever_took_it(
+    make_entrance: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A door that dies before it answers leaves that to its successor, which may have no time but for a goodbye."""
+    entrance = make_entrance()
+    entrance.arrive()
+    with monkeypatch.context() as patch:
+        patch.setattr(entrance.door.door, "send", lambda *frames, **options: True)
+        entrance.socket.send_multipart(pack(piece(number=1)))
+        entrance.until(lambda: entrance.head == 5, "it is counted")
+    entrance.stage.world.post("door-0", "stop")
+    answer = entrance.answer()
+    assert isinstance(answer, Next) and answer.number == 1 and answer.weights is None
+    assert isinstance(entrance.answer(), Stopped)
 
 
 def test_nobody_keeps_a_door_open_by_talking(make_entrance: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 
 from echelon.errors import TransportError
 from echelon.transport.codec import encode
+from echelon.transport.session import start_ticks
 from echelon.world import entrance as entrance_module
 from echelon.world import node_thread
 from echelon.world import watch as watch_module
@@ -27,6 +30,7 @@ from echelon.world.node import Node
 from echelon.world.node_thread import NodeThread
 from echelon.world.registry import OK, Group, Registry
 from echelon.world.watch import SILENCE_S, Card, Watch, write_card
+from running import TESTS, wait_until
 
 FAR = Card(-1, 1, "/nowhere", "", "", "", 0)  # of a member that must be heard of
 PATIENCE_S = 30.0
@@ -101,6 +105,31 @@ def test_no_other_thread_polls_a_node_that_has_one(host: Node, monkeypatch: pyte
         assert node.members == ["m0", "m1"]
     thread.stop()
     assert pollers == {"echelon-node"}
+
+
+def test_the_dead_are_heard_out_before_they_are_told_of(host: Node, tmp_path: Path) -> None:
+    """Their last words may still lie in our sockets when their process has ended."""
+    told: list[str] = []
+    host.serve("last", told.append)
+    watch = Watch(lambda member, why: told.append(why))
+    NodeThread(host, watch, lambda: None, lambda error: None)  # not started: we look in its place
+    code = f"""
+import sys
+from echelon.world.node import Node
+with Node.join(sys.argv[1], "m1", timeout_s={PATIENCE_S}) as node:
+    for number in range(100):
+        node.post("m0", "last", str(number))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent / "src")}
+    with subprocess.Popen([sys.executable, "-c", code, host.address], env=environment) as child:
+        wait_until(lambda: (host.poll(0.01), host.member("m1"))[1], "it has joined")
+        member, ticks = host.member("m1"), start_ticks(child.pid)
+        assert member is not None and ticks is not None
+        assert watch.add(member, dataclasses.replace(write_card(1, 2, tmp_path), ticks=ticks))
+        assert child.wait(PATIENCE_S) == 0
+    watch.look()
+    assert told == [*map(str, range(100)), f"its process {child.pid} has ended"]
+    watch.close()
 
 
 def test_a_watch_that_was_stopped_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ NUM_EVALUATIONS = 10  # of workers, whose mean is shown
 CONSOLE_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 5.0
 FAILED_STOP_TIMEOUT_S = 0.5  # of a run that failed: the user waits for the error, which is told when all have left
-LAST_WORDS_S = 2.0  # how long a learner that left may have its summary under way
+LAST_WORDS_S = 2.0  # how long what a role said before it left may be under way
 
 
 class Coordinator:
@@ -185,7 +185,9 @@ class Coordinator:
             else:
                 self.world.poll(LOOP_S, [self.engine.descriptor])
             next_look = time.perf_counter() + LOOP_S
-            for gone in self.engine.exits():
+            if exits := self.engine.exits():
+                self.world.hear_out(LAST_WORDS_S)
+            for gone in exits:
                 if not self._has_finished(gone):
                     self.supervisor.replace(gone)
             self.supervisor.look()
@@ -199,6 +201,7 @@ class Coordinator:
         deadline = time.monotonic() + LAST_WORDS_S
         while gone.name == self.first and gone.code == 0 and self.summary is None and time.monotonic() < deadline:
             self.world.poll(LOOP_S)
+        self.world.poll(0.0)  # however late it is
         return self.summary is not None
 
     def _ask_to_stop(self) -> None:

@@ -143,7 +143,7 @@ class EpisodeDoor:
         frames, deadline = pack(Over() if self.is_over else Stopped()), time.monotonic() + GOODBYE_S
         untold, here = set(self.journal.sockets(EVER)), set(self.journal.sockets(HEARD_S))
         while True:
-            untold = {name for name in untold if not self.door.send(name, *frames)}
+            untold = {name for name in untold if not (self._say_last(name) and self.door.send(name, *frames))}
             if not untold & here:
                 return
             self.door.sleep(0.05)
@@ -151,6 +151,13 @@ class EpisodeDoor:
                 self.door.send(message[0], *frames)
             if time.monotonic() >= deadline:
                 return
+
+    def _say_last(self, name: bytes) -> bool:
+        """Answers the last message of a worker's once more: a predecessor may have died before it did, and then the
+        worker would bring to the next run what is counted in this one."""
+        row = self.journal.row_at(name)
+        answer = Next(self.journal.last(row), self.journal.evaluates(row), 0, None, self.tally.env_steps)
+        return self.door.send(name, *pack(answer))
 
     def _deal(self, connection: bytes, frames: list[memoryview]) -> bool:
         """One message, from anybody at all; whether it brought steps of an episode."""

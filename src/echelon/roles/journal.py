@@ -149,6 +149,10 @@ class Journal:
         heard = self._workers["heard"] > time.monotonic() - seconds
         return [name for name, row in self._rows.items() if heard[row]]
 
+    def row_at(self, socket: bytes) -> int:
+        """The row of the worker whose socket has that name."""
+        return self._rows[socket]
+
     def last(self, row: int) -> int:
         """The number of the worker's last message that is in."""
         return int(self._workers["number"][row])

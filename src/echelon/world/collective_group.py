@@ -205,7 +205,7 @@ class CollectiveGroup:
 def enter_collective_group(
     world: World, ranks: Sequence[int], timeout_s: float, backend: str, hostname: str
 ) -> CollectiveGroup:
-    """The next group of those ranks, which alone call this; the n-th one that each of them makes is the same.
+    """The next group of those ranks, which alone call this; the n-th one for which all of them come is the same.
 
     `hostname` is the address of this host by which the others reach it.
     """
@@ -223,17 +223,27 @@ def enter_collective_group(
         if lost := circle.lost("create_collective_group()"):
             raise lost
 
+    def count() -> None:
+        world.num_collective[ordered] = number
+
     store = WorldStore(partial(world.control, "store"), timeout_s=timeout_s, watch=watch)
     circle = Circle(seat, store, world.why_lost)
     inner = ordered.index(world.rank)
     begun = time.monotonic()
     try:
         group = make_process_group(
-            store, seat.name, inner, names, backend=backend, hostname=hostname, timeout_s=timeout_s, watch=watch
+            store,
+            seat.name,
+            inner,
+            names,
+            backend=backend,
+            hostname=hostname,
+            timeout_s=timeout_s,
+            watch=watch,
+            on_met=count,
         )
     except (PeerLost, TransportTimeout):
         raise
     except TransportError as error:  # gloo's own: the world knows more about it
         raise circle.verdict("create_collective_group()", error, 0, time.monotonic() - begun) from error
-    world.num_collective[ordered] = number
     return CollectiveGroup(group, circle)

@@ -35,6 +35,8 @@ from echelon.world.messages import Messenger, Pending, Refusal, Request
 
 __all__ = ["Node", "Progress", "RpcException"]
 
+MAX_ECHOES = 8  # where others never cease to speak
+
 _here: weakref.WeakValueDictionary[str, Node] = weakref.WeakValueDictionary()  # address -> Node of this process
 
 
@@ -55,6 +57,7 @@ class Node(Messenger):
         self._directory = Directory()
         self._held: list[Arrival] = []  # requests that came while joining: nobody could `serve` anything yet
         self._progress: dict[str, Progress] = {}
+        self._num_arrivals = 0
         self.thread = threading.get_ident()  # that polls it
         _here[self.address] = self
 
@@ -194,6 +197,7 @@ class Node(Messenger):
             held, self._held, timeout_s = self._held, [], 0.0
         for arrival in itertools.chain(held, self._endpoint.arrivals(timeout_s, fds)):
             came = True
+            self._num_arrivals += 1
             if arrival.address:
                 self._take_answer(arrival)
             elif self._host is None:
@@ -201,6 +205,23 @@ class Node(Messenger):
             else:
                 self._take_request(arrival)
         return came
+
+    def hear_out(self, timeout_s: float) -> None:
+        """Serves what had reached this process before now, also of those who are dead by now.
+
+        It writes to itself until nothing but its own word comes: ZeroMQ reads a little of each socket in turn.
+        """
+        deadline = time.monotonic() + timeout_s
+        for _ in range(MAX_ECHOES):
+            if self._endpoint.closed or time.monotonic() >= deadline:
+                return
+            num_before = self._num_arrivals
+            echo = self._begin(self._me, "_echo", (), lambda echo: None)
+            while not echo.settled and (left_s := deadline - time.monotonic()) > 0.0:
+                self.poll(left_s)
+            self.abandon(echo)
+            if self._num_arrivals - num_before <= 2:  # the word and its answer
+                return
 
     def beat(self, progress: int) -> None:
         """Tells the host how far this member's work is; call it now and then, not every step."""
@@ -305,6 +326,8 @@ class Node(Messenger):
                 return self._on_beat(request.sender, counter, epoch)
             case "_leave", () if self._is_host:
                 return self._strike(request.sender, "it left")
+            case "_echo", () if request.incarnation == self.incarnation:
+                return None
             case "_directory", (directory,) if self._host and request.incarnation == self._host.incarnation:
                 return self._adopt(Directory.from_wire(directory))
         raise Refusal(f"{self.name!r} does not take {request.function[:80]!r} from {request.sender[:80]!r}.")

@@ -52,17 +52,20 @@ def make_process_group(
     hostname: str = "127.0.0.1",
     timeout_s: float = 60.0,
     watch: Callable[[], None] | None = None,
+    on_met: Callable[[], None] = lambda: None,
 ) -> dist.ProcessGroup:
     """The process group `name` of `members`, of whom this process is number `rank`; returns when all are in it.
 
     Every member calls it with the same name and members; names are used once for each store. Whoever does not come
     within `timeout_s` is named by a TransportTimeout; after it, the same bound holds for each operation of the group.
     `watch` raises when a member is gone, and is asked now and then while gloo connects, in a thread of its own that
-    must be able to ask the store: gloo itself may wait for the dead five times as long, and names nobody.
+    must be able to ask the store: gloo itself may wait for the dead five times as long, and names nobody. `on_met` is
+    called when all are here: from then on the name is used up, as others may have the group though this one fails.
     """
     _check(rank, members, backend)
     deadline = time.monotonic() + timeout_s
     own = _meet(PrefixStore(f"{name}/", store), name, rank, members, timeout_s)
+    on_met()
     try:
         group: Any = dist.ProcessGroup(own, rank, len(members))
         kind = getattr(dist.ProcessGroup.BackendType, backend.upper())

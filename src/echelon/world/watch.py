@@ -90,6 +90,7 @@ class Watch:
 
     def __init__(self, on_death: Callable[[Member, str], None]) -> None:
         self._on_death = on_death
+        self.hear_out: Callable[[], None] = lambda: None  # takes in what the dead said last, before they are told of
         self._poller = select.poll()
         self._by_descriptor: dict[int, Member] = {}
         self._heard: dict[Member, float] = {}  # those who must be heard of, and when they were
@@ -133,6 +134,8 @@ class Watch:
             if member := self._by_descriptor.get(descriptor):
                 self._drop(descriptor)
                 self._ended.append(member)
+        if self._ended:
+            self.hear_out()
         while self._ended:
             member = self._ended.pop(0)
             self._on_death(member, f"its process {member.pid} has ended")
