@@ -151,7 +151,14 @@ def test_keep_below_one_is_refused(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, {}, step=1, keep=0)
 
 
-def test_killed_between_two_renames_leaves_what_was_to_be_replaced(tmp_path: Path) -> None:
+def no_space(*names: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("same_number", [False, True])
+def test_killed_between_two_renames_leaves_what_was_to_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_number: bool
+) -> None:
     path = save_checkpoint(tmp_path, {"x": 1}, step=7, keep=1)
     child = os.fork()
     if child == 0:
@@ -160,6 +167,12 @@ def test_killed_between_two_renames_leaves_what_was_to_be_replaced(tmp_path: Pat
         checkpoint._put(tmp_path, checkpoint._Content.of({"x": 2}), 7, 1)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9 and not path.exists()
+    if same_number:  # as in a container that was started again
+        aside = tmp_path / f".tmp-{child}-{socket.gethostname()}.{path.name}"
+        aside.rename(tmp_path / f".tmp-{os.getpid()}-{socket.gethostname()}.{path.name}")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", no_space)
+        assert newest_intact(tmp_path) is None, "but nothing is removed"
     assert newest_intact(tmp_path) == (path, "") and load_checkpoint(path) == {"x": 1}
     assert list(tmp_path.iterdir()) == [path]
 
@@ -284,15 +297,16 @@ def test_temporary_folders_of_the_dead_are_cleaned_and_of_the_living_left(tmp_pa
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     host = socket.gethostname()
-    dead, alive = tmp_path / f".tmp-{ended.pid}-{host}.new", tmp_path / f".tmp-{os.getpid()}-{host}.new"
+    dead, alive = tmp_path / f".tmp-{ended.pid}-{host}.new", tmp_path / f".tmp-{os.getppid()}-{host}.new"
     foreign, foreign_old = tmp_path / ".tmp-1-else-where.new", tmp_path / ".tmp-2-else-where.new"
     for folder in (dead, alive, foreign, foreign_old):
         folder.mkdir()
     os.utime(foreign_old, (0, 0))
     assert latest_checkpoint(tmp_path) is None
     assert sorted(tmp_path.iterdir()) == sorted([alive, foreign])
-    saved = save_checkpoint(tmp_path, {}, step=1, keep=1)  # a leftover under our own process id is no obstacle
-    assert sorted(tmp_path.iterdir()) == sorted([foreign, saved])
+    (tmp_path / f".tmp-{os.getpid()}-{host}.new").mkdir()  # a leftover under our own process id is no obstacle
+    saved = save_checkpoint(tmp_path, {}, step=1, keep=1)
+    assert sorted(tmp_path.iterdir()) == sorted([alive, foreign, saved])
 
 
 def test_no_folder_no_checkpoint(tmp_path: Path) -> None:

@@ -134,6 +134,16 @@ class TestThePool:
         sender.join(60.0)
         assert received == [b"x" * LARGE] and sent == [True]
 
+    def test_a_line_with_large_messages_only_gives_idle_blocks_up(self, pair: Pair, clock: list[float]) -> None:
+        held = [pair.writer.send([b"x" * (4 * LARGE)], 1.0) and pair.reader.receive(1.0) for _ in range(3)]
+        most = pair.reader._shelf.nbytes
+        assert pair.writer.block_bytes == most > 0
+        del held
+        clock[0] += 2 * IDLE_S
+        for _ in range(2 * RING_BYTES // 32 + 1):  # until the ring has gone round twice: a record has 32 bytes
+            pair.carry(b"x" * LARGE)
+        assert pair.writer.block_bytes == pair.reader._shelf.nbytes < most
+
     def test_a_line_with_small_messages_only_gives_its_blocks_up(self, pair: Pair, clock: list[float]) -> None:
         pair.carry(b"x" * LARGE)
         assert pair.writer.block_bytes == pair.reader._shelf.nbytes > 0

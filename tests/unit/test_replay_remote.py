@@ -24,7 +24,7 @@ from echelon.replay.remote import Link
 from echelon.replay.sampled import Mass, Sampled
 from echelon.replay.shard import Shard, ShardWriter
 from echelon.replay.sharded import Replay
-from echelon.replay.wire import Wire
+from echelon.replay.wire import Kind, Wire
 from echelon.servers import shards as server_module
 from echelon.servers.shards import ShardServer
 from echelon.transport.curve import secure_client
@@ -345,6 +345,35 @@ class TestDeaths:
         assert scene.far.address == address
         assert_same(replay.collect(draft), reference.sample(BATCH, 0.4, np.random.default_rng(3)))
         assert replay.lost == []
+
+    @pytest.mark.parametrize("kind", [Kind.ASK, Kind.WAIT])
+    def test_a_question_that_is_lost_is_asked_again_though_others_are_answered(
+        self, scene: Scene, monkeypatch: pytest.MonkeyPatch, kind: Kind
+    ) -> None:
+        """It was on a connection that broke, and the next question went out on the one that followed."""
+        monkeypatch.setattr(remote_module, "OVERDUE_S", 0.5)
+        rng = np.random.default_rng(0)
+        scene.fill(rng)
+        replay, take, lost = Replay(scene.readers(), ALPHA), ShardServer._take, list[Kind]()
+        caught_up(scene, replay)
+
+        def lose_one(server: ShardServer, connection: bytes, frame: Any) -> None:
+            question = server.wire.understand(frame)
+            assert not isinstance(question, str)
+            if question.kind == kind and not lost:
+                lost.append(kind)
+            else:
+                take(server, connection, frame)
+
+        monkeypatch.setattr(ShardServer, "_take", lose_one)
+        scene.far.append(1, rng.random(10) + 0.01)
+
+        def look() -> bool:
+            replay.advance()
+            replay.collect(replay.draw(BATCH, 1.0, rng))
+            return bool(lost) and replay.window(1)[1] == 60
+
+        wait_until(look, "both were answered")
 
     def test_a_host_that_is_lost_is_dropped_and_taken_in_again(self, scene: Scene) -> None:
         rng = np.random.default_rng(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -16,7 +17,7 @@ from echelon.cli.main import main
 from echelon.errors import ConfigError
 from echelon.room import check_room, free_memory
 from echelon.transport import session
-from echelon.transport.session import OWNER, create_session, leftovers, sweep
+from echelon.transport.session import OWNER, create_session, is_taken, leftovers, sweep
 
 
 @pytest.fixture
@@ -97,6 +98,21 @@ def test_where_somebody_listens_nobody_sweeps(shm_dir: Path, dead_pid: int) -> N
         listener.listen()
         assert sweep(str(shm_dir)) == [] and path.is_dir()
     assert [leftover.path for leftover in sweep(str(shm_dir))] == [path]
+
+
+def test_a_listener_that_is_stopped_holds_nobody_up(shm_dir: Path, dead_pid: int) -> None:
+    path = forge(shm_dir, dead_pid)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(path / "host"))
+        listener.listen(0)
+        for _ in range(5):  # more than it has room for
+            knocking = stack.enter_context(socket.socket(socket.AF_UNIX))
+            knocking.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                knocking.connect(str(path / "host"))
+        assert is_taken(path / "host") and sweep(str(shm_dir)) == []
+    assert not is_taken(path / "host")
 
 
 def test_folders_of_others_are_left_alone(shm_dir: Path, dead_pid: int) -> None:

@@ -221,6 +221,19 @@ def test_failures_of_learners_count_together(learners: Any) -> None:
         fail(0)
 
 
+def test_several_that_hang_are_asked_at_once(learners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def ask(names: list[str]) -> dict[str, str]:
+        asked.append(names)
+        return dict.fromkeys(names, "")
+
+    monkeypatch.setattr(learners.supervisor, "_stacks", ask)
+    learners.supervisor.start("actor-0", "actor", 0)
+    watch(learners, START_GRACE_S + 1.0)
+    assert asked == [["actor-0", "learner-0", "learner-1"]]
+
+
 def test_processes_are_written_down(scene: Any) -> None:
     scene.supervisor.look()
     record = json.loads((scene.folder / PROCESSES).read_text())

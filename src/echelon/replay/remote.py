@@ -5,11 +5,12 @@ as one answer while the learner does something else. A question for news is alwa
 has come and waits for nobody. Every question carries the limiter's counts from here, every answer the heads from there.
 
 Who waits: the learner, by its `Ear`, or for items that it wants at once. What bounds it: what it has asked for and not
-read. Questions that are not answered are asked again, as often as it takes: they change nothing. If the server
-dies, its successor at the same address answers them; after `lost_after_s` of silence the host is lost, its readers
-raise PeerLost, and it is asked on, once a second, whether it is back. The newest priorities lie in columns here, so a
-learner that is started again rebuilds its tree as it does for shards of its own host. A host that comes back without
-its memory has new shards, whose items are numbered on; its actors then count from 0, and may insert more for a while.
+read. Questions that are not answered are asked again, as often as it takes, also where others are answered: one may be
+lost with a connection, and the next go out on its successor. They change nothing. If the server dies, its successor at
+the same address answers them; after `lost_after_s` of silence the host is lost, its readers raise PeerLost, and it is
+asked on, once a second, whether it is back. The newest priorities lie in columns here, so a learner that is started
+again rebuilds its tree as it does for shards of its own host. A host that comes back without its memory has new shards,
+whose items are numbered on; its actors then count from 0, and may insert more for a while.
 
 Needs nothing heavier than numpy and pyzmq.
 """
@@ -35,6 +36,9 @@ from echelon.transport.sockets import FIRST_REPEAT_S, LINGER_MS, MAX_REPEAT_S, c
 
 Array = np.ndarray[Any, Any]
 QUEUED_MESSAGES = 64  # more than a learner has under way
+OVERDUE_S = (
+    2.0  # a question that waits so long while others are answered was lost with a connection; then twice as long
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +49,8 @@ class Request:
     numbers: list[Array]  # per shard of the host
     answer: Answer | None = None
     lost: str = ""  # why there will be none
+    patience_s: float = 0.0
+    overdue_at: float = math.inf
 
 
 class RemoteRead:
@@ -200,6 +206,8 @@ class Link:
 
     def _post(self, id: int, request: Request) -> None:
         self._counts = self.limiter.counts()
+        request.patience_s = 2.0 * request.patience_s or OVERDUE_S
+        request.overdue_at = time.monotonic() + request.patience_s
         since = np.full(len(self.wire.shards), -1)
         if request.kind == Kind.WAIT and self.has_heard:
             for reader in self.readers:
@@ -229,6 +237,9 @@ class Link:
             self._repeat_at = now + FIRST_REPEAT_S
         elif now >= self._repeat_at:
             self._repeat(now)
+        for id, request in self._requests.items():
+            if now >= request.overdue_at:
+                self._post(id, request)
         return heard
 
     def has_mail(self) -> bool:

@@ -16,6 +16,7 @@ from echelon.world.node import Node
 
 COORDINATOR = "coordinator"
 BEAT_INTERVAL_S = 0.25
+JOIN_S = 10.0  # between two knocks
 PHASES = ("env", "act", "wait", "transfer", "learn", "exchange")  # the last: between several learners
 
 
@@ -81,7 +82,8 @@ class Station:
     """A role's place in the world: it hears `stop`, beats with its progress, and tells where its time goes."""
 
     def __init__(self, context: Context) -> None:
-        self.world = Node.join(context.address, context.name)
+        # Until it is let in: a coordinator that is dead takes us with it, and one that was stopped goes on.
+        self.world = Node.join(context.address, context.name, on_silence=lambda error: JOIN_S)
         self.stop_requested = False
         self.progress = 0
         self.phases = dict.fromkeys(PHASES, 0.0)

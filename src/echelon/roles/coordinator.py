@@ -58,7 +58,7 @@ class Coordinator:
         self.serving: dict[str, dict[str, float]] = {}  # of each inference server, since it was started
         self.shards: dict[str, dict[str, float]] = {}  # of each shard server, since it was started
         self.workers: dict[str, float] = {}  # what the door tells of them
-        self.worker_evaluations = 0  # that are in the record
+        self.newest_evaluation = 0  # the number of the last one of a worker that is in the record
         world.serve("phases", self._on_phases)
         world.serve("serving", self._on_serving)
         world.serve("shards", self._on_shards)
@@ -101,8 +101,8 @@ class Coordinator:
 
     def _on_worker_evaluation(self, number: int, score: dict[str, Any]) -> None:
         """A door that follows one that was killed tells again what that may not have told."""
-        if number > self.worker_evaluations:
-            self.worker_evaluations = number
+        if number > self.newest_evaluation:
+            self.newest_evaluation = number
             self._on_evaluation(score)
 
     def _on_restored(self, checkpoint: str, env_steps: int, updates: int) -> None:

@@ -27,7 +27,7 @@ from echelon.world.node import Node
 
 PROCESSES = "processes.json"
 START_GRACE_S = 120.0  # a role that has not begun yet: imports, compilation, slow environments
-AWAY_S = 1.0  # of the time between two looks, this counts: the rest the supervisor itself was stopped, or held up
+AWAY_S = 1.0  # between two looks at most so much counts: the rest the supervisor itself was stopped, or held up
 STACK_TIMEOUT_S = 2.0  # a hung role's stack comes at once, or it is stopped or stuck in the kernel
 LEAVE_S = 0.5  # how long learners may take to leave by themselves once one of them is gone: their reasons come with it
 FAREWELL_S = 2.0  # how long the last words of roles that have left may be under way
@@ -154,19 +154,25 @@ class Supervisor:
         now = time.monotonic()
         self._forgive(now)
         self._look_at_progress()
+        hung: list[tuple[list[str], float]] = []
         for names in [*([name] for name in self.members if name not in self.together), self.together]:
             living = [name for name in names if self.engine.pid(name) is not None and not self.members[name].doomed]
             if living and names is self.together and self._patience < math.inf:  # they are ending already
                 if time.monotonic() > self._patience:
                     self._kill(living)
             elif living and (silent_s := self._silent_s(names, now)):
-                self._end_hung(living, silent_s)
+                hung.append((living, silent_s))
+        stacks = self._stacks([name for names, _ in hung for name in names]) if hung else {}
+        for names, silent_s in hung:
+            self._end_hung(names, silent_s, stacks)
         self._record()
+        self._looked_at = time.monotonic()
 
     def _forgive(self, now: float) -> None:
         """If this process was stopped, perhaps with all others: it could hear nobody meanwhile."""
-        away_s, self._looked_at = now - self._looked_at - AWAY_S, now
+        away_s = now - self._looked_at - AWAY_S
         if away_s > 0.0:
+            self._patience += away_s
             for member in self.members.values():
                 member.moved = min(now, member.moved + away_s)
 
@@ -186,9 +192,8 @@ class Supervisor:
             if pid is not None and progress is not None and progress.pid == pid and progress.counter > 0:
                 member.begun, member.moved = True, max(member.moved, progress.changed_at)
 
-    def _end_hung(self, names: Sequence[str], silent_s: float) -> None:
+    def _end_hung(self, names: Sequence[str], silent_s: float, stacks: dict[str, str]) -> None:
         """Kills a hung role; of several that wait for each other, those that the others wait for."""
-        stacks = self._stacks(names)
         hung = [name for name in names if not stacks[name]]  # stopped, or stuck in the kernel
         hung = hung or [name for name in names if EXCHANGE not in stacks[name]] or list(names)
         for name in hung:

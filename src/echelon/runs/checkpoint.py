@@ -40,6 +40,8 @@ FOREIGN_TEMPORARY_AGE_S = 3600.0  # a temporary folder of another host is taken 
 _STEP = re.compile(r"step_(\d{12,})")
 _TEMPORARY = re.compile(r"\.tmp-(?P<pid>\d+)-(?P<host>.+)")
 
+_in_use: set[Path] = set()  # temporary folders that this process is writing
+
 
 class CheckpointWriter:
     """Writes the checkpoints of a run in a thread of its own, so that who learns does not wait for the disk.
@@ -57,7 +59,7 @@ class CheckpointWriter:
 
     def save(self, tree: Any, *, step: int) -> Path:
         """Begins to write `tree`, as it is now, as the checkpoint of `step`; returns where it will be."""
-        self.wait()
+        self.wait()  # first: what the tree takes while it is written is there once
         self.begin(_put, self.folder, _Content.of(tree), step, self.keep)
         return self.folder / f"step_{step:012d}"
 
@@ -110,11 +112,13 @@ def _put(folder: Path, content: _Content, step: int, keep: int) -> None:
     for path in (new, old):  # a predecessor in a restarted container had the same process id
         shutil.rmtree(path, ignore_errors=True)
     new.mkdir()
+    _in_use.update((new, old))
     try:
         _write(new, content, step)
         put_folder(new, target, old)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+        _in_use.difference_update((new, old))
     past = [path for path in _checkpoints(folder) if _step(path) <= step]
     for path in set(_checkpoints(folder)) - set(past[-keep:]):
         shutil.rmtree(path, ignore_errors=True)
@@ -282,6 +286,8 @@ def _is_abandoned(path: Path) -> bool:
             return time.time() - path.stat().st_mtime > FOREIGN_TEMPORARY_AGE_S
         except FileNotFoundError:
             return False
+    if int(match["pid"]) == os.getpid():
+        return path not in _in_use  # else of a predecessor with our number, in a container that was started again
     return not Path(f"/proc/{match['pid']}").exists()
 
 
@@ -289,8 +295,10 @@ def _put_back(path: Path) -> None:
     """Removes a temporary folder; what its writer was about to replace, when it died between two renames, stays."""
     target = path.with_name(path.name.rpartition(".")[2])
     if _STEP.fullmatch(target.name) and not target.exists():
-        with contextlib.suppress(OSError):  # somebody else who looks does the same
+        with contextlib.suppress(OSError):  # somebody else who looks does the same, or the disk is full
             path.rename(target)
+        if not target.exists():
+            return
     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -304,10 +304,10 @@ class LineReader:
             self._begun += payload
             if kind == END:
                 body, self._begun = memoryview(self._begun), None
-        elif kind == SKIP:
-            self._shelf.sweep()
-        else:
+        elif kind != SKIP:
             raise Refused(f"line {self.name} was refused: a record of kind {kind} and {nbytes} bytes at {at}.")
+        if at == 0:  # once round
+            self._shelf.sweep()
         self._release(size)
         return None if body is None else frames_of(body, self.name)
 

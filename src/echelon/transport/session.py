@@ -92,15 +92,14 @@ def leftovers(shm_dir: str) -> list[Leftover]:
         try:
             owner = json.loads((path / OWNER).read_text())
             pid, ticks, namespace = int(owner["pid"]), owner["start_ticks"], owner["pid_namespace"]
+            owned = True
         except (OSError, ValueError, KeyError, TypeError):
             # Being made just now, damaged, or where siblings meet, who may outlive the parent that it is named after.
-            if _is_open(path):
-                continue
-            pid, ticks, namespace = int(name[1]), None, pid_namespace()
+            pid, ticks, namespace, owned = int(name[1]), None, pid_namespace(), False
         if namespace != pid_namespace():
             continue  # of another container: nobody here can tell whether it lives
         started = start_ticks(pid)
-        if started is None or ticks not in (None, started):
+        if (started is None or ticks not in (None, started)) and (owned or not _is_open(path)):
             found.append(Leftover(path, pid, _num_bytes(path)))
     return found
 
@@ -108,8 +107,11 @@ def leftovers(shm_dir: str) -> list[Leftover]:
 def is_taken(path: Path) -> bool:
     """Whether somebody listens at the socket file `path`."""
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
+        except BlockingIOError:  # by somebody who is stopped, at whom many have knocked
+            return True
         except OSError:
             return False
         return True

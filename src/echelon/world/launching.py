@@ -23,7 +23,7 @@ from echelon.world.launched import Script, is_loading
 from echelon.world.messages import Deferred
 from echelon.world.node import Node
 from echelon.world.registry import Registry
-from echelon.world.watch import write_card
+from echelon.world.watch import HEAR_S, write_card
 
 HOST = "launcher:host"  # the name of the launcher's node, which is no member
 PRELOAD = ("torch", "echelon.world.launched", "echelon.world.collective_group")
@@ -112,6 +112,7 @@ class Launch:
             self.close()
             raise
         self._registry = Registry(self._node, len(members), frozenset(members))
+        self._registry.watch.hear_out = lambda: self._node.hear_out(HEAR_S)
         self._node.on_lost = self._registry.on_lost
         self._node.serve("task", lambda: self._args)
         self._node.serve("result", self._on_result)
@@ -164,7 +165,9 @@ class Launch:
     def step(self) -> None:
         """Waits a little and deals with what has happened."""
         self._node.poll(LOOK_S, [self._engine.descriptor, *self._registry.watch.descriptors])
-        for left in self._engine.exits():
+        if exits := self._engine.exits():
+            self._node.hear_out(HEAR_S)
+        for left in exits:
             self._on_exit(left)
         self._registry.watch.look()
         if self._registry.ended and not self._deadline:

@@ -19,10 +19,9 @@ from echelon.errors import EchelonError, TransportTimeout
 from echelon.world.messages import Pending, print_error
 from echelon.world.node import Node
 from echelon.world.serving import wait_for
-from echelon.world.watch import Watch
+from echelon.world.watch import HEAR_S, Watch
 
 TICK_S = 0.5  # how often it looks around when nothing happens
-HEAR_S = 1.0  # how long the last words of the dead may take from this host's sockets to us
 
 
 class Ticket:

@@ -123,11 +123,12 @@ def _meet(store: Store, name: str, rank: int, members: Sequence[str], timeout_s:
         store.wait(keys, timedelta(seconds=timeout_s))
     except (TransportTimeout, dist.DistStoreError) as error:
         late = [member for key, member in zip(keys, members, strict=True) if not store.check([key])]
-        store.delete_key(keys[rank])  # whoever comes later must not find us
-        raise TransportTimeout(
-            f"{', '.join(map(repr, late)) or 'somebody'} did not come to the process group {name!r} of "
-            f"{', '.join(members)} within {timeout_s:g} s. Every member has to make it."
-        ) from error
+        if late:  # else the last has come just now, and goes on
+            store.delete_key(keys[rank])  # whoever comes later must not find us
+            raise TransportTimeout(
+                f"{', '.join(map(repr, late))} did not come to the process group {name!r} of {', '.join(members)} "
+                f"within {timeout_s:g} s. Every member has to make it."
+            ) from error
     words = b"".join(store.get(key) for key in keys)
     return PrefixStore(f"{hashlib.sha256(words).hexdigest()[:16]}/", store)
 

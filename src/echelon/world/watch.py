@@ -24,6 +24,7 @@ from echelon.world.directory import Member
 
 NONCE = "nonce"
 BEAT_S, SILENCE_S = 2.0, 10.0
+HEAR_S = 1.0  # how long the last words of the dead may take from this host's sockets to us
 
 
 @dataclass(frozen=True, slots=True)
