@@ -1,4 +1,4 @@
-"""The layers networks are made of: an encoder per kind of observation leaf, an MLP, a recurrent core.
+"""Layers that some networks have: normalised, one-hot and image inputs, a recurrent core.
 
 Shapes: T steps, B lanes, N rows, F features.
 """
@@ -8,43 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 State = tuple[Tensor, ...]
 NATURE_SIDE = 36  # pixels: the smallest side that the three convolutions of the Nature CNN can read
-IMAGE_SIDE = 8  # pixels: smaller planes of other types than uint8 are tables, not images
-LARGE = 8192  # numbers: from here on the work of an operation outweighs its call
-
-
-class _WideTanh(torch.autograd.Function):
-    """tanh as 2 sigmoid(2x) - 1: on a CPU a fourth of torch.tanh's time, and right to 1e-7."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = (x * 2.0).sigmoid_().mul_(2.0).sub_(1.0)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (y,), (gradient,) = ctx.saved_tensors, gradients
-        return torch.addcmul(gradient, gradient * y, y, value=-1.0)
-
-
-def tanh(x: Tensor) -> Tensor:
-    if x.device.type != "cpu" or x.numel() < LARGE or torch.compiler.is_compiling():
-        return torch.tanh(x)
-    wide: Tensor = _WideTanh.apply(x)  # type: ignore[no-untyped-call]
-    return wide
-
-
-ACTIVATIONS = {"tanh": tanh, "relu": torch.relu}
 
 
 def initialize(layer: nn.Linear, gain: float) -> nn.Linear:
@@ -101,25 +71,6 @@ class Normalizer(nn.Module):
         variance = self.std.double().square().lerp(batch_variance, weight) + shift.square() * (weight * (1.0 - weight))
         self.mean += shift * weight
         self.std.copy_(torch.where(num_valid > 0, variance.sqrt().clamp(min=self.SMALLEST_STD), self.std))
-
-
-class Flat(nn.Module):
-    """Numbers as they are, in one row; bytes scaled to 0..1."""
-
-    def __init__(self, shape: tuple[int, ...], scale: float = 1.0, normalize: bool = False) -> None:
-        super().__init__()
-        self.out_size = math.prod(shape)
-        self.scale = scale
-        self.normalizer = Normalizer(self.out_size) if normalize else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dim() != 2:
-            x = x.reshape(len(x), -1)
-        if x.dtype != torch.float32:
-            x = x.float()
-        if self.scale != 1.0:
-            x = x * self.scale
-        return x if self.normalizer is None else self.normalizer(x)
 
 
 class OneHot(nn.Module):
@@ -182,43 +133,6 @@ def _side(convolution: nn.Conv2d, side: int) -> int:
 def channels_last(shape: tuple[int, ...]) -> bool:
     """Whether a 3-D image is height, width, channels: fewest last, and 1, 3 or 4 of them or a square before."""
     return shape[2] < shape[0] and (shape[2] in (1, 3, 4) or shape[0] == shape[1])
-
-
-def make_encoder(space: gym.Space[Any], normalize: bool) -> Flat | OneHot | Image:
-    """The encoder for one leaf of an observation space; `normalize` is for leaves of floats that are no image."""
-    match space:
-        case gym.spaces.Discrete():
-            return OneHot([int(space.n)], [int(space.start)])
-        case gym.spaces.MultiDiscrete():
-            return OneHot([int(n) for n in space.nvec.flat], [int(n) for n in space.start.flat])
-        case gym.spaces.MultiBinary():
-            return Flat(tuple(space.shape))
-        case gym.spaces.Box():
-            is_bytes = space.dtype == np.uint8
-            scale = 1.0 / 255.0 if is_bytes else 1.0
-            shape = tuple(space.shape)
-            if len(shape) == 3 and (is_bytes or sorted(shape)[1] >= IMAGE_SIDE):
-                return Image(shape, scale)
-            return Flat(shape, scale, normalize and np.issubdtype(space.dtype, np.floating))
-        case _:
-            raise AssertionError(f"space_leaves accepted {space}, which has no encoder")
-
-
-class Mlp(nn.Module):
-    """Linear layers with an activation after each; without any it passes its input on."""
-
-    def __init__(self, in_size: int, hidden: tuple[int, ...], activation: str) -> None:
-        super().__init__()
-        sizes = (in_size, *hidden)
-        self.in_size, self.out_size = in_size, sizes[-1]
-        self.activation = ACTIVATIONS[activation]
-        layers = [initialize(nn.Linear(a, b), math.sqrt(2.0)) for a, b in pairwise(sizes)]
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = self.activation(layer(x))
-        return x
 
 
 class Core(nn.Module):

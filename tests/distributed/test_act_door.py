@@ -17,7 +17,8 @@ from act_peers import LAYOUT, check, put
 
 from echelon.errors import ConfigError, Refused
 from echelon.layout import Leaf
-from echelon.roles.acting import Question, RemoteActing
+from echelon.roles.acting import Question
+from echelon.roles.central_acting import RemoteActing
 from echelon.transport.act_board import ActBoard, ActLayout, Seat
 from echelon.transport.act_door import ActDoor, Bounds
 from echelon.transport.act_wire import HEADER, LIFE_BITS, MAGIC, Kind, Wire, Word

@@ -16,7 +16,7 @@ import torch
 
 from echelon.algorithms import Model, build_algorithm
 from echelon.algorithms.exploration import Explorer
-from echelon.algorithms.value_policy import ValuePolicy
+from echelon.algorithms.model import Policy
 from echelon.config import TrainConfig
 from echelon.config_io import set_fields
 from echelon.envs.make import env_seeds, make_group
@@ -108,7 +108,8 @@ class Training:
         self.model = Model(config.network, self.group.spaces, config.algorithm, seed=config.seed)
         self.algorithm = build_algorithm(config.algorithm, self.model, config.seed)
         self.update = LocalUpdate(config.optimizer, self.model, self.algorithm.groups)
-        self.policy = ValuePolicy(self.model, config.seed)
+        self.policy, self.generator = Policy(self.model), torch.Generator().manual_seed(config.seed)
+        self.first = torch.zeros(num_envs, dtype=torch.bool)
         self.explorer = Explorer(config.algorithm, range(num_envs), num_envs)
         self.rows = Rows(self.group.spaces, max(self.replay.capacity // num_envs, 8) + 1, num_envs)
         self.match = Match(config.env, self.model, episodes, env_seeds(config.seed, EVALUATION_SEED, 0, episodes))
@@ -126,7 +127,8 @@ class Training:
         now = self.rows.head % self.rows.num_rows
         leaves = iter([torch.from_numpy(leaf[now]) for leaf in self.rows.observation])
         observation = unflatten(self.group.spaces.observation, leaves)
-        action = self.policy.act(observation, self.explorer.at(self.env_steps)).action.numpy()
+        exploration = self.explorer.at(self.env_steps)
+        action = self.policy.act(observation, (), self.first, self.generator, exploration).action.numpy()
         self.group.step(self.model.distribution.to_env(action), step)
         self.rows.append(action, step)
         self.env_steps += int(step.valid.sum())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.objectives import losses
+from echelon.objectives import policy_gradient as losses
 
 VALID = torch.tensor([[True, False, True], [True, True, False]])
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.algorithms.model import Mirror, Model
-from echelon.algorithms.policy import Policy
+from echelon.algorithms.model import Action, Mirror, Model, Policy
 from echelon.config import NetworkConfig
 from echelon.errors import ConfigError
-from echelon.schema import Spaces
+from echelon.schema import Spaces, Tree
 from echelon.transport.shared_memory import WeightsBoard
 
 SPACES = Spaces(gym.spaces.Box(-9.0, 9.0, (3,)), gym.spaces.Discrete(2))
@@ -127,13 +126,19 @@ def test_parameters_in_another_precision_are_refused(odd_module: str) -> None:
         Model(NetworkConfig(name=f"{odd_module}:double"), SPACES)
 
 
+def act(policy: Policy, observation: Tree, num_rows: int, *, seed: int = 0, greedy: bool = False) -> Action:
+    """The first actions of an episode."""
+    state, first = policy.model.network.initial_state(num_rows, "cpu"), torch.ones(num_rows, dtype=torch.bool)
+    return policy.act(observation, state, first, torch.Generator().manual_seed(seed), greedy=greedy)
+
+
 @pytest.mark.parametrize("name", [*CONFIGS, "odd"])
 def test_a_mirror_follows_the_weights_board(name: str, tmp_path: Path, odd_module: str) -> None:
     config, spaces = (NetworkConfig(name=f"{odd_module}:odd"), SPACES) if name == "odd" else CONFIGS[name]
     source, actor = Model(config, spaces, seed=1), Model(config, spaces, seed=2)
     board = WeightsBoard(tmp_path, source.nbytes)
     mirror, reader = Mirror(actor), WeightsBoard(tmp_path, actor.nbytes)
-    policy = Policy(actor, 2, seed=0)  # made before anything is read: it must see what comes later
+    policy = Policy(actor)  # made before anything is read: it must see what comes later
     if name == "odd":
         source.network.get_buffer("module.flags")[1] = True
         source.network.get_buffer("module.precise").fill_(1.0 + 2.0**-40)
@@ -148,9 +153,7 @@ def test_a_mirror_follows_the_weights_board(name: str, tmp_path: Path, odd_modul
             assert torch.equal(found, expected) and found.dtype == expected.dtype, key
         torch.testing.assert_close(run(actor), run(source))
     observation = observe(spaces, 2)
-    first = torch.ones(2, dtype=torch.bool)
-    expected = Policy(source, 2, seed=0).act(observation, first)
-    found = policy.act(observation, first)
+    expected, found = act(Policy(source), observation, 2), act(policy, observation, 2)
     torch.testing.assert_close((found.action, found.log_prob), (expected.action, expected.log_prob))
 
 
@@ -164,11 +167,11 @@ def test_a_mirror_starts_with_the_models_own_weights_and_needs_no_gradients() ->
 def test_a_greedy_policy_takes_the_most_likely_action_and_a_seed_repeats_the_others() -> None:
     model = Model(NetworkConfig(), SPACES, seed=0)
     observation, first = torch.randn(64, 3), torch.ones(64, dtype=torch.bool)
-    greedy = Policy(model, 64, 0).act(observation, first, greedy=True)
+    greedy = act(Policy(model), observation, 64, greedy=True)
     with torch.no_grad():
         params = model.network.act(observation, (), first).params
     assert torch.equal(greedy.action, params.argmax(-1))
-    one, same, other = (Policy(model, 64, seed).act(observation, first).action for seed in (1, 1, 2))
+    one, same, other = (act(Policy(model), observation, 64, seed=seed).action for seed in (1, 1, 2))
     assert torch.equal(one, same) and not torch.equal(one, other)
 
 

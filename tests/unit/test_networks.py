@@ -16,9 +16,10 @@ from gymnasium import spaces as gs
 from torch import Tensor, nn
 
 from echelon.config import NetworkConfig
+from echelon.custom_network import build_network
 from echelon.errors import ConfigError
-from echelon.layers import Image, channels_last, tanh
-from echelon.networks import ActorCritic, action_mask, build_network
+from echelon.layers import Image, channels_last
+from echelon.networks import ActorCritic, action_mask, tanh
 from echelon.objectives.distributions import make_distribution
 from echelon.schema import Spaces, map_tree
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from echelon.objectives.returns import gae, n_step_returns, vtrace
+from echelon.objectives.policy_gradient import gae, n_step_returns, vtrace
 
 GAMMA = 0.9
 ENDS = ("goes on", "goes on", "terminated", "truncated")

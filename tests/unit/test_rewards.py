@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.algorithms.rewards import EPSILON, RewardScale
+from echelon.algorithms.actor_critic import EPSILON, RewardScale
 from echelon.schema import Batch
 
 DISCOUNT = 0.9

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from echelon import config_io
 from echelon.algorithms import Ddpg, Dqn, Model, Sac, build_algorithm
 from echelon.algorithms.exploration import Exploration, Explorer, epsilon_ladder, noise_ladder
-from echelon.algorithms.model import FlatModule, Mirror
-from echelon.algorithms.policy import Policy
+from echelon.algorithms.model import Action, FlatModule, Mirror, Policy
 from echelon.algorithms.protocol import Loss
 from echelon.algorithms.target import Target
 from echelon.algorithms.value_networks import Critic, DuelingNetwork, HeadNetwork
-from echelon.algorithms.value_policy import ValuePolicy
 from echelon.config import (
     AlgorithmConfig,
     DdpgConfig,
@@ -37,7 +35,7 @@ from echelon.objectives.values import PRIORITY_FLOOR
 from echelon.presets import REPLAY_PRESETS, preset
 from echelon.roles.update import LocalUpdate
 from echelon.runs.checkpoint import load_checkpoint, save_checkpoint
-from echelon.schema import Spaces, TransitionBatch
+from echelon.schema import Spaces, TransitionBatch, Tree
 from echelon.transport.shared_memory import WeightsBoard
 
 SMALL = NetworkConfig(hidden=(8, 6))
@@ -346,6 +344,11 @@ def test_a_checkpoint_of_another_kind_of_device_brings_all_but_its_random_number
     learn(other, updater(other), batch_of(CONTINUOUS))
 
 
+def act(model: Model, observation: Tree, exploration: Exploration | None = None, *, greedy: bool = False) -> Action:
+    rng, first = torch.Generator().manual_seed(5), torch.zeros(0, dtype=torch.bool)
+    return Policy(model, with_action_values=True).act(observation, (), first, rng, exploration, greedy=greedy)
+
+
 @pytest.mark.parametrize(("name", "published"), [("dqn", 1), ("ddpg", 1), ("ddpg valued", 2), ("sac", 1)])
 def test_only_what_acts_is_published_and_a_mirror_acts_alike(name: str, published: int, tmp_path: Path) -> None:
     config, spaces = RULES[name]
@@ -358,32 +361,30 @@ def test_only_what_acts_is_published_and_a_mirror_acts_alike(name: str, publishe
     board.publish(algorithm.model.parts(), 1)
     mirror.version = board.read(mirror.memory)
     observation = observe(spaces, 6, 3)
-    expected = ValuePolicy(algorithm.model, 5, with_values=True).act(observation)
-    found = ValuePolicy(actor, 5, with_values=True).act(observation)
+    expected, found = act(algorithm.model, observation), act(actor, observation)
     torch.testing.assert_close(found, expected)
-    assert (found.values is None) == (name in ("ddpg", "sac"))
-    greedy = Policy(actor, 6, 0).act(observation, torch.zeros(6, dtype=torch.bool), greedy=True)
-    torch.testing.assert_close(greedy.action, ValuePolicy(actor, 5).act(observation, greedy=True).action)
+    assert (found.action_values is None) == (name in ("ddpg", "sac"))
+    torch.testing.assert_close(act(actor, observation, greedy=True), act(algorithm.model, observation, greedy=True))
 
 
 def test_the_values_of_actions_are_the_networks() -> None:
     algorithm = make(DqnConfig(), MASKED)
     observation = observe(MASKED, 50, 0)
     observation["action_mask"][0] = 0
-    choice = ValuePolicy(algorithm.model, 0, with_values=True).act(observation, Exploration(torch.full((50,), 0.7)))
+    choice = act(algorithm.model, observation, Exploration(torch.full((50,), 0.7)))
     q = algorithm.model.params(observation).detach()
     mask = observation["action_mask"].bool() | ~observation["action_mask"].bool().any(-1, keepdim=True)
-    assert choice.values is not None and bool(mask.gather(-1, choice.action.unsqueeze(-1)).all())
-    torch.testing.assert_close(choice.values.chosen, q.gather(-1, choice.action.unsqueeze(-1)).squeeze(-1))
-    torch.testing.assert_close(choice.values.best, q.masked_fill(~mask, -torch.inf).amax(-1))
+    assert choice.action_values is not None and bool(mask.gather(-1, choice.action.unsqueeze(-1)).all())
+    torch.testing.assert_close(choice.action_values.chosen, q.gather(-1, choice.action.unsqueeze(-1)).squeeze(-1))
+    torch.testing.assert_close(choice.action_values.best, q.masked_fill(~mask, -torch.inf).amax(-1))
     valued = make(DdpgConfig(publish_critic=True, num_critics=2), CONTINUOUS)
     x = observe(CONTINUOUS, 50, 0)
     noisy = Exploration(noise=torch.full((50,), 0.5))
-    choice = ValuePolicy(valued.model, 0, with_values=True).act(x, noisy)
+    choice = act(valued.model, x, noisy)
     own = torch.tanh(valued.model.params(x))
-    assert choice.values is not None and not torch.equal(choice.action, own)
-    torch.testing.assert_close(choice.values.chosen, valued.critic.network(x, choice.action).amin(0).detach())
-    torch.testing.assert_close(choice.values.best, valued.critic.network(x, own).amin(0).detach())
+    assert choice.action_values is not None and not torch.equal(choice.action, own)
+    torch.testing.assert_close(choice.action_values.chosen, valued.critic.network(x, choice.action).amin(0).detach())
+    torch.testing.assert_close(choice.action_values.best, valued.critic.network(x, own).amin(0).detach())
 
 
 def test_every_row_explores_by_itself() -> None:
@@ -391,7 +392,7 @@ def test_every_row_explores_by_itself() -> None:
     observation = torch.randn(1, 3).expand(4_000, 3)
     best = int(model.params(observation[:1]).argmax())
     epsilon = torch.tensor([0.0, 1.0, 0.4, 0.0]).repeat(1_000)
-    choice = ValuePolicy(model, 0).act(observation, Exploration(epsilon))
+    choice = act(model, observation, Exploration(epsilon))
     strayed = (choice.action != best).reshape(1_000, 4).float().mean(0).tolist()
     assert strayed[0] == strayed[3] == 0.0
     assert strayed[1] == pytest.approx(0.75, abs=0.05) and strayed[2] == pytest.approx(0.3, abs=0.05)
@@ -403,11 +404,11 @@ def test_noise_and_warm_up_are_per_row_and_within_bounds() -> None:
     observation = torch.randn(1, 3).expand(4_000, 3)
     own = torch.tanh(model.params(observation[:1])).detach()
     noise = torch.tensor([0.0, 0.2]).repeat(2_000)
-    action = ValuePolicy(model, 0).act(observation, Exploration(noise=noise)).action.reshape(2_000, 2, 2)
+    action = act(model, observation, Exploration(noise=noise)).action.reshape(2_000, 2, 2)
     torch.testing.assert_close(action[:, 0], own.expand(2_000, 2))
     assert (action[:, 1] - own).std(0).tolist() == pytest.approx([0.2, 0.2], rel=0.1)
     random = torch.tensor([0.0, 1.0]).repeat(2_000)
-    action = ValuePolicy(model, 0).act(observation, Exploration(random, noise)).action.reshape(2_000, 2, 2)
+    action = act(model, observation, Exploration(random, noise)).action.reshape(2_000, 2, 2)
     torch.testing.assert_close(action[:, 0], own.expand(2_000, 2))
     assert float(action[:, 1].var()) == pytest.approx(1.0 / 3.0, rel=0.06) and float(action.abs().max()) <= 1.0
 

@@ -21,15 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.algorithms.actor_critic import actor_critic_loss
+from echelon.algorithms.actor_critic import RewardScale, actor_critic_loss
 from echelon.algorithms.model import Model
 from echelon.algorithms.protocol import Group, Loss
-from echelon.algorithms.rewards import RewardScale
 from echelon.config import A3cConfig
+from echelon.custom_network import CustomNetwork
 from echelon.errors import ConfigError
 from echelon.layers import Normalizer
-from echelon.networks import CustomNetwork
-from echelon.objectives.returns import VTrace, gae
+from echelon.objectives.policy_gradient import VTrace, gae
 from echelon.schema import Batch, GradientBatch, map_tree
 
 SHOWN = ("loss", "policy_loss", "value_loss", "entropy")  # what goes with a gradient, in this order
@@ -123,7 +122,7 @@ class GradientServer:
 
     def __init__(self, config: A3cConfig, model: Model) -> None:
         network = model.network
-        if isinstance(network, CustomNetwork) and hasattr(network.module, "update_normalizer"):
+        if isinstance(network, CustomNetwork) and network.has_statistics:
             raise ConfigError(
                 f'network.name="{model.config.name}" keeps statistics of its own (update_normalizer), which a3c cannot '
                 "add up over actors. Use --network.normalize-observation with the networks here, or impala or ppo."

@@ -1,20 +1,27 @@
-"""What rules with a policy and a value of states share: their loss."""
+"""What the rules share that learn from trajectories with a policy and a value: passes over a batch, scaled rewards, the
+actor-critic loss.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from echelon.algorithms.model import Model
 from echelon.algorithms.peers import ALONE, Peers, normalize
-from echelon.algorithms.protocol import Loss
-from echelon.config import A3cConfig, ImpalaConfig
+from echelon.algorithms.protocol import Group, Loss
+from echelon.config import A3cConfig, ImpalaConfig, PpoConfig
+from echelon.errors import ConfigError
 from echelon.networks import action_mask
-from echelon.objectives.losses import masked_mean, policy_gradient_loss, value_loss
-from echelon.objectives.returns import VTrace
+from echelon.objectives.policy_gradient import VTrace, masked_mean, policy_gradient_loss, value_loss
 from echelon.schema import Batch, map_tree
 
+Array = np.ndarray[Any, Any]
+EPSILON = 1e-8
 Judge = Callable[[Tensor, Tensor], VTrace]  # of log-probabilities (T, B) and values (T + 1, B), both without gradient
 
 
@@ -24,7 +31,9 @@ def actor_critic_loss(
     """Policy gradient, value error and entropy of trajectories, with the targets and advantages that `judge` finds."""
     distribution = model.distribution
     output = model.evaluate(batch.observation, batch.state, batch.first)
-    params, mask = output.params[:-1], action_mask(map_tree(lambda x: x[:-1], batch.observation))
+    params, mask = output.params[:-1], action_mask(batch.observation)
+    if mask is not None:
+        mask = mask[:-1]
     log_prob_TB = distribution.log_prob(params, batch.action, mask)
     judged = judge(log_prob_TB.detach(), output.value.detach())
     advantage_TB = judged.advantage_TB
@@ -36,3 +45,147 @@ def actor_critic_loss(
     total = policy + config.value_weight * value - config.entropy_weight * entropy
     count = batch.valid.sum() if peers.size > 1 else 1
     return Loss(total, {"policy_loss": policy, "value_loss": value, "entropy": entropy}, count=count)
+
+
+class Passes:
+    """Passes over the lanes of a batch, in an order drawn anew for each."""
+
+    def __init__(self, config: ImpalaConfig | PpoConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
+        self.model, self.peers = model, peers
+        self.groups: dict[str, Group] = {}
+        self.num_passes, self.num_pieces = config.epochs, config.minibatches
+        self.generator = torch.Generator().manual_seed(seed)
+        self.has_statistics = model.network.has_statistics
+        self.rewards = RewardScale(clip=config.reward_clip, normalize=config.normalize_reward, discount=config.discount)
+
+    def pieces(self, rows: int, lanes: int, device: torch.device) -> Iterator[torch.Tensor]:
+        """Which of its `rows` times `lanes` sequences, counted row by row, each minibatch holds, pass after pass.
+
+        The order is drawn over the sequences of all learners, whose lanes lie side by side: what one of them holds of a
+        minibatch is what falls on its own lanes.
+        """
+        rank, width = self.peers.rank, lanes * self.peers.size
+        if rows * width < self.num_pieces:
+            raise ConfigError(
+                f"algorithm.minibatches={self.num_pieces} exceeds the {rows * width} sequences of a batch. Lower it, "
+                "or raise --envs-per-actor."
+            )
+        for _ in range(self.num_passes):
+            order = torch.randperm(rows * width, generator=self.generator)
+            if self.peers.size == 1:
+                yield from order.to(device).tensor_split(self.num_pieces)
+                continue
+            for piece in order.tensor_split(self.num_pieces):
+                row, lane = piece // width, piece % width - rank * lanes
+                yield (row * lanes + lane)[(lane >= 0) & (lane < lanes)].to(device)
+
+    def priorities(self, minibatch: Any) -> None:
+        """Trajectories are learned from once, in the order they came."""
+
+    def finish(self, batch: Batch) -> None:
+        if self.peers.size == 1:
+            self.rewards.observe(batch)
+        elif self.rewards.normalize:
+            mine = torch.tensor(self.rewards.moments(batch), dtype=torch.float64)
+            for count, mean, squares in self.peers.gather(mine).tolist():
+                self.rewards.merge(count, mean, squares)
+        if self.has_statistics:
+            self.model.network.update_normalizer(map_tree(lambda x: x[:-1], batch.observation), batch.valid)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rewards": self.rewards.state_dict(), "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rewards.load_state_dict(state["rewards"])
+        self.generator.set_state(state["generator"])
+
+
+class RewardScale:
+    """Clips rewards, or divides them by the running deviation of the discounted return of every environment.
+
+    The discounted return runs on across batches, so the scale is kept per lane of the run; it is applied before the
+    batch's own returns are taken in.
+    """
+
+    def __init__(self, *, clip: float, normalize: bool, discount: float) -> None:
+        self.clip, self.normalize, self.discount = clip, normalize, discount
+        self.returns = torch.zeros(0, dtype=torch.float64)
+        self.count, self.mean, self.squares = 0.0, 0.0, 0.0
+
+    def __call__(self, reward_TB: torch.Tensor) -> torch.Tensor:
+        if self.normalize:
+            reward_TB = (reward_TB / self.deviation).clamp(-10.0, 10.0)
+        if self.clip > 0:
+            reward_TB = reward_TB.clamp(-self.clip, self.clip)
+        return reward_TB
+
+    @property
+    def deviation(self) -> float:
+        return (self.squares / self.count + EPSILON) ** 0.5 if self.count > 1 else 1.0
+
+    def observe(self, batch: Batch) -> None:
+        """Takes the returns of `batch` into the running deviation."""
+        if not self.normalize:
+            return
+        for columns in _in_order(batch.lanes.tolist()):
+            self._observe(batch, np.array(columns))
+
+    def moments(self, batch: Batch) -> list[float]:
+        """Those of the returns of `batch` alone, which are not taken into the deviation."""
+        past, (self.count, self.mean, self.squares) = (self.count, self.mean, self.squares), (0.0, 0.0, 0.0)
+        self.observe(batch)
+        found, (self.count, self.mean, self.squares) = [self.count, self.mean, self.squares], past
+        return found
+
+    def _observe(self, batch: Batch, columns: Array) -> None:
+        """Takes in columns of different lanes."""
+        lanes = batch.lanes.cpu().numpy()[columns]
+        if int(lanes.max()) >= self.returns.numel():
+            grown = torch.zeros(int(lanes.max()) + 1, dtype=torch.float64)
+            grown[: self.returns.numel()] = self.returns
+            self.returns = grown
+        # Small arrays, a row at a time: numpy's operations cost a third of torch's here.
+        reward_TB = batch.reward.cpu().numpy()[:, columns].astype(np.float64)
+        valid_TB = batch.valid.cpu().numpy()[:, columns]
+        goes_on_TB = ~batch.first.cpu().numpy()[:-1, columns]  # False also where an environment or its actor began anew
+        decay_TB = goes_on_TB * self.discount
+        returns = self.returns.numpy()
+        running_B = returns[lanes]
+        for decay_B, row_B in zip(decay_TB, reward_TB, strict=True):
+            row_B += decay_B * running_B  # the rewards become the returns
+            running_B = row_B
+        returns[lanes] = running_B
+        self._take(reward_TB[valid_TB])
+
+    def _take(self, values: Array) -> None:
+        if values.size:
+            mean = float(values.mean())
+            self.merge(float(values.size), mean, float(((values - mean) ** 2).sum()))
+
+    def merge(self, count: float, mean: float, squares: float) -> None:
+        """Takes in the moments of other returns (Chan et al., 1979)."""
+        if count == 0:
+            return
+        total, delta = self.count + count, mean - self.mean
+        self.squares += squares + delta * delta * self.count * count / total
+        self.mean += delta * count / total
+        self.count = total
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"returns": self.returns, "count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.returns, self.count = state["returns"], state["count"]
+        self.mean, self.squares = state["mean"], state["squares"]
+
+
+def _in_order(lanes: list[int]) -> list[list[int]]:
+    """Columns in rounds in which every lane occurs once: a batch may hold several trajectories of one, oldest first."""
+    rounds: list[list[int]] = []
+    seen: dict[int, int] = {}
+    for column, lane in enumerate(lanes):
+        turn = seen[lane] = seen.get(lane, -1) + 1
+        if turn == len(rounds):
+            rounds.append([])
+        rounds[turn].append(column)
+    return rounds

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from echelon.config import AlgorithmConfig, DdpgConfig, DqnConfig, SacConfig
+from echelon.objectives.distributions import Distribution, Sample
 
 LADDER_BASE, LADDER_EXPONENT = 0.4, 7.0  # Horgan et al. (2018), section 4.1
 
@@ -22,6 +23,21 @@ class Exploration:
 
     random: Tensor | None = None  # (K,) the chance that an action is drawn at random instead
     noise: Tensor | None = None  # (K,) the deviation of the noise added to a continuous action
+
+    def apply(
+        self, distribution: Distribution, sample: Sample, rng: torch.Generator, mask: Tensor | None = None
+    ) -> Sample:
+        """Actions that somebody drew, changed row by row."""
+        action, log_prob = sample
+        if self.noise is not None:
+            noise = torch.empty_like(action).normal_(generator=rng)
+            action = torch.addcmul(action, self.noise.unsqueeze(-1), noise).clamp_(-1.0, 1.0)
+        if self.random is None:
+            return Sample(action, log_prob)
+        strays = torch.rand(self.random.shape, generator=rng, device=action.device) < self.random
+        other = distribution.random(log_prob.new_zeros(len(log_prob), distribution.num_params), rng, mask)
+        rows = strays if action.dim() == 1 else strays.unsqueeze(-1)
+        return Sample(torch.where(rows, other, action), log_prob.masked_fill(strays, 0.0))
 
 
 def epsilon_ladder(num_envs: int) -> Tensor:

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from echelon.algorithms.actor_critic import actor_critic_loss
+from echelon.algorithms.actor_critic import Passes, actor_critic_loss
 from echelon.algorithms.model import Model
-from echelon.algorithms.passes import Passes
 from echelon.algorithms.peers import ALONE, Peers
 from echelon.algorithms.protocol import Loss
 from echelon.config import ImpalaConfig
-from echelon.objectives.returns import VTrace, vtrace
+from echelon.objectives.policy_gradient import VTrace, vtrace
 from echelon.schema import Batch
 
 

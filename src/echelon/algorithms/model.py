@@ -1,4 +1,5 @@
-"""Networks whose parameters lie in one flat tensor; among them the model, which acts and is published.
+"""Networks whose parameters lie in one flat tensor; among them the model, which is published, and the policy that acts
+with it.
 
 One flat tensor makes clipping, the optimizer step, the all-reduce, publishing, loading and following (a target network)
 one operation each, whatever the number of layers.
@@ -9,23 +10,34 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from echelon.algorithms.value_networks import build_acting
+from echelon.algorithms.exploration import Exploration
+from echelon.algorithms.value_networks import Critic, build_acting
 from echelon.config import A3cConfig, AlgorithmConfig, ImpalaConfig, NetworkConfig
 from echelon.errors import ConfigError
+from echelon.layers import State
 from echelon.layout import ALIGNMENT
-from echelon.networks import NetworkOutput, PolicyNetwork
-from echelon.objectives.distributions import Distribution
+from echelon.networks import ActOutput, NetworkOutput, PolicyNetwork, action_mask
+from echelon.objectives.distributions import Distribution, Greedy, Sample, forbid
 from echelon.schema import Spaces, Tree
 
 FLOATS_PER_LINE = ALIGNMENT // 4
 PRECISION = torch.float32  # of parameters
 NUM_TOLD = 16  # numbers that learners tell each other with a gradient
+
+
+class WeightsBoard(Protocol):
+    """Where newer weights lie."""
+
+    @property
+    def version(self) -> int: ...
+
+    def read(self, out: np.ndarray[Any, Any]) -> int: ...
 
 
 class FlatModule:
@@ -193,6 +205,86 @@ class Mirror:
                 views.append(torch.from_numpy(raw.view(part.dtype)).view(tensor.shape))
                 offset += part.nbytes
             flat.bind(views)
+
+    def follow(self, board: WeightsBoard) -> int:
+        """Takes over newer weights if there are any; returns the version that acts from now on."""
+        if board.version > self.version:
+            self.version = board.read(self.memory)
+        return self.version
+
+
+class ActionValues(NamedTuple):
+    """What an actor needs for the first priorities of its transitions (`objectives.values.initial_priorities`)."""
+
+    chosen: Tensor  # (K,) the value of the action taken
+    best: Tensor  # (K,) the value of the action that the policy itself would take
+
+
+class Action(NamedTuple):
+    """What a policy chose for K rows; the log-probability is 0 where chance had no part in it, or all."""
+
+    action: Tensor
+    log_prob: Tensor
+    state: State  # recurrent, after the step
+    value: Tensor | None  # of what was observed, if asked for
+    action_values: ActionValues | None  # if asked for, and known to the model
+
+
+class Policy:
+    """Chooses actions with a model. It learns nothing, and keeps neither recurrent state nor random generator."""
+
+    def __init__(
+        self, model: Model, *, with_value: bool = False, with_action_values: bool = False, mixed: bool = False
+    ) -> None:
+        """`mixed` computes the network in bfloat16."""
+        self.model, self.with_value, self.with_action_values, self.mixed = model, with_value, with_action_values, mixed
+
+    @torch.inference_mode()
+    def act(
+        self,
+        observation: Tree,
+        state: State,
+        first: Tensor,
+        rng: torch.Generator,
+        exploration: Exploration | None = None,
+        *,
+        greedy: bool = False,
+    ) -> Action:
+        """Actions for one step of K rows: leaves (K, ...), state leaves (K, ...), first (K,).
+
+        They are drawn by `rng` and changed as `exploration` says; `greedy` takes the most likely ones.
+        """
+        distribution, mask = self.model.distribution, action_mask(observation)
+        output = self._forward(observation, state, first)
+        if greedy:
+            action = distribution.mode(output.params, mask)
+            sample = Sample(action, distribution.log_prob(output.params, action, mask))
+        else:
+            sample = distribution.sample(output.params, rng, mask)
+            if exploration is not None:
+                sample = exploration.apply(distribution, sample, rng, mask)
+        values = self._judge(observation, output.params, sample.action, mask) if self.with_action_values else None
+        return Action(sample.action, sample.log_prob, output.state, output.value, values)
+
+    def _forward(self, observation: Tree, state: State, first: Tensor) -> ActOutput:
+        network = self.model.network
+        if not self.mixed:
+            return network.act(observation, state, first, with_value=self.with_value)
+        with torch.autocast(self.model.device.type, torch.bfloat16, cache_enabled=False):
+            return network.act(observation, state, first, with_value=self.with_value)
+
+    def _judge(self, observation: Tree, params: Tensor, action: Tensor, mask: Tensor | None) -> ActionValues | None:
+        """What `action` is worth, and the policy's own; None where only the learner could tell."""
+        distribution, critic = self.model.distribution, self.model.critic
+        if isinstance(distribution, Greedy):
+            chosen = params.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+            return ActionValues(chosen, forbid(params, mask).amax(-1))
+        if critic is None:
+            return None
+        network: Critic = critic.network  # type: ignore[assignment]
+        features = network.encoders(observation)
+        own = distribution.mode(params, mask)
+        return ActionValues(network.judge(features, action).amin(0), network.judge(features, own).amin(0))
 
 
 def _padded(count: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from echelon.layers import Normalizer
-from echelon.objectives.losses import masked_mean, masked_normalize
+from echelon.objectives.policy_gradient import masked_mean, masked_normalize
 
 
 class Peers(Protocol):

@@ -14,20 +14,21 @@ from typing import Any
 
 import torch
 
+from echelon.algorithms.actor_critic import Passes
 from echelon.algorithms.model import Model
-from echelon.algorithms.passes import Passes
 from echelon.algorithms.peers import ALONE, Peers, merged, moments, scaled
 from echelon.algorithms.protocol import Loss
 from echelon.config import PpoConfig
 from echelon.networks import action_mask
-from echelon.objectives.losses import (
+from echelon.objectives.policy_gradient import (
     clipped_surrogate,
     clipped_value_loss,
+    gae,
     masked_mean,
     masked_normalize,
     value_loss,
+    vtrace,
 )
-from echelon.objectives.returns import gae, vtrace
 from echelon.schema import Batch, Tree, map_tree
 
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from echelon.config import AlgorithmConfig, DdpgConfig, DqnConfig, NetworkConfig, SacConfig
+from echelon.custom_network import build_network
 from echelon.errors import ConfigError
-from echelon.layers import ACTIVATIONS, Mlp, State, initialize
-from echelon.networks import ActOutput, Encoders, PolicyNetwork, build_network
+from echelon.layers import State, initialize
+from echelon.networks import ACTIVATIONS, ActOutput, Encoders, Mlp, PolicyNetwork
 from echelon.objectives.distributions import Distribution, Kind, make_distribution
 from echelon.schema import Spaces, Tree, action_leaf
 

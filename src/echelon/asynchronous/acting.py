@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from echelon.algorithms.exploration import Explorer
-from echelon.algorithms.model import Mirror, Model
-from echelon.algorithms.value_policy import ValuePolicy
+from echelon.algorithms.model import Mirror, Model, Policy
 from echelon.config import TrainConfig
 from echelon.errors import DivergedError, EnvError, Refused
 from echelon.roles.own import StateLayout, load_state
@@ -54,7 +53,8 @@ class ModelActing:
         self.version, self.space = 0, spaces.observation
         self.model = Model(config.network, spaces, config.algorithm, seed=config.seed)
         self.mirror = Mirror(self.model)
-        self.policy = ValuePolicy(self.model, seed)
+        self.policy, self.rng = Policy(self.model), torch.Generator().manual_seed(seed)
+        self.first = torch.zeros(num_lanes, dtype=torch.bool)
         self.explorer = Explorer(config.algorithm, rungs(place, num_lanes), NUM_RUNGS)
 
     def load(self, weights: Array, version: int) -> None:
@@ -69,11 +69,12 @@ class ModelActing:
     def act(self, observation: list[Array], evaluates: Array, env_steps: int) -> Array:
         tree = unflatten(self.space, iter([torch.from_numpy(leaf) for leaf in observation]))
         if evaluates.all():
-            action: Array = self.policy.act(tree, greedy=True).action.numpy()
+            action: Array = self.policy.act(tree, (), self.first, self.rng, greedy=True).action.numpy()
         else:
-            action = self.policy.act(tree, self.explorer.at(env_steps)).action.numpy()
+            exploration = self.explorer.at(env_steps)
+            action = self.policy.act(tree, (), self.first, self.rng, exploration).action.numpy()
             if evaluates.any():
-                greedy = self.policy.act(tree, greedy=True).action.numpy()
+                greedy = self.policy.act(tree, (), self.first, self.rng, greedy=True).action.numpy()
                 action[evaluates] = greedy[evaluates]
         if action.dtype.kind == "f" and not np.isfinite(action).all():
             raise DivergedError(f"the policy of version {self.version} chose an action that is not finite.")

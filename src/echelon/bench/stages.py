@@ -17,16 +17,15 @@ import torch
 
 from echelon.algorithms import build_algorithm
 from echelon.algorithms.exploration import Explorer
-from echelon.algorithms.value_policy import ValuePolicy
+from echelon.algorithms.model import Policy
 from echelon.bench.gradients import GradientLearning
 from echelon.bench.replayed import ReplayLearning
 from echelon.config import TrainConfig
 from echelon.envs.make import env_seeds, make_group, probe_spaces
 from echelon.envs.vector import StepRows
 from echelon.roles.account import LossAccount
-from echelon.roles.acting import Acting, LocalActing, Question
+from echelon.roles.acting import Acting, Exploring, LocalActing, Question
 from echelon.roles.context import Context
-from echelon.roles.exploring import ExploringActing, Straying
 from echelon.roles.plan import Plan, window
 from echelon.roles.queue_source import QueueSource
 from echelon.roles.update import LocalUpdate, learn_once
@@ -151,10 +150,11 @@ def _acting(plan: Plan, seed: int) -> Acting:
     config = plan.context.train
     num_envs = config.actor.envs
     if config.experience != "replay":
-        return LocalActing(plan.model, plan.board(), [num_envs], [seed])
+        return LocalActing(Policy(plan.model), plan.board(), num_envs, seed)
     explorer = Explorer(config.algorithm, range(num_envs), num_envs * config.actor.num_actors)
-    policy = ValuePolicy(plan.model, seed, with_values=config.replay.prioritized)
-    return ExploringActing(policy, plan.board(), Straying([explorer], lambda: LATE))
+    policy = Policy(plan.model, with_action_values=config.replay.prioritized)
+    exploring = Exploring([explorer], lambda: LATE, plan.model.distribution, seed)
+    return LocalActing(policy, plan.board(), num_envs, seed, exploring)
 
 
 def _step_rows(schema: TrajectorySchema, views: dict[str, Array], t: int) -> StepRows:

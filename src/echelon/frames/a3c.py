@@ -22,8 +22,7 @@ from echelon.frames.actor_critic import check_entropy_weight, judge, policy_loss
 from echelon.frames.frame import Frame
 from echelon.frames.modules import Inputs, call, is_wrapped
 from echelon.frames.steps import Item, Steps, is_end, tidy
-from echelon.objectives.losses import masked_normalize
-from echelon.objectives.returns import gae
+from echelon.objectives.policy_gradient import gae, masked_normalize
 from echelon.servers.buffer_items import Array, Wanted, flatten, flatten_episode, names_of
 
 

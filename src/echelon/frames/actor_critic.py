@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from echelon.errors import ConfigError
 from echelon.frames.modules import call, first
-from echelon.objectives.losses import entropy_loss, policy_gradient_loss
+from echelon.objectives.policy_gradient import entropy_loss, policy_gradient_loss
 
 
 class Judged(NamedTuple):

@@ -21,8 +21,7 @@ from echelon.frames.actor_critic import check_entropy_weight, judge, policy_loss
 from echelon.frames.frame import Frame, MakeOptimizer, MakeSchedule, ModelServer
 from echelon.frames.modules import Inputs, call
 from echelon.frames.steps import Item, Steps, tidy
-from echelon.objectives.losses import masked_normalize
-from echelon.objectives.returns import VTrace, vtrace
+from echelon.objectives.policy_gradient import VTrace, masked_normalize, vtrace
 from echelon.servers.buffer_episodes import DistributedEpisodeBuffer
 
 if TYPE_CHECKING:

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 from echelon.algorithms.exploration import Explorer
+from echelon.algorithms.model import Policy
 from echelon.algorithms.value_networks import acting_distribution
-from echelon.algorithms.value_policy import ValuePolicy
 from echelon.envs.make import env_seeds, make_group
 from echelon.errors import DivergedError, EnvError
-from echelon.roles.acting import Acting, Answer, CentralActing, LocalActing, RemoteActing
+from echelon.roles.acting import Acting, Answer, Exploring, LocalActing
+from echelon.roles.central_acting import CentralActing, RemoteActing
 from echelon.roles.context import Context, Station
 from echelon.roles.experience import Experience, SlotExperience
-from echelon.roles.exploring import ExploringActing, Straying, StrayingActing
 from echelon.roles.gradient_experience import GradientExperience
 from echelon.roles.plan import Plan, act_layout, num_groups
 from echelon.roles.replay_experience import ReplayExperience
@@ -72,32 +72,30 @@ class Actor:
         return SlotExperience(plan.ring(learner), plan.schema, stream, self.station)
 
     def _make_acting(self, plan: Plan, seed: int) -> Acting:
-        if self.config.experience != "replay":
-            if self.config.acting.mode != "central":
-                return LocalActing(plan.model, plan.board(), [self.config.actor.envs], [seed])
-            return self._ask_centrally(plan)
-        straying = self._make_straying(plan)
-        if self.config.acting.mode != "central":
-            policy = ValuePolicy(plan.model, seed, with_values=self.config.replay.prioritized)
-            return ExploringActing(policy, plan.board(), straying)
-        return StrayingActing(self._ask_centrally(plan), self.distribution, straying, seed)
+        replays = self.config.experience == "replay"
+        exploring = self._make_exploring(plan, seed) if replays else None
+        if self.config.acting.mode == "central":
+            return self._ask_centrally(plan, exploring)
+        policy = Policy(plan.model, with_action_values=replays and self.config.replay.prioritized)
+        return LocalActing(policy, plan.board(), self.config.actor.envs, seed, exploring)
 
-    def _make_straying(self, plan: Plan) -> Straying:
+    def _make_exploring(self, plan: Plan, seed: int) -> Exploring:
         """How its groups explore, each environment as its place in the run says."""
         num_envs, groups = self.config.actor.envs, num_groups(self.config)
         total, size = self.config.actor.num_actors * num_envs, num_envs // groups
         firsts = range(self.index * num_envs, (self.index + 1) * num_envs, size)
         explorers = [Explorer(self.config.algorithm, range(first, first + size), total) for first in firsts]
         tally = plan.replay.tally()
-        return Straying(explorers, lambda: tally.env_steps)
+        return Exploring(explorers, lambda: tally.env_steps, self.distribution, seed)
 
-    def _ask_centrally(self, plan: Plan) -> Acting:
+    def _ask_centrally(self, plan: Plan, exploring: Exploring | None) -> Acting:
         context = plan.context
         if self.config.acting.transport == "shm":
-            return CentralActing(plan.act_board(), context.index, context.incarnation)
+            return CentralActing(plan.act_board(), context.index, context.incarnation, exploring)
         layout = act_layout(context)
         door_file = plan.door_file(layout.server_of(context.index))
-        return RemoteActing(layout, door_file, context.index, context.incarnation, secret_of(context.session))
+        secret = secret_of(context.session)
+        return RemoteActing(layout, door_file, context.index, context.incarnation, secret, exploring)
 
     def _make_teams(self, seeds: list[int]) -> list[Team]:
         num_teams, head = num_groups(self.config), self.experience.head

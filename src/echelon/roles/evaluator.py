@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from echelon.algorithms.model import Model
-from echelon.algorithms.policy import Policy
+from echelon.algorithms.model import Mirror, Model, Policy
 from echelon.config import EnvConfig
 from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
 from echelon.errors import EnvError
-from echelon.roles.acting import LocalActing
 from echelon.roles.context import Context, Station
 from echelon.roles.plan import Plan
 from echelon.schema import space_leaves, unflatten
@@ -49,7 +47,7 @@ class Match:
 
     def __init__(self, config: EnvConfig, model: Model, episodes: int, seeds: list[int]) -> None:
         self.group = make_group(config, seeds[:episodes])
-        self.model, self.num_envs = model, episodes
+        self.policy, self.num_envs = Policy(model), episodes
         leaves = space_leaves(self.group.spaces.observation)
         observation = [np.zeros((episodes, *leaf.shape), leaf.dtype) for leaf in leaves]
         flags = [np.zeros(episodes, np.bool_) for _ in range(3)]
@@ -61,7 +59,8 @@ class Match:
 
     def begin(self, seed: int) -> None:
         """Starts a new match; the environments go on with their own random streams."""
-        self.policy = Policy(self.model, self.num_envs, seed)
+        self.rng = torch.Generator().manual_seed(seed)
+        self.state = self.policy.model.network.initial_state(self.num_envs, self.policy.model.device)
         self.returns, self.lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
         self.playing = np.ones(self.num_envs, np.bool_)
         self.group.reset(self.rows.observation)
@@ -69,8 +68,9 @@ class Match:
 
     def step(self) -> Score | None:
         """One step of every environment; the score once all episodes have ended."""
-        action = self.policy.act(self.observation, self.first, greedy=True).action
-        self.group.step(self.model.distribution.to_env(action.numpy()), self.rows)
+        chosen = self.policy.act(self.observation, self.state, self.first, self.rng, greedy=True)
+        self.state = chosen.state
+        self.group.step(self.policy.model.distribution.to_env(chosen.action.numpy()), self.rows)
         self.first.copy_(torch.from_numpy(~self.rows.valid))
         self.returns += self.rows.reward * self.playing
         self.lengths += self.playing
@@ -99,7 +99,7 @@ class Evaluator:
         self.config, self.station, self.finished = config.evaluation, Station(context), False
         plan = Plan(context)
         seeds = env_seeds(config.seed, EVALUATION_SEED, context.epoch, self.config.episodes)
-        self.acting = LocalActing(plan.model, plan.board(), [], [])
+        self.mirror, self.board = Mirror(plan.model), plan.board()
         self.match = Match(config.env, plan.model, self.config.episodes, seeds)
         self.seed, self.playing = config.seed, False
         self.next_match = time.monotonic() + self.config.interval_s
@@ -114,7 +114,7 @@ class Evaluator:
                 self.station.wait(min(timeout_s, self.next_match - now), [])
                 return False
             self.next_match = now + self.config.interval_s
-            self.acting.refresh()
+            self.mirror.follow(self.board)
             self.match.begin(self.seed)
             self.playing = True
         try:
@@ -124,7 +124,7 @@ class Evaluator:
         self.match.group.failures.clear()  # the actors tell of those they meet
         self.station.progress += 1
         if score is not None:
-            self.station.report("evaluation", {"version": self.acting.mirror.version, **score.summary()})
+            self.station.report("evaluation", {"version": self.mirror.version, **score.summary()})
             self.playing = False
         self.station.tick(time.perf_counter())
         return True

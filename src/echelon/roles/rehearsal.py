@@ -19,13 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from echelon.algorithms.model import Model
-from echelon.algorithms.policy import Policy
+from echelon.algorithms.model import Model, Policy
 from echelon.config import EnvConfig, ImpalaConfig, PpoConfig, TrainConfig
 from echelon.envs.loop import LoopGroup
 from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
-from echelon.networks import action_mask
 from echelon.roles.context import Context
 from echelon.roles.placement import learner_device, learner_threads, pick_device, server_threads
 from echelon.roles.plan import Plan, num_groups
@@ -112,12 +110,14 @@ class Troupe:
         self._rows = StepRows(self.leaves, np.zeros(n, np.float32), *flags)
         self.observation = unflatten(space, iter([torch.from_numpy(leaf) for leaf in self.leaves]))
         self.first = torch.ones(n, dtype=torch.bool)
-        self._policy, self._to_env = Policy(model, n, seeds[0]), model.distribution.to_env
+        self._policy, self._to_env = Policy(model), model.distribution.to_env
+        self._rng, self._state = torch.Generator().manual_seed(seeds[0]), model.network.initial_state(n, model.device)
         self.group.reset(self.leaves)
         self.act()
 
     def act(self) -> None:
-        self._action = self._to_env(self._policy.act(self.observation, self.first).action.numpy())
+        chosen = self._policy.act(self.observation, self._state, self.first, self._rng)
+        self._action, self._state = self._to_env(chosen.action.numpy()), chosen.state
 
     def step(self) -> None:
         self.group.step(self._action, self._rows)
@@ -131,7 +131,8 @@ class Forward:
     def __init__(
         self, model: Model, troupe: Troupe, num_rows: int, *, threads: int = 1, with_value: bool = False
     ) -> None:
-        self.model, self.threads, self.with_value, device = model, threads, with_value, model.device
+        self.policy, self.model, self.threads = Policy(model, with_value=with_value), model, threads
+        device = model.device
         copies = -(-num_rows // len(troupe.first))
         self.leaves: Tree = map_tree(lambda leaf: _repeated(leaf, copies)[:num_rows], troupe.observation)
         self.first = _repeated(troupe.first, copies)[:num_rows]
@@ -141,11 +142,9 @@ class Forward:
     def act(self) -> None:
         """The actions of all rows, there and back where the model lives on a GPU."""
         torch.set_num_threads(self.threads)
-        with torch.inference_mode():
-            observation, first = map_tree(self._there, self.leaves), self._there(self.first)
-            output = self.model.network.act(observation, self.state, first, with_value=self.with_value)
-            sample = self.model.distribution.sample(output.params, self.generator, action_mask(observation))
-            sample.action.cpu(), sample.log_prob.cpu()
+        observation, first = map_tree(self._there, self.leaves), self._there(self.first)
+        chosen = self.policy.act(observation, self.state, first, self.generator)
+        chosen.action.cpu(), chosen.log_prob.cpu()
         torch.set_num_threads(1)
 
     def evaluate(self) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.algorithms.model import Model
+from echelon.algorithms.model import Model, Policy
 from echelon.servers.inference import Door, InferenceServer
 from echelon.servers.lane import SPIN_S, Lane, Marks, Passes, Tell, Timings, cuda
 from echelon.transport.act_board import ActBoard
@@ -88,7 +88,8 @@ class CudaAnswerer:
         model.network.requires_grad_(False)
         self.model, self.board, self.groups = model, board, groups
         locked = page_lock(board.memory, tell)
-        self._passes = Passes(model, board, precision == "bfloat16", locked, tell, with_value)
+        policy = Policy(model, with_value=with_value, mixed=precision == "bfloat16")
+        self._passes = Passes(policy, board, locked, tell)
         self._weights = _Weights(model, weights)
         self._lanes = [Lane(self._passes, seats, seed + i) for i, seats in enumerate(groups)]
         cuda.synchronize(model.device)  # what was prepared on the default stream is there for the lanes'

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from echelon.algorithms.model import Mirror, Model
-from echelon.networks import action_mask
+from echelon.algorithms.model import Mirror, Model, Policy
 from echelon.schema import unflatten
 from echelon.transport.act_board import ActBoard
 from echelon.transport.batcher import Batcher, Round
@@ -63,34 +62,23 @@ class PolicyAnswerer:
         self, model: Model, board: ActBoard, weights: WeightsBoard, seed: int, *, with_value: bool = True
     ) -> None:
         """`with_value=False` leaves the value out of the replies, where nobody reads it."""
-        self.mirror, self.weights, self.with_value = Mirror(model), weights, with_value
+        self.mirror, self.weights, self.policy = Mirror(model), weights, Policy(model, with_value=with_value)
         self.model, self.board = model, board
-        self.generator = torch.Generator().manual_seed(seed)
+        self.rng = torch.Generator().manual_seed(seed)
         self._observation = [torch.from_numpy(leaf) for leaf in board.observation]
         self._first = torch.from_numpy(board.first)
 
-    def refresh(self) -> int:
-        """Takes over newer weights if there are any; returns the version that answers from now on."""
-        if self.weights.version > self.mirror.version:
-            self.mirror.version = self.weights.read(self.mirror.memory)
-        return self.mirror.version
-
     def answer(self, round: Round) -> int:
-        version, board = self.refresh(), self.board
-        rows = self._rows(round)
-        with torch.inference_mode():
-            leaves = iter([leaf[rows].flatten(0, 1) for leaf in self._observation])
-            observation = unflatten(self.model.spaces.observation, leaves)
-            state = tuple(
-                torch.from_numpy(leaf[(round.asked - 1) % 2, round.seats]).flatten(0, 1) for leaf in board.state
-            )
-            output = self.model.network.act(observation, state, self._first[rows].flatten(), with_value=self.with_value)
-            sample = self.model.distribution.sample(output.params, self.generator, action_mask(observation))
-        self._reply(round, rows, board.action, sample.action)
-        self._reply(round, rows, board.log_prob, sample.log_prob)
-        if output.value is not None:
-            self._reply(round, rows, board.value, output.value)
-        for leaf, after in zip(board.state, output.state, strict=True):
+        version, board, rows = self.mirror.follow(self.weights), self.board, self._rows(round)
+        leaves = iter([leaf[rows].flatten(0, 1) for leaf in self._observation])
+        observation = unflatten(self.model.spaces.observation, leaves)
+        state = tuple(torch.from_numpy(leaf[(round.asked - 1) % 2, round.seats]).flatten(0, 1) for leaf in board.state)
+        chosen = self.policy.act(observation, state, self._first[rows].flatten(), self.rng)
+        self._reply(round, rows, board.action, chosen.action)
+        self._reply(round, rows, board.log_prob, chosen.log_prob)
+        if chosen.value is not None:
+            self._reply(round, rows, board.value, chosen.value)
+        for leaf, after in zip(board.state, chosen.state, strict=True):
             leaf[round.asked % 2, round.seats] = after.numpy().reshape(-1, *leaf.shape[2:])
         return version
 

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.algorithms.model import Model
-from echelon.networks import action_mask
+from echelon.algorithms.model import Policy
 from echelon.schema import space_choices, unflatten
 from echelon.transport.act_board import ActBoard
 from echelon.transport.batcher import Round
@@ -61,12 +60,10 @@ class Timings:
 class Passes:
     """How the lanes of one server compute, and what they found out about it."""
 
-    model: Model
+    policy: Policy
     board: ActBoard
-    mixed: bool  # in bfloat16
     locked: bool  # the board's memory is page-locked
     tell: Tell
-    with_value: bool = True  # in the replies
     captures: bool = True  # until the network shows that it cannot be captured
     timings: Timings = field(default_factory=Timings)
 
@@ -97,7 +94,7 @@ class Lane:
     """The way of one group through the GPU: a stream, buffers, a generator, and a graph per bucket."""
 
     def __init__(self, passes: Passes, seats: range, seed: int) -> None:
-        self.passes, self.model, self.board = passes, passes.model, passes.board
+        self.passes, self.model, self.board = passes, passes.policy.model, passes.board
         num_seats = self.num_seats = len(seats)
         self._seats, self.busy = np.asarray(seats), False
         self.marks: Marks | None = None
@@ -113,7 +110,7 @@ class Lane:
         self._before = [_like(state, num_seats, pin_memory=True) for state in states]
         self._states = [_like(state, num_seats, device=device) for state in states]
         self._after = [_like(state, num_seats, pin_memory=True) for state in states]
-        self._targets = [board.action, board.log_prob, *([board.value] if passes.with_value else [])]
+        self._targets = [board.action, board.log_prob, *([board.value] if passes.policy.with_value else [])]
         self._replies = [_like(torch.from_numpy(leaf), num_seats, pin_memory=True) for leaf in self._targets]
         self._landed = [back.numpy() for back in (*self._replies, *self._after)]
         self._pool = cuda.graph_pool_handle()
@@ -174,15 +171,9 @@ class Lane:
         *leaves, first = (buffer[:bucket].flatten(0, 1) for buffer in self._inputs)
         observation = unflatten(self.model.spaces.observation, iter(leaves))
         state = tuple(buffer[:bucket].flatten(0, 1) for buffer in self._states)
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.passes.mixed, cache_enabled=False):
-            output = self.model.network.act(observation, state, first, with_value=self.passes.with_value)
-        sample = self.model.distribution.sample(output.params, self._generator, action_mask(observation))
+        chosen = self.passes.policy.act(observation, state, first, self._generator)
         self._mark("computed")
-        results = [sample.action, sample.log_prob]
-        if self.passes.with_value:
-            assert output.value is not None
-            results.append(output.value)
-        results += output.state
+        results = [chosen.action, chosen.log_prob, *([chosen.value] if chosen.value is not None else []), *chosen.state]
         for result, back in zip(results, (*self._replies, *self._after), strict=True):
             back[:bucket].copy_(result.reshape(back[:bucket].shape), non_blocking=True)
         self._mark("end")

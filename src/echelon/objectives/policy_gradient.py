@@ -1,12 +1,17 @@
-"""Returns and advantages: backward recursions over one batch of trajectories.
+"""Policy gradients: returns and advantages as backward recursions over one batch of trajectories, and their losses.
 
 Shapes: T steps, X = T + 1 rows (the last is the bootstrap), B lanes. `discount_TB` is gamma where the episode goes on
 and 0 where it terminated. Autoreset is NEXT_STEP: after an episode ends at step t, row t+1 holds its true last
 observation and step t+1 only resets (`valid_TB` is False there). Every recursion is cut at invalid steps, so a step
-that truncates bootstraps from the value of its true last observation and one that terminates from nothing.
+that truncates bootstraps from the value of its true last observation and one that terminates from nothing. No gradient
+flows through a return or an advantage.
+
+A loss is a scalar to minimise, averaged over the valid entries. Every tensor of a call has the same shape, whatever it
+is; entries that are not valid give neither value nor gradient, even where they hold infinities; a batch without a valid
+entry gives 0.
 
 The tensors are small on a CPU and the number of operations is what costs: everything but the recursion itself is
-vectorised over T, and the recursion is one operation a step. No gradient flows through any result.
+vectorised over T, and the recursion is one operation a step.
 """
 
 from __future__ import annotations
@@ -85,3 +90,49 @@ def n_step_returns(reward_TB: Tensor, discount_TB: Tensor, value_XB: Tensor, val
         torch.addcmul(base_TB, discount_TB, return_XB[1:], out=next_XB[:-1])
         return_XB, next_XB = next_XB, return_XB
     return return_XB[:-1]
+
+
+def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
+    """The mean of the valid entries of `x`; 0 if there is none."""
+    return torch.where(valid, x, 0.0).sum() / valid.sum().clamp(min=1)
+
+
+def masked_normalize(x: Tensor, valid: Tensor, epsilon: float = 1e-8) -> Tensor:
+    """`x` shifted and scaled to mean 0 and standard deviation 1 over its valid entries; 0 at the others."""
+    centred = torch.where(valid, x - masked_mean(x, valid), 0.0)
+    variance = masked_mean(centred.square(), valid)
+    return centred / (variance.sqrt() + epsilon)
+
+
+def policy_gradient_loss(log_prob: Tensor, advantage: Tensor, valid: Tensor) -> Tensor:
+    """The score-function policy-gradient loss; no gradient flows into `advantage`."""
+    return -masked_mean(log_prob * advantage.detach(), valid)
+
+
+def clipped_surrogate(
+    log_prob: Tensor, behaviour_log_prob: Tensor, advantage: Tensor, valid: Tensor, clip: float
+) -> Tensor:
+    """PPO's clipped surrogate loss (Schulman et al., 2017, eq. 7); no gradient flows into `advantage`."""
+    advantage = advantage.detach()
+    # Masked before exp: the gradient of an infinite ratio would be 0 * inf at an invalid entry.
+    ratio = torch.where(valid, log_prob - behaviour_log_prob.detach(), 0.0).exp()
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(1.0 - clip, 1.0 + clip) * advantage)
+    return -masked_mean(surrogate, valid)
+
+
+def value_loss(value: Tensor, target: Tensor, valid: Tensor) -> Tensor:
+    """Half the squared error to `target`, into which no gradient flows."""
+    return 0.5 * masked_mean((value - target.detach()).square(), valid)
+
+
+def clipped_value_loss(value: Tensor, old_value: Tensor, target: Tensor, valid: Tensor, clip: float) -> Tensor:
+    """Half the larger of two squared errors: of the value, and of the value kept within `clip` of `old_value`."""
+    target, old_value = target.detach(), old_value.detach()
+    near = old_value + (value - old_value).clamp(-clip, clip)
+    worse = torch.maximum((value - target).square(), (near - target).square())
+    return 0.5 * masked_mean(worse, valid)
+
+
+def entropy_loss(entropy: Tensor, valid: Tensor) -> Tensor:
+    """The negative mean entropy: minimising it keeps the policy exploring."""
+    return -masked_mean(entropy, valid)

@@ -1,0 +1,160 @@
+"""Central acting: questions go to an inference server, over shared memory or TCP, and its answers come back later.
+
+Shapes: K environments of a group.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echelon.roles.acting import Answer, Exploring, Question
+from echelon.transport.act_board import ActBoard, ActLayout, Seat
+from echelon.transport.act_tcp import RemoteSeat, wait_any
+from echelon.transport.futex import NUM_MASKS
+
+Array = np.ndarray[Any, Any]
+ADDRESS_POLL_S = 0.02
+
+
+class Seated(ABC):
+    """What asking has in common wherever the server is: a seat for each group."""
+
+    def __init__(self, num_groups: int, client: int, incarnation: int, exploring: Exploring | None) -> None:
+        self.client, self.incarnation, self.exploring = client, incarnation, exploring
+        self._seats: list[Seat | RemoteSeat | None] = [None] * num_groups
+        self._asking: dict[int, None] = {}  # groups that wait for the server, the longest first
+        self._questions: dict[int, Question] = {}
+
+    @abstractmethod
+    def begin(self, group: int) -> bool: ...
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> None: ...
+
+    def submit(self, group: int, question: Question) -> None:
+        seat = self._seat(group)
+        for target, source in zip(seat.observation, question.leaves, strict=True):
+            target[...] = source
+        seat.first[...] = question.first
+        self._asking[group] = None
+        self._questions[group] = question
+        seat.ask()
+
+    def collect(self, group: int) -> Answer | None:
+        seat = self._seat(group)
+        if not seat.answered:
+            return None
+        self._asking.pop(group, None)
+        answer = Answer(seat.action, seat.log_prob, seat.version)
+        return answer if self.exploring is None else self.exploring.change(group, self._questions[group], answer)
+
+    def state_before(self, group: int) -> Sequence[Array]:
+        return self._seat(group).state_before()
+
+    @property
+    def asking(self) -> bool:
+        return bool(self._asking)
+
+    def close(self) -> None:
+        for seat in self._seats:
+            if seat is not None:
+                seat.leave()
+
+    def _seat(self, group: int) -> Seat | RemoteSeat:
+        seat = self._seats[group]
+        assert seat is not None, f"group {group} of actor {self.client} asks before it begins"
+        return seat
+
+
+class CentralActing(Seated):
+    """Asks the inference server over shared memory; needs no model.
+
+    A seat is taken once the last question of whoever sat there before is answered: so the server never takes what a
+    dead actor asked for a question of this one, and gives it a clean state. If the server dies, questions stay on the
+    board for its successor.
+    """
+
+    def __init__(self, board: ActBoard, client: int, incarnation: int, exploring: Exploring | None = None) -> None:
+        super().__init__(board.layout.num_groups, client, incarnation, exploring)
+        self.board = board
+        self._round = board.rounds[board.layout.server_of(client)]
+
+    def begin(self, group: int) -> bool:
+        if self._seats[group] is not None:
+            return True
+        if not self._is_answered(group):
+            self._asking[group] = None  # what the one before asked
+            return False
+        self._asking.pop(group, None)
+        self._seats[group] = Seat(self.board, self.client, group, self.incarnation)
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        deadline, mask = time.monotonic() + timeout_s, 0
+        for group in self._asking:
+            mask |= 1 << self._index(group) % NUM_MASKS
+        while True:
+            seen = self._round.value
+            left_s = deadline - time.monotonic()
+            if left_s <= 0.0 or any(self._is_answered(group) for group in self._asking):
+                return
+            self._round.wait(seen, left_s, mask)
+
+    def _index(self, group: int) -> int:
+        return group * self.board.layout.num_clients + self.client
+
+    def _is_answered(self, group: int) -> bool:
+        index = self._index(group)
+        return bool(self.board.asked[index] == self.board.answered[index])
+
+
+class RemoteActing(Seated):
+    """Asks the inference server over TCP, where it says that it listens; needs no model, and no shared memory with it.
+
+    If the server dies, its successor listens at the same address and questions are repeated.
+    """
+
+    def __init__(
+        self,
+        layout: ActLayout,
+        address_file: Path,
+        client: int,
+        incarnation: int,
+        secret: str | None = None,
+        exploring: Exploring | None = None,
+    ) -> None:
+        super().__init__(layout.num_groups, client, incarnation, exploring)
+        self.layout, self.address_file, self.secret = layout, address_file, secret
+        self._remote: dict[int, RemoteSeat] = {}  # the seats by group
+
+    def begin(self, group: int) -> bool:
+        if self._seats[group] is None:
+            if not self.address_file.exists():
+                return False
+            address = self.address_file.read_text()
+            seat = RemoteSeat(address, self.layout, self.client, group, self.incarnation, self.secret)
+            self._seats[group] = self._remote[group] = seat
+        self._seat(group).wants_state = True  # a trajectory starts from it; the later answers do without
+        return True
+
+    def collect(self, group: int) -> Answer | None:
+        answer = super().collect(group)
+        if answer is not None:
+            self._seat(group).wants_state = False
+        return answer
+
+    @property
+    def asking(self) -> bool:
+        return bool(self._asking) or None in self._seats
+
+    def wait(self, timeout_s: float) -> None:
+        if self._asking:
+            wait_any([self._remote[group] for group in self._asking], timeout_s)
+        else:
+            time.sleep(min(timeout_s, ADDRESS_POLL_S))  # the server is just starting
