@@ -1,0 +1,1 @@
+"""What `benchmarks/goldens.py` compares between two checkouts: a module for each section."""

@@ -1,0 +1,196 @@
+"""A checkout of the project under comparison, and the commands that run in it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 30.0
+POLL_S = 0.01
+MARK = "ECHELON_GOLDENS_RUN"  # in the environment of every process of a command
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison. Only `differs` fails."""
+
+    section: str
+    item: str
+    verdict: Literal["same", "differs", "added", "skipped"]
+    old: str = ""
+    new: str = ""
+    note: str = ""
+
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended: its exit code (None: it ran out of time), and all that it printed."""
+
+    code: int | None
+    output: str
+
+    @property
+    def tail(self) -> str:
+        return " / ".join(self.output.strip().splitlines()[-3:])[-300:]
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """One side of the comparison: its sources, and a folder for all that its commands write."""
+
+    label: str
+    path: Path
+    folder: Path
+    extra_path: tuple[Path, ...] = ()  # on the module path before the sources
+    variables: dict[str, str] = field(default_factory=dict)  # of the environment
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        found = self.python("-c", "import echelon; print(echelon.__file__)").output.strip()
+        if not found.startswith(str(self.path / "src")):
+            raise SystemExit(f"{self.path} is no checkout of echelon: its src was not imported but {found!r}.")
+
+    @property
+    def command(self) -> list[str]:
+        """What `echelon` runs, as the project file names it."""
+        project = tomllib.loads((self.path / "pyproject.toml").read_text())
+        return [sys.executable, "-m", project["project"]["scripts"]["echelon"].partition(":")[0]]
+
+    def environment(self, mark: str) -> dict[str, str]:
+        threads = {"OMP_NUM_THREADS": "1", "COLUMNS": "1000"}  # wide: no line of a help text is broken
+        path = os.pathsep.join(map(str, [*self.extra_path, self.path / "src"]))
+        return {**os.environ, **threads, **self.variables, "PYTHONPATH": path, MARK: mark}
+
+    def start(self, command: Sequence[str], output: Path) -> subprocess.Popen[str]:
+        """Starts a command in the folder of this side; what it prints goes to `output`."""
+        with output.open("w") as file:
+            return subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=self.environment(output.name),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+
+    def finish(self, command: Sequence[str], timeout_s: float = TIMEOUT_S) -> Finished:
+        """Runs a command to its end."""
+        output = self.folder / f"output-{time.monotonic_ns()}.txt"
+        process = self.start(command, output)
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return Finished(None, output.read_text() + f"\nno end within {timeout_s:g} s")
+        finally:
+            end_all(process, output.name)
+        return Finished(code, output.read_text())
+
+    def echelon(self, *words: str, timeout_s: float = TIMEOUT_S) -> Finished:
+        return self.finish([*self.command, *words], timeout_s)
+
+    def python(self, *words: str, timeout_s: float = TIMEOUT_S) -> Finished:
+        return self.finish([sys.executable, *words], timeout_s)
+
+    def presets(self) -> list[str]:
+        lines = self.python("-c", "from echelon.presets import PRESETS; print(*PRESETS)").output.splitlines()
+        return lines[-1].split()
+
+
+def end_all(process: subprocess.Popen[str], mark: str) -> None:
+    """Kills what is left of a command, wherever in the process tree."""
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+            if folder.name.isdigit() and f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+    process.wait()
+
+
+class Run:
+    """A training in the background: what its run folder tells while it runs."""
+
+    def __init__(self, side: Checkout, name: str, *words: str) -> None:
+        self.folder = side.folder / name
+        self.output = side.folder / f"{name}.txt"
+        self.process = side.start([*side.command, *words, f"--run-dir={self.folder}"], self.output)
+        self.rows: list[dict[str, Any]] = []
+        self._read = 0
+
+    def look(self) -> list[dict[str, Any]]:
+        """The rows of training that were recorded since the last look."""
+        file = self.folder / "metrics.jsonl"
+        if not file.exists():
+            return []
+        with file.open("rb") as lines:
+            lines.seek(self._read)
+            text = lines.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        fresh = [row for line in whole.splitlines() if (row := json.loads(line))["kind"] == "train"]
+        self.rows += fresh
+        return fresh
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> bool:
+        """Waits until `condition` holds; False if the run ended or the time passed before."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                return condition()
+            time.sleep(POLL_S)
+        return True
+
+    def until_learning(self) -> bool:
+        """Waits for learned steps beyond those recorded so far."""
+        self.look()
+        before = self.rows[-1]["env_steps"] if self.rows else 0
+        return self.until(lambda: any(row["env_steps"] > before for row in self.look()))
+
+    def processes(self) -> dict[str, int]:
+        with contextlib.suppress(OSError, ValueError):  # not there yet, or just being replaced
+            record = json.loads((self.folder / "processes.json").read_text())
+            return {name: entry["pid"] for name, entry in record.items()}
+        return {}
+
+    def summary(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError):
+            summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+            return summary
+        return {}
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> int | None:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def close(self) -> None:
+        """Ends the run as a user does, so that it removes its shared memory; if that takes too long, by force."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            self.wait(STOP_TIMEOUT_S)
+        end_all(self.process, self.output.name)
+
+
+@contextlib.contextmanager
+def running(side: Checkout, name: str, *words: str) -> Iterator[Run]:
+    """A training that is gone afterwards, whatever happens."""
+    run = Run(side, name, *words)
+    try:
+        yield run
+    finally:
+        run.close()

@@ -1,0 +1,116 @@
+"""Compares two checkouts of this project on one machine, so that a change that should change nothing is seen to:
+
+    python benchmarks/goldens.py OLD NEW [--only hashes,names,folders,examples,figures,kills] [--figures NAME,...]
+        [--pairs 4] [--json FILE]
+
+OLD and NEW are folders with `src`. One Python runs both: this one, with their `src` on its path. Sections:
+
+    hashes    the weights of short runs of every preset, inline and in lock-step, are equal to the last bit
+    names     public names with their signatures, commands and options with type and default; NEW may add some
+    folders   run folders that OLD wrote are evaluated and resumed by NEW
+    examples  OLD's programs run under NEW
+    figures   processor time for an environment step, summed over all roles, is at most 1 / 0.97 of OLD's; the median
+              round trip of a call with 1 KB is at most 110 %. Needs an otherwise idle machine.
+    kills     a role of each kind is killed: the run goes on, or ends, as it did
+
+Prints a line for every comparison as it is made, then a table of what differs, and exits with 1 if anything does. All
+sections take about half an hour on two cores; `figures` with four pairs is most of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from golden import examples, figures, folders, hashes, kills, names
+from golden.checkout import Checkout, Row
+
+SECTIONS = ("hashes", "names", "folders", "examples", "figures", "kills")
+COMPARISONS = {  # of the sections without options
+    "hashes": hashes.compare,
+    "names": names.compare,
+    "folders": folders.compare,
+    "examples": examples.compare,
+    "kills": kills.compare,
+}
+WIDTH = 70  # of a cell
+
+
+def chosen(text: str, known: tuple[str, ...], option: str) -> list[str]:
+    """The names of a comma-separated list."""
+    words = [word for word in text.split(",") if word]
+    if unknown := [word for word in words if word not in known]:
+        raise SystemExit(f"{option}: there is no {unknown[0]!r}; there are {', '.join(known)}.")
+    return words
+
+
+def compare(section: str, old: Checkout, new: Checkout, options: argparse.Namespace) -> list[Row]:
+    began = time.monotonic()
+
+    def tell(text: str) -> None:
+        print(f"[{time.monotonic() - began:5.0f} s] {text}", flush=True)
+
+    tell(f"{section}: begins")
+    if section == "figures":
+        return figures.compare(old, new, tell, chosen(options.figures, figures.FIGURES, "--figures"), options.pairs)
+    return COMPARISONS[section](old, new, tell)
+
+
+def table(rows: list[Row]) -> str:
+    """Every row of the small sections; of the names only those that are not the same."""
+    lines = [f"{'section':<9} {'verdict':<8} {'item':<44} OLD | NEW | note"]
+    for row in rows:
+        cells = [text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..." for text in (row.old, row.new)]
+        if row.section == "hashes" and row.verdict == "same":
+            cells = [row.old[:12], row.new[:12]]
+        lines.append(f"{row.section:<9} {row.verdict:<8} {row.item:<44} {' | '.join([*cells, row.note])}".rstrip(" |"))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0].rstrip(":"), formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("old", metavar="OLD", type=Path, help="the checkout that is right")
+    parser.add_argument("new", metavar="NEW", type=Path, help="the checkout in question")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated (all)")
+    parser.add_argument("--figures", default=",".join(figures.FIGURES), help="figures, comma-separated (all)")
+    parser.add_argument("--pairs", type=int, default=4, help="runs of each side for a figure (4)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row here")
+    options = parser.parse_args()
+    sections = chosen(options.only, SECTIONS, "--only")
+    chosen(options.figures, figures.FIGURES, "--figures")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that runs are ended, too
+    folder = Path(tempfile.mkdtemp(prefix="goldens-"))
+    old = Checkout("OLD", options.old.resolve(), folder / "old")
+    new = Checkout("NEW", options.new.resolve(), folder / "new")
+    rows: list[Row] = []
+    try:
+        for section in sections:
+            rows += compare(section, old, new, options)
+    finally:
+        if options.json:
+            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        print(f"\n{table(rows)}")
+    verdicts = Counter(row.verdict for row in rows)
+    print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
+    if verdicts["differs"]:
+        print(f"run folders and outputs are kept in {folder}")
+        return 1
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("goldens: interrupted")
