@@ -8,7 +8,7 @@ RECIPE_OF_VENV := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo lint test test-full clean
+.PHONY: help demo lint test test-full map clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ test: lint ## every check CI runs: ruff, mypy, pytest without the long runs
 
 test-full: lint ## the same checks and the long runs too
 	$(BIN)/python -m pytest
+
+map: $(RUN_READY) ## sizes, modules behind train, files one step walks through, mode switches, repeated class names
+	$(BIN)/python benchmarks/map.py
 
 clean: ## remove the virtual environments, caches and builds; runs/ stays
 	rm -rf $(VENV) .venv-peers build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
