@@ -213,8 +213,8 @@ def _coordinate(
     try:
         figures = coordinator.run()
     except BaseException as error:
-        if isinstance(error, ConfigError) and not coordinator.row.get("env_steps"):
-            shutil.rmtree(folder.path, ignore_errors=True)  # nothing was learned: leave nothing half-written
+        if isinstance(error, ConfigError) and folder.is_new and not coordinator.row.get("env_steps"):
+            folder.discard()  # nothing was learned: leave nothing half-written
         elif isinstance(error, EchelonError):
             folder.write_summary({"status": "failed", "error": str(error), **_base(context), **coordinator.row})
         raise

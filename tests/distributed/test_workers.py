@@ -275,3 +275,20 @@ def test_a_worker_on_another_host_outlives_a_cut_cable(
     until_epochs(run, 3)
     summary = finish(run)
     check_counts(run, summary, worker.episodes())
+
+
+def test_a_resume_whose_port_is_taken_keeps_the_run(site: Site) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    run = site.learner(address=f"127.0.0.1:{port}", epochs=1000)
+    site.address(run)
+    assert run.stop()["env_steps"] == 0
+    (tensors,) = run.run_dir.glob("checkpoints/*/tensors.safetensors")
+    before = tensors.read_bytes()
+    with socket.create_server(("127.0.0.1", port)):
+        refused = site.runs.resume(1000)
+        assert refused.code() == 2 and "cannot listen for workers" in refused.text(), refused.text()
+    assert tensors.read_bytes() == before
+    again = site.runs.resume(1000)
+    site.address(again)
+    again.stop()

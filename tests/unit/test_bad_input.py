@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,18 @@ def test_a_folder_that_holds_something_is_not_touched(engine: str, command: Comm
     told = command("train", "ppo", "CartPole-v1", *SMALL, "--engine", engine, "--steps", "100", "--run-dir", "run")
     assert_told(told, 2, "run", "is not empty", "echelon resume", "--run-dir")
     assert [path.name for path in Path("run").iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_new_run_that_cannot_begin_removes_what_it_made_and_no_more(was_there: bool, command: Command) -> None:
+    if was_there:
+        Path("run").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        over = ["--engine", "local", "--replay.transport", "tcp", "--replay.address", address]
+        told = command("train", "apex-dqn", "CartPole-v1", *SMALL, *over, "--steps", "1000", "--run-dir", "run")
+    assert_told(told, 2, "cannot listen for replay shards", address)
+    assert [path.name for path in Path.cwd().rglob("*")] == (["run"] if was_there else [])
 
 
 @pytest.mark.parametrize("engine", ["inline", "local"])

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -50,6 +51,8 @@ class RunFolder:
     """One run on disk; made by `create` or `open`."""
 
     path: Path
+    is_new: bool = False  # made by `create`: everything inside belongs to this run
+    had_root: bool = False  # `path` itself was there before, empty
 
     @property
     def checkpoints(self) -> Path:
@@ -63,7 +66,7 @@ class RunFolder:
     def create(cls, path: Path) -> RunFolder:
         """A new folder; one that holds anything already is refused."""
         check_new(path)
-        run = cls(path)
+        run = cls(path, is_new=True, had_root=path.exists())
         try:
             run.checkpoints.mkdir(parents=True)
             run.logs.mkdir()
@@ -81,6 +84,15 @@ class RunFolder:
         run = cls(path)
         run.read_config()
         return run
+
+    def discard(self) -> None:
+        """Remove what a new run made; a folder that was there before stays, empty as it was."""
+        assert self.is_new, f"{self.path} holds the past of a run"
+        for path in list(self.path.iterdir()) if self.had_root else [self.path]:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
