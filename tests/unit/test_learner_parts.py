@@ -172,6 +172,16 @@ def test_more_episodes_than_are_kept_are_counted_and_the_best_is_known() -> None
     assert list(seats[0].counters.returns) == [1.0] * 100 and list(seats[0].counters.lengths) == [3] * 100
 
 
+@pytest.mark.parametrize("best", [0, 1])
+def test_a_best_return_of_zero_is_kept(best: int) -> None:
+    own = [Counters(), Counters()]
+    seats = [Meeting(peers, source_of(own[i], []), Counters()) for i, peers in enumerate(make_learners(2))]
+    own[best].note_episode(0.0, 1)
+    own[1 - best].note_episode(-5.0, 1)
+    in_threads([lambda seat=seat: seat.hold(Offer(True), False, 0.0) for seat in seats])  # type: ignore[misc]
+    assert [seat.counters.return_max for seat in seats] == [0.0, 0.0]
+
+
 def test_a_lost_peer_is_named() -> None:
     first, second = make_learners(2)
     end_process_group(second._group)

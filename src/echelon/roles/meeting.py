@@ -83,6 +83,7 @@ class Meeting:
             for value, length in zip(ended, lengths, strict=True):
                 counters.note_episode(value, int(length))
             if math.isfinite(return_max):  # of episodes that are not among the newest
-                counters.return_max = max(return_max, counters.return_max or return_max)
+                best = counters.return_max
+                counters.return_max = return_max if best is None else max(best, return_max)
         if lag_steps and self.peers.rank == 0:
             self.fresh_lag.append((lag_sum / lag_steps, max(int(words[0]) for words in heard)))
