@@ -142,10 +142,12 @@ def run(
     try:
         engine = _make_engine(config, session, brought)
         from echelon.preparation import prepare
+        from echelon.process_state import preserve_state
 
-        context, choice = prepare(config, session, engine, past.epoch, began - past.wall_s, tell, brought)
-        acting = {"asked": config.acting.mode, "mode": choice.mode, "why": choice.reason}
-        return _train_in(context, engine, past, acting, output)
+        with preserve_state():
+            context, choice = prepare(config, session, engine, past.epoch, began - past.wall_s, tell, brought)
+            acting = {"asked": config.acting.mode, "mode": choice.mode, "why": choice.reason}
+            return _train_in(context, engine, past, acting, output)
     finally:
         if engine is not None:
             engine.close(0.0)
@@ -287,6 +289,7 @@ def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1, env: str
 
     from echelon.algorithms.model import Model
     from echelon.envs.make import env_seeds, probe_spaces
+    from echelon.process_state import preserve_state
     from echelon.roles.evaluator import EVALUATION_SEED, Match
     from echelon.runs.checkpoint import find_weights
     from echelon.runs.folder import RunFolder
@@ -300,12 +303,13 @@ def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1, env: str
         config = replace(config, env=replace(config.env, id=env, kwargs={}, wrappers=()))
     if not config.env.id:
         raise ConfigError(f"{run_dir} names no environment, as its workers brought theirs: give one with --env (env=).")
-    torch.set_num_threads(1)
-    model = Model(config.network, probe_spaces(config.env), config.algorithm, seed=config.seed)
-    model.load_weights(find_weights(str(run_dir)), str(run_dir))
-    model.network.eval()
-    match = Match(config.env, model, episodes, env_seeds(seed, EVALUATION_SEED + 1, 0, episodes))
-    try:
-        return match.play(seed).summary()
-    finally:
-        match.close()
+    with preserve_state():
+        torch.set_num_threads(1)
+        model = Model(config.network, probe_spaces(config.env), config.algorithm, seed=config.seed)
+        model.load_weights(find_weights(str(run_dir)), str(run_dir))
+        model.network.eval()
+        match = Match(config.env, model, episodes, env_seeds(seed, EVALUATION_SEED + 1, 0, episodes))
+        try:
+            return match.play(seed).summary()
+        finally:
+            match.close()

@@ -68,12 +68,16 @@ def main(run_dir: str, shm_dir: str, epochs: str, resume: str) -> None:
         node.config = echelon.config.replace(node.config, shm_dir=shm_dir)
     command = [sys.executable, "-m", "echelon.cli.main", "worker", "--learner", f"127.0.0.1:{node.address[1]}"]
     worker = subprocess.Popen([*command, "--env", "CartPole-v1", "--policy", f"{Path(__file__).resolve()}:Own"])
+    torch.set_num_threads(3)
+    before = torch.get_rng_state()
     try:
         result = node.learn()
     finally:
         code = worker.wait(60) if not sys.exc_info()[0] else worker.kill()
     print(f"result {result.status} {result.summary['updates']} {int(policy.num_updates)} saved {' '.join(saved)}")
     print(f"worker left with {code}")
+    kept = torch.get_num_threads() == 3 and torch.equal(torch.get_rng_state(), before)
+    print(f"the caller's threads and generator are {'kept' if kept else 'changed'}")
 
 
 if __name__ == "__main__":

@@ -253,6 +253,7 @@ def test_a_policy_of_the_users_own_learns_is_saved_and_goes_on(site: Site) -> No
     assert "waiting at" in text and "result finished 40 40 saved 5:20 10:40" in text and "worker left with 0" in text
     text = run_own(site, 15, "resume")
     assert "result finished 60 60 saved 15:60" in text, "with the state of the checkpoint"
+    assert "the caller's threads and generator are kept" in text
     rows = [row for row in read_metrics(site.runs.folder / "own") if row["kind"] == "train"]
     told = [row["loss"] for row in rows if row["loss"]]  # nothing may have been learned between the last two rows
     assert rows[-1]["epoch"] == 15 and told[-1]["loss"] >= 0.0

@@ -135,7 +135,7 @@ class Model(FlatModule):
         self.config, self.spaces = config, spaces
         self.mixed = precision == "bfloat16"
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # those of GPUs are the caller's
             acting = build_acting(config, spaces, algorithm or ImpalaConfig())
         super().__init__(acting.network, device)
         self.distribution: Distribution = acting.distribution

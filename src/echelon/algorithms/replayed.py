@@ -35,7 +35,7 @@ class Replayed(ABC):
         critic = self.model.critic
         if critic is None:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+                torch.default_generator.manual_seed(seed)  # those of GPUs are the caller's
                 critic = FlatModule(Critic(self.model.config, self.model.spaces, num), self.model.device)
         return critic
 

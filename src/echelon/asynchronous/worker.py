@@ -28,6 +28,7 @@ from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
 from echelon.errors import ConfigError
 from echelon.names import text_of
+from echelon.process_state import preserve_settings
 from echelon.roles.own import StateLayout, check_policy
 from echelon.roles.replay_plan import stack_leaves
 from echelon.schema import action_leaf, space_leaves
@@ -92,6 +93,7 @@ class AsyncWorker:
     def tell(self, text: str) -> None:
         print(f"worker {self.name}: {text}", file=self._output, flush=True)
 
+    @preserve_settings()
     def work(self, episodes: int = 0) -> int:
         """Works until the run is over, or `episodes` are in the learner's hands; returns how many are."""
         why = "leaving"
