@@ -35,7 +35,7 @@ class Scene:
         config: TrainConfig = replace(preset("apex-dqn", "CartPole-v1"), **{**FIELDS, **fields})
         context = Context(
             name="learner", index=0, incarnation=0, epoch=0, train=config, spaces=SPACES, state_shapes=(),
-            session=session, address="", run_dir=folder / "run", started_at=time.time(),
+            session=session, address="", run_dir=folder / "run", started_at=time.monotonic(),
         )  # fmt: skip
         self.plan = ReplayPlan(context)
         self.plan.make()

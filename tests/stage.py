@@ -42,7 +42,7 @@ class Stage:
             self.world.serve(name, lambda *told: None)
         context = Context(
             name="coordinator", index=0, incarnation=0, epoch=0, train=config, spaces=probe_spaces(config.env),
-            state_shapes=(), session=session, address=address, run_dir=folder / "run", started_at=time.time(),
+            state_shapes=(), session=session, address=address, run_dir=folder / "run", started_at=time.monotonic(),
         )  # fmt: skip
         shapes = Plan(context).model.network.state_shapes
         self.context = dataclasses.replace(context, state_shapes=shapes)

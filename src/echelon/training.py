@@ -95,7 +95,7 @@ def resume(
     if learners is not None:
         config = replace(config, learner=replace(config.learner, num_learners=learners))
     past_epochs = counters["updates"] // config.workers.updates
-    reason = stop_reason(config.stop, counters["env_steps"], counters["returns"], time.time() - wall_s, past_epochs)
+    reason = stop_reason(config.stop, counters["env_steps"], counters["returns"], wall_s, past_epochs)
     if reason:
         raise ConfigError(
             f"{run_dir} has reached its end ({_told(config.stop)}; it has {counters['env_steps']:,} steps and "
@@ -133,7 +133,7 @@ def run(
 
     With what a program has `brought`, the learner runs in that program's process.
     """
-    began, output = time.time(), output or sys.stdout
+    began, output = time.monotonic(), output or sys.stdout
     _check_stop(config)
     tell = functools.partial(print, file=output, flush=True)
     tell(f"preparing {_title(config)}")
@@ -259,7 +259,7 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
     return {
         "status": status,
         **figures,
-        "wall_s": time.time() - context.started_at,
+        "wall_s": context.elapsed_s,
         "evaluation_return": coordinator.evaluation_return,
         "restarts": coordinator.restarts,
         "env_restarts": coordinator.env_restarts,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import time
+from pathlib import Path
 
 import pytest
 
-from echelon.config import StopConfig
+import echelon
+from echelon.config import StopConfig, replace
 from echelon.roles.source import RETURN_WINDOW
 from echelon.roles.stopping import progress, stop_reason
+from echelon.runs.metrics import read_metrics
 
 ALL = StopConfig(steps=1_000, minutes=2.0, until_return=10.0, epochs=8)
 FULL = [10.0] * RETURN_WINDOW
@@ -31,10 +36,28 @@ FULL = [10.0] * RETURN_WINDOW
 def test_the_nearest_limit_counts(
     env_steps: int, elapsed_s: float, epochs: int, returns: list[float], reason: str, part: float
 ) -> None:
-    assert stop_reason(ALL, env_steps, returns, time.time() - elapsed_s, epochs) == reason
+    assert stop_reason(ALL, env_steps, returns, elapsed_s, epochs) == reason
     assert progress(ALL, env_steps, elapsed_s, epochs) == pytest.approx(part)
 
 
 def test_a_run_without_limits_goes_on() -> None:
-    assert stop_reason(StopConfig(), 10**9, FULL, 0.0, 10**6) == ""
+    assert stop_reason(StopConfig(), 10**9, FULL, 10.0**9, 10**6) == ""
     assert progress(StopConfig(), 10**9, 10.0**9, 10**6) == 0.0
+
+
+@pytest.mark.parametrize("step_s", [86_400.0, -86_400.0])
+def test_steps_of_the_wall_clock_end_no_run_and_change_no_schedule(
+    step_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wall clock that is a day off at every look."""
+    now, looks = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: now() + step_s * next(looks))
+    small = {"actor.envs": 2, "actor.trajectory": 4, "network.hidden": (8,), "optimizer.schedule": "linear"}
+    fields = {"run.dir": str(tmp_path / "run"), "engine": "inline", "stop": StopConfig(steps=80, minutes=60.0)}
+    config = replace(echelon.preset("impala", "CartPole-v1"), **small, **fields)
+    summary = echelon.train(config, output=io.StringIO()).summary
+    assert summary["status"] == "finished" and summary["env_steps"] >= 80 and 0.0 <= summary["wall_s"] < 3_600.0
+    rows = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
+    assert all(row["progress"] <= max(row["env_steps"] / 80, 0.5) for row in rows), "by the steps"
+    resumed = echelon.resume(tmp_path / "run", steps=200, minutes=60.0, output=io.StringIO()).summary
+    assert resumed["env_steps"] >= 200 and summary["wall_s"] < resumed["wall_s"] < 3_600.0

@@ -34,7 +34,7 @@ class Context:
     session: Path
     address: str
     run_dir: Path
-    started_at: float  # wall clock; minus the seconds of earlier parts of the run
+    started_at: float  # by the monotonic clock, which all processes of a host share; minus the past of a resumed run
     brought: Brought | None = None  # by the caller's program; there for roles of its own process alone
 
     def to_config(self, *, keep_objects: bool) -> dict[str, Any]:
@@ -71,6 +71,11 @@ class Context:
             started_at=config["started_at"],
             brought=config.get("brought"),
         )
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of the run so far, those of earlier parts included; no step of the wall clock changes them."""
+        return time.monotonic() - self.started_at
 
     @property
     def schema(self) -> TrajectorySchema:

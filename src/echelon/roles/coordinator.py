@@ -228,7 +228,7 @@ class Coordinator:
             return
         self.next_console = now + CONSOLE_INTERVAL_S
         row, stop = self.row, self.config.stop
-        wall_s = time.time() - self.context.started_at
+        wall_s = self.context.elapsed_s
         elapsed = wall_s / (60 * stop.minutes) if stop.minutes else 0.0
         has_end = stop.steps or stop.minutes or stop.epochs
         fraction = min(max(row.get("progress", 0.0), elapsed), 1.0) if has_end else None

@@ -59,7 +59,7 @@ WORKER = np.dtype(
 )
 FIELDS = place(
     [
-        ("began", (1,), np.float64),  # wall clock
+        ("began", (1,), np.float64),  # when, by the monotonic clock
         ("pending", (1,), np.bool_),
         ("totals", (1,), TOTALS),
         ("intent", (1,), INTENT),
@@ -126,7 +126,7 @@ class Journal:
         if row is not None:
             return row
         if not self._began[0]:
-            self._began[0] = time.time()
+            self._began[0] = time.monotonic()
         workers, name = self._workers, socket_name(worker)
         free = np.flatnonzero(~workers["known"])
         row = int(free[0]) if len(free) else int(workers["heard"].argmin())
@@ -226,4 +226,4 @@ class Journal:
     @property
     def seconds(self) -> float:
         """Since the first worker arrived."""
-        return time.time() - float(self._began[0]) if self._began[0] else 0.0
+        return time.monotonic() - float(self._began[0]) if self._began[0] else 0.0

@@ -169,7 +169,7 @@ class Learner:
 
     @property
     def _elapsed_s(self) -> float:
-        return time.time() - self.context.started_at
+        return self.context.elapsed_s
 
     @property
     def _epochs(self) -> int:
@@ -178,7 +178,7 @@ class Learner:
 
     def _stop_reason(self) -> str:
         counters = self.counters
-        return stop_reason(self.stop, counters.env_steps, counters.returns, self.context.started_at, self._epochs)
+        return stop_reason(self.stop, counters.env_steps, counters.returns, self.context.elapsed_s, self._epochs)
 
     def _report_if_due(self) -> None:
         now = time.perf_counter()
@@ -202,7 +202,7 @@ class Learner:
             "episodes": counters.episodes,
             "updates": counters.updates,
             "version": self.version,
-            "wall_s": time.time() - self.context.started_at,
+            "wall_s": self.context.elapsed_s,
             "env_steps_per_s": self.rate.recent(),
             "return_mean": counters.return_mean,
             "return_max": counters.return_max,
@@ -233,7 +233,7 @@ class Learner:
             "version": self.version,
             "rng": torch.get_rng_state(),
             "epoch": self.context.epoch,
-            "wall_s": time.time() - self.context.started_at,
+            "wall_s": self.context.elapsed_s,
         }
         path = self.writer.save(tree, step=self.counters.env_steps)
         if self.context.train.engine == "inline":  # there nothing may depend on how fast a disk is
