@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal
 
-from echelon.algorithm_config import A3cConfig as A3cConfig
 from echelon.algorithm_config import AlgorithmConfig as AlgorithmConfig
-from echelon.algorithm_config import DdpgConfig as DdpgConfig
-from echelon.algorithm_config import DqnConfig as DqnConfig
-from echelon.algorithm_config import ImpalaConfig as ImpalaConfig
-from echelon.algorithm_config import OwnConfig as OwnConfig
-from echelon.algorithm_config import PpoConfig as PpoConfig
-from echelon.algorithm_config import SacConfig as SacConfig
 from echelon.bounds import at_least, fractions, require, tcp_address
+
+
+def __getattr__(name: str) -> Any:
+    """The config classes of learning rules, which lie with their presets."""
+    import_module("echelon.presets")
+    for cls in AlgorithmConfig.classes.values():
+        if cls.__name__ == name:
+            return cls
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +248,7 @@ class TrainConfig:
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    algorithm: AlgorithmConfig = field(default_factory=ImpalaConfig)
+    algorithm: AlgorithmConfig = field(default_factory=lambda: AlgorithmConfig.classes["impala"]())
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -294,7 +297,7 @@ class TrainConfig:
         require(
             self.experience == "replay",
             f"{address}, but {self.algorithm.name} learns from what its newest weights did: workers' episodes come "
-            "late. Use dqn, apex-dqn, ddpg, apex-ddpg or sac.",
+            "late. Use a preset that replays, such as dqn, ddpg or sac (`echelon learner --help` lists them).",
         )
         require(
             self.workers.max_steps >= self.replay.n_step,
@@ -365,9 +368,7 @@ class TrainConfig:
     def experience(self) -> Literal["queue", "replay", "gradients"]:
         """What reaches the learner: trajectories, once and in order, transitions, drawn again and again, or what actors
         found in their own trajectories."""
-        if isinstance(self.algorithm, A3cConfig):
-            return "gradients"
-        return "queue" if isinstance(self.algorithm, ImpalaConfig | PpoConfig) else "replay"
+        return "gradients" if self.algorithm.slots == "gradients" else self.algorithm.experience
 
     @property
     def batch_trajectories(self) -> int:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from echelon.config import TrainConfig
+from echelon.config import AlgorithmConfig, TrainConfig
 from echelon.errors import ConfigError
 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -77,14 +77,13 @@ def fields_of(config: Any, prefix: str = "") -> list[FieldInfo]:
     """Every field of `config` in the order of the source, sections unfolded."""
     found: list[FieldInfo] = []
     owner: Any = type(config)
-    hints, comments = _hints(owner), _comments(owner.__module__)
+    hints = _hints(owner)
     for field in dataclasses.fields(config):
         value, path = getattr(config, field.name), prefix + field.name
         if dataclasses.is_dataclass(value):
             found += fields_of(value, path + ".")
         else:
-            comment = comments.get((owner.__name__, field.name), "")
-            found.append(FieldInfo(path, _describe(hints[field.name]), value, comment))
+            found.append(FieldInfo(path, _describe(hints[field.name]), value, _comment(owner, field.name)))
     return found
 
 
@@ -128,6 +127,8 @@ def _decode(hint: Any, value: Any, path: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
+    if hint is AlgorithmConfig:
+        return _decode_algorithm(value, path)
     if dataclasses.is_dataclass(hint):
         return _decode_section(hint, value, path)
     if origin in (types.UnionType, typing.Union):
@@ -145,14 +146,15 @@ def _decode(hint: Any, value: Any, path: str) -> Any:
     raise _unfit(hint, value, path)
 
 
+def _decode_algorithm(value: Any, path: str) -> Any:
+    name = value.get("name") if isinstance(value, Mapping) else None
+    if name not in AlgorithmConfig.classes:
+        raise _unfit(Literal[tuple(AlgorithmConfig.classes)], name, f"{path}.name")
+    return _decode_section(AlgorithmConfig.classes[name], value, path)
+
+
 def _decode_union(hint: Any, value: Any, path: str) -> Any:
     options = typing.get_args(hint)
-    sections = {_tag(option): option for option in options if dataclasses.is_dataclass(option)}
-    if sections:
-        tag = value.get("name") if isinstance(value, Mapping) else None
-        if tag not in sections:
-            raise _unfit(Literal[tuple(sections)], tag, f"{path}.name")
-        return _decode_section(sections[tag], value, path)
     if value is None and types.NoneType in options:
         return None
     for option in options:
@@ -211,14 +213,16 @@ def _apply(config: Any, changes: Mapping[str, Any]) -> Any:
     return dataclasses.replace(config, **values)
 
 
-def _tag(cls: Any) -> str:
-    return str(typing.get_args(_hints(cls)["name"])[0])
-
-
 @functools.cache
 def _hints(cls: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _comment(cls: Any, name: str) -> str:
+    """What stands behind a field in the class that declares it last."""
+    owner = next(owner for owner in cls.__mro__ if name in owner.__annotations__)
+    return _comments(owner.__module__).get((owner.__name__, name), "")
 
 
 @functools.cache

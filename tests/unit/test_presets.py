@@ -3,16 +3,59 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+import echelon
 from echelon import config_io
-from echelon.config import ImpalaConfig, PpoConfig, TrainConfig, replace
+from echelon.config import AlgorithmConfig, ImpalaConfig, PpoConfig, TrainConfig, replace
 from echelon.errors import ConfigError
+from echelon.names import resolve
 from echelon.presets import PRESETS, preset
 from echelon.roles.plan import window
 
 ENVS = ["CartPole-v1", "ALE/Pong-v5", "Pendulum-v1", "module:factory"]
+NEW_RULE = """
+from dataclasses import dataclass
+from typing import Literal
+
+from echelon.config import TrainConfig, replace
+from echelon.presets.dqn import DqnConfig, dqn
+from echelon.presets.registry import register
+
+
+@dataclass(frozen=True)
+class NewConfig(DqnConfig):
+    builder = "new:Rule"
+    name: Literal["new"] = "new"
+    quantiles: int = 51
+
+
+@register
+def new_rule(env: str) -> TrainConfig:
+    return replace(dqn(env), preset="new-rule", algorithm=NewConfig())
+"""
+USE_NEW_RULE = """
+import sys
+from echelon import config_io
+from echelon.cli.main import main
+from echelon.config import NewConfig
+from echelon.presets import PRESETS, REPLAY_PRESETS, preset
+
+config = preset("new-rule", "CartPole-v1")
+assert list(PRESETS)[-1] == list(REPLAY_PRESETS)[-1] == config.preset == "new-rule"
+assert isinstance(config.algorithm, NewConfig) and config.algorithm.distribution == "greedy"
+assert config_io.from_json(config_io.to_json(config)) == config
+try:
+    main(["train", "new-rule", "--help"])
+except SystemExit:
+    assert "torch" not in sys.modules
+"""
 
 
 @pytest.mark.parametrize("env", ENVS)
@@ -45,6 +88,25 @@ def test_atari_gets_clipped_rewards_and_everything_else_its_own() -> None:
 def test_an_unknown_preset_is_told_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no preset 'asinc-ppo'; there are impala, ppo, .*Did you mean async-ppo\?"):
         preset("asinc-ppo", "CartPole-v1")
+
+
+def test_a_file_is_all_that_a_new_preset_takes(tmp_path: Path) -> None:
+    shutil.copytree(Path(echelon.__file__).parent, tmp_path / "echelon")
+    (tmp_path / "echelon" / "presets" / "new.py").write_text(NEW_RULE)
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", USE_NEW_RULE], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "--algorithm.quantiles int  (default 51)" in ended.stdout
+
+
+@pytest.mark.parametrize("name", [name for name in AlgorithmConfig.classes])
+def test_the_parts_that_a_rule_names_are_there(name: str) -> None:
+    rule = AlgorithmConfig.classes[name]
+    assert rule().name == name
+    for part in filter(None, (rule.builder, rule.network, rule.exploration)):
+        assert callable(resolve(part)), part
 
 
 @pytest.mark.parametrize(("num_actors", "batch", "max_lag", "slots", "expected"), [

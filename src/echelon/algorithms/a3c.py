@@ -23,12 +23,13 @@ from torch import Tensor
 
 from echelon.algorithms.actor_critic import RewardScale, actor_critic_loss
 from echelon.algorithms.model import Model
+from echelon.algorithms.peers import ALONE, Peers
 from echelon.algorithms.protocol import Group, Loss
-from echelon.config import A3cConfig
 from echelon.custom_network import CustomNetwork
 from echelon.errors import ConfigError
 from echelon.layers import Normalizer
 from echelon.objectives.policy_gradient import VTrace, gae
+from echelon.presets.a3c import A3cConfig
 from echelon.schema import Batch, GradientBatch, map_tree
 
 SHOWN = ("loss", "policy_loss", "value_loss", "entropy")  # what goes with a gradient, in this order
@@ -120,7 +121,8 @@ class A3c:
 class GradientServer:
     """The side of whoever holds the weights: one optimizer step of each batch of gradients."""
 
-    def __init__(self, config: A3cConfig, model: Model) -> None:
+    def __init__(self, config: A3cConfig, model: Model, seed: int = 0, peers: Peers = ALONE) -> None:
+        del seed, peers  # nothing is drawn, and gradients come to one learner
         network = model.network
         if isinstance(network, CustomNetwork) and network.has_statistics:
             raise ConfigError(

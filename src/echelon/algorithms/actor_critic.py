@@ -14,10 +14,12 @@ from torch import Tensor
 from echelon.algorithms.model import Model
 from echelon.algorithms.peers import ALONE, Peers, normalize
 from echelon.algorithms.protocol import Group, Loss
-from echelon.config import A3cConfig, ImpalaConfig, PpoConfig
 from echelon.errors import ConfigError
 from echelon.networks import action_mask
 from echelon.objectives.policy_gradient import VTrace, masked_mean, policy_gradient_loss, value_loss
+from echelon.presets.a3c import A3cConfig
+from echelon.presets.impala import ImpalaConfig
+from echelon.presets.ppo import PpoConfig
 from echelon.schema import Batch, map_tree
 
 Array = np.ndarray[Any, Any]

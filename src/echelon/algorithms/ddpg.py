@@ -16,8 +16,8 @@ from echelon.algorithms.peers import ALONE, Peers, embed, extract
 from echelon.algorithms.protocol import Group, Loss
 from echelon.algorithms.replayed import Replayed
 from echelon.algorithms.target import Target
-from echelon.config import DdpgConfig
 from echelon.objectives.values import clipped_double_targets, huber_loss, smoothed_actions
+from echelon.presets.ddpg import DdpgConfig
 from echelon.schema import TransitionBatch
 
 

@@ -16,10 +16,10 @@ from echelon.algorithms.peers import ALONE, Peers
 from echelon.algorithms.protocol import Loss
 from echelon.algorithms.replayed import Replayed
 from echelon.algorithms.target import Target
-from echelon.config import DqnConfig
 from echelon.networks import action_mask
 from echelon.objectives.distributions import forbid
 from echelon.objectives.values import double_q_errors, huber_loss
+from echelon.presets.dqn import DqnConfig
 from echelon.schema import TransitionBatch
 
 

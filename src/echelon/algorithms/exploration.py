@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from echelon.config import AlgorithmConfig, DdpgConfig, DqnConfig, SacConfig
+from echelon.config import AlgorithmConfig
+from echelon.names import resolve
 from echelon.objectives.distributions import Distribution, Sample
+from echelon.presets.ddpg import DdpgConfig
+from echelon.presets.dqn import DqnConfig
+from echelon.presets.sac import SacConfig
 
 LADDER_BASE, LADDER_EXPONENT = 0.4, 7.0  # Horgan et al. (2018), section 4.1
 
@@ -54,35 +59,58 @@ def _places(num_envs: int) -> Tensor:
     return torch.arange(num_envs) / max(num_envs - 1, 1)
 
 
+class Rule(Protocol):
+    """How the environments of a run explore, made as rule(config, envs, num_envs) of what `Explorer` gets."""
+
+    def at(self, env_steps: int) -> Exploration | None: ...
+
+
 class Explorer:
     """The exploration of some environments of a run, by the steps that the run has made."""
 
     def __init__(self, config: AlgorithmConfig, envs: Sequence[int], num_envs: int) -> None:
         """`envs` are the numbers of these environments among the `num_envs` of the whole run."""
-        self.config = config
-        self.ones = torch.ones(len(envs))
-        rows = torch.tensor(envs)
-        self.random = self.noise = self.ones
-        if isinstance(config, DqnConfig):  # the chance of a random action that each ends at
-            self.random = epsilon_ladder(num_envs)[rows] if config.epsilon_ladder else self.ones * config.epsilon_end
-        if isinstance(config, DdpgConfig):
-            last = config.noise_ladder or config.noise
-            self.noise = noise_ladder(num_envs, config.noise, last)[rows] if config.noise else 0.0 * self.ones
+        make: Any = resolve(config.exploration) if config.exploration else None
+        self.rule: Rule | None = make and make(config, envs, num_envs)
 
     def at(self, env_steps: int) -> Exploration | None:
         """What holds after `env_steps` steps of all environments together; None: the policy itself explores."""
-        match self.config:
-            case DqnConfig():
-                first = self.config.epsilon_start * self.ones
-                return Exploration(torch.lerp(first, self.random, fallen(self.config, env_steps)))
-            case DdpgConfig():
-                return Exploration(self.ones if env_steps < self.config.random_steps else None, self.noise)
-            case SacConfig() if env_steps < self.config.random_steps:
-                return Exploration(self.ones)
-            case _:
-                return None
+        return self.rule.at(env_steps) if self.rule is not None else None
 
 
-def fallen(config: DqnConfig, env_steps: int) -> float:
-    """How far the chance of a random action has come from its first value (0) to its last (1)."""
-    return min(env_steps / config.epsilon_steps, 1.0) if config.epsilon_steps else 1.0
+class EpsilonGreedy:
+    """The chance of a random action falls in a straight line, to one value or to a ladder of them."""
+
+    def __init__(self, config: DqnConfig, envs: Sequence[int], num_envs: int) -> None:
+        ones = torch.ones(len(envs))
+        ladder = epsilon_ladder(num_envs)[torch.tensor(envs)] if config.epsilon_ladder else None
+        self.first, self.last = config.epsilon_start * ones, config.epsilon_end * ones if ladder is None else ladder
+        self.num_steps = config.epsilon_steps
+
+    def at(self, env_steps: int) -> Exploration:
+        fallen = min(env_steps / self.num_steps, 1.0) if self.num_steps else 1.0
+        return Exploration(torch.lerp(self.first, self.last, fallen))
+
+
+class RandomStart:
+    """Random actions at first, then the policy explores."""
+
+    def __init__(self, config: SacConfig | DdpgConfig, envs: Sequence[int], num_envs: int) -> None:
+        del num_envs
+        self.ones, self.num_steps = torch.ones(len(envs)), config.random_steps
+
+    def at(self, env_steps: int) -> Exploration | None:
+        return Exploration(self.ones) if env_steps < self.num_steps else None
+
+
+class ActionNoise(RandomStart):
+    """Random actions at first, then noise on every action, of one deviation or a ladder of them."""
+
+    def __init__(self, config: DdpgConfig, envs: Sequence[int], num_envs: int) -> None:
+        super().__init__(config, envs, num_envs)
+        last = config.noise_ladder or config.noise
+        ladder = noise_ladder(num_envs, config.noise, last) if config.noise else torch.zeros(num_envs)
+        self.noise = ladder[torch.tensor(envs)]
+
+    def at(self, env_steps: int) -> Exploration:
+        return Exploration(self.ones if env_steps < self.num_steps else None, self.noise)

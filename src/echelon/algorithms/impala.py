@@ -15,8 +15,8 @@ from echelon.algorithms.actor_critic import Passes, actor_critic_loss
 from echelon.algorithms.model import Model
 from echelon.algorithms.peers import ALONE, Peers
 from echelon.algorithms.protocol import Loss
-from echelon.config import ImpalaConfig
 from echelon.objectives.policy_gradient import VTrace, vtrace
+from echelon.presets.impala import ImpalaConfig
 from echelon.schema import Batch
 
 

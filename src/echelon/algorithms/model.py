@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 from echelon.algorithms.exploration import Exploration
 from echelon.algorithms.value_networks import Critic, build_acting
-from echelon.config import A3cConfig, AlgorithmConfig, ImpalaConfig, NetworkConfig
+from echelon.config import AlgorithmConfig, NetworkConfig
 from echelon.errors import ConfigError
 from echelon.layers import State
 from echelon.layout import ALIGNMENT
 from echelon.networks import ActOutput, NetworkOutput, PolicyNetwork, action_mask
 from echelon.objectives.distributions import Distribution, Greedy, Sample, forbid
+from echelon.presets.a3c import A3cConfig
+from echelon.presets.impala import ImpalaConfig
 from echelon.schema import Spaces, Tree
 
 FLOATS_PER_LINE = ALIGNMENT // 4

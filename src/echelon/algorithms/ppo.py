@@ -18,7 +18,6 @@ from echelon.algorithms.actor_critic import Passes
 from echelon.algorithms.model import Model
 from echelon.algorithms.peers import ALONE, Peers, merged, moments, scaled
 from echelon.algorithms.protocol import Loss
-from echelon.config import PpoConfig
 from echelon.networks import action_mask
 from echelon.objectives.policy_gradient import (
     clipped_surrogate,
@@ -29,6 +28,7 @@ from echelon.objectives.policy_gradient import (
     value_loss,
     vtrace,
 )
+from echelon.presets.ppo import PpoConfig
 from echelon.schema import Batch, Tree, map_tree
 
 

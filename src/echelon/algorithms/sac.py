@@ -18,10 +18,10 @@ from echelon.algorithms.peers import ALONE, Peers
 from echelon.algorithms.protocol import Group, Loss
 from echelon.algorithms.replayed import Replayed
 from echelon.algorithms.target import Target
-from echelon.config import SacConfig
 from echelon.networks import action_mask
 from echelon.objectives.distributions import Categorical
 from echelon.objectives.values import expected_soft_value, huber_loss, soft_targets, temperature_loss
+from echelon.presets.sac import SacConfig
 from echelon.schema import TransitionBatch, Tree
 
 

@@ -6,6 +6,7 @@ Shapes: N critics, B rows, F features, A actions.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,12 +15,15 @@ import gymnasium as gym
 import torch
 from torch import Tensor, nn
 
-from echelon.config import AlgorithmConfig, DdpgConfig, DqnConfig, NetworkConfig, SacConfig
+from echelon.config import AlgorithmConfig, NetworkConfig
 from echelon.custom_network import build_network
 from echelon.errors import ConfigError
 from echelon.layers import State, initialize
+from echelon.names import resolve
 from echelon.networks import ACTIVATIONS, ActOutput, Encoders, Mlp, PolicyNetwork
-from echelon.objectives.distributions import Distribution, Kind, make_distribution
+from echelon.objectives.distributions import Distribution, make_distribution
+from echelon.presets.ddpg import DdpgConfig
+from echelon.presets.dqn import DqnConfig
 from echelon.schema import Spaces, Tree, action_leaf
 
 
@@ -129,32 +133,43 @@ class Acting:
 
 def acting_distribution(algorithm: AlgorithmConfig, action_space: gym.Space[Any]) -> Distribution:
     """How the actions of `algorithm` come from what its network says."""
-    kinds: dict[str, Kind] = {"dqn": "greedy", "ddpg": "deterministic", "sac": "squashed"}
-    return make_distribution(action_space, kinds.get(algorithm.name, "stochastic"))
+    return make_distribution(action_space, algorithm.distribution)
 
 
 def build_acting(config: NetworkConfig, spaces: Spaces, algorithm: AlgorithmConfig) -> Acting:
     """What `algorithm` acts with; weights are drawn from torch's global generator, so seed it first."""
-    match algorithm:
-        case DqnConfig():
-            return _build(config, spaces, DuelingNetwork if algorithm.dueling else HeadNetwork, algorithm)
-        case DdpgConfig():
-            acting = _build(config, spaces, HeadNetwork, algorithm)
-            critic = Critic(config, spaces, algorithm.num_critics) if algorithm.publish_critic else None
-            return Acting(acting.network, acting.distribution, critic)
-        case SacConfig():
-            return _build(config, spaces, HeadNetwork, algorithm)
-        case _:
-            distribution = acting_distribution(algorithm, spaces.action)
-            return Acting(build_network(config, spaces, distribution.num_params), distribution)
+    build: Any = resolve(algorithm.network)
+    acting: Acting = build(config, spaces, algorithm)
+    return acting
 
 
-def _build(
+def actor_critic(config: NetworkConfig, spaces: Spaces, algorithm: AlgorithmConfig) -> Acting:
+    """Action parameters and state values, with or without memory."""
+    distribution = acting_distribution(algorithm, spaces.action)
+    return Acting(build_network(config, spaces, distribution.num_params), distribution)
+
+
+def head(config: NetworkConfig, spaces: Spaces, algorithm: AlgorithmConfig) -> Acting:
+    return without_memory(config, spaces, HeadNetwork, algorithm)
+
+
+def action_values(config: NetworkConfig, spaces: Spaces, algorithm: DqnConfig) -> Acting:
+    return without_memory(config, spaces, DuelingNetwork if algorithm.dueling else HeadNetwork, algorithm)
+
+
+def head_and_critic(config: NetworkConfig, spaces: Spaces, algorithm: DdpgConfig) -> Acting:
+    acting = head(config, spaces, algorithm)
+    critic = Critic(config, spaces, algorithm.num_critics) if algorithm.publish_critic else None
+    return Acting(acting.network, acting.distribution, critic)
+
+
+def without_memory(
     config: NetworkConfig,
     spaces: Spaces,
-    auto: type[HeadNetwork] | type[DuelingNetwork],
+    auto: Callable[[NetworkConfig, Spaces, int], PolicyNetwork],
     algorithm: AlgorithmConfig,
 ) -> Acting:
+    """`auto`, or the user's network, for a rule that learns from single transitions."""
     distribution = acting_distribution(algorithm, spaces.action)
     network = build_network(config, spaces, distribution.num_params, auto)
     if config.core != "none" or network.state_shapes:

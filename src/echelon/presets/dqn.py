@@ -1,0 +1,103 @@
+"""DQN and Ape-X DQN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from echelon.algorithm_config import AlgorithmConfig
+from echelon.bounds import at_least, fractions, require
+from echelon.config import (
+    ActorConfig,
+    EnvConfig,
+    NetworkConfig,
+    OptimizerConfig,
+    ReplayConfig,
+    TrainConfig,
+    replace,
+)
+from echelon.presets.registry import is_atari, register
+
+
+@dataclass(frozen=True)
+class DqnConfig(AlgorithmConfig):
+    """Double Q-learning (van Hasselt et al., 2016), dueling (Wang et al., 2016)."""
+
+    builder = "echelon.algorithms.dqn:Dqn"
+    network = "echelon.algorithms.value_networks:action_values"
+    distribution = "greedy"
+    exploration = "echelon.algorithms.exploration:EpsilonGreedy"
+    experience = "replay"
+
+    name: Literal["dqn"] = "dqn"
+    double: bool = True
+    dueling: bool = True
+    huber: float = 1.0  # TD errors beyond it count linearly; 0: all are squared
+    target_period: int = 500  # updates between copies to the target network; 0: it follows by target_tau
+    target_tau: float = 0.0  # the part of the way that the target network goes at every update
+    epsilon_start: float = 1.0  # chance of a random action at the first step ...
+    epsilon_end: float = 0.05
+    epsilon_steps: int = 10_000  # ... falls in a straight line over so many environment steps
+    epsilon_ladder: bool = False  # environment i of N ends at 0.4^(1 + 7i/(N-1)) instead (Ape-X)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fractions(self, "algorithm", "target_tau", "epsilon_start", "epsilon_end")
+        at_least(self, "algorithm", huber=0, target_period=0, epsilon_steps=0)
+        require(
+            (self.target_period > 0) != (self.target_tau > 0),
+            f"algorithm.target_period={self.target_period} and algorithm.target_tau={self.target_tau}: the target "
+            "network is copied every so many updates or follows by a part of the way. Set one, and the other to 0.",
+        )
+
+
+@register
+def dqn(env: str = "CartPole-v1") -> TrainConfig:
+    """Double DQN with dueling streams, one actor, uniform replay."""
+    if is_atari(env):
+        return TrainConfig(
+            preset="dqn",
+            env=EnvConfig(id=env),
+            actor=ActorConfig(num_actors=1, envs=8, trajectory=4),
+            network=NetworkConfig(hidden=(256,), activation="relu"),
+            algorithm=DqnConfig(target_period=2_000, epsilon_end=0.01, epsilon_steps=250_000, reward_clip=1.0),
+            replay=ReplayConfig(min_size=20_000, batch=32, samples_per_insert=8.0, publish_every=16),
+            optimizer=OptimizerConfig(learning_rate=1e-4, epsilon=1.5e-4, clip_norm=10.0),
+        )
+    return TrainConfig(
+        preset="dqn",
+        env=EnvConfig(id=env),
+        actor=ActorConfig(num_actors=1, envs=8, trajectory=1),
+        network=NetworkConfig(hidden=(128, 128), normalize_observation=True),
+        # Squared errors: returns far above 1 would make Huber's loss a median, deaf to the rare end of an episode.
+        algorithm=DqnConfig(huber=0.0, target_period=100, epsilon_end=0.04, epsilon_steps=8_000),
+        replay=ReplayConfig(capacity=50_000, batch=128, n_step=3, samples_per_insert=32.0),
+        optimizer=OptimizerConfig(learning_rate=1e-3, schedule="linear", clip_norm=10.0),
+    )
+
+
+@register
+def apex_dqn(env: str = "CartPole-v1") -> TrainConfig:
+    """The same rule with many actors: each explores as its place on the ladder says and sets its own priorities."""
+    config = replace(
+        dqn(env),
+        **{
+            "preset": "apex-dqn",
+            "actor.num_actors": 2,
+            "algorithm.epsilon_ladder": True,
+            "replay.prioritized": True,
+            "replay.n_step": 3,
+        },
+    )
+    if not is_atari(env):
+        return config
+    return replace(  # batches of 128 learn faster than the paper's 512: a GPU waits for their frames
+        config,
+        **{
+            "algorithm.target_period": 1_000,
+            "algorithm.epsilon_steps": 0,
+            "replay.batch": 128,
+            "replay.beta_end": config.replay.beta_start,
+            "optimizer.learning_rate": 2e-4,
+        },
+    )
