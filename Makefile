@@ -6,9 +6,12 @@ RUN_READY := $(VENV)/.ready-run
 TEST_READY := $(VENV)/.ready-test
 RECIPE_OF_VENV := pyproject.toml constraints.txt
 
+# Two tests at a time, one of them mypy; what takes longest comes first, and is named at the end.
+PYTEST_OPTIONS := -n 2 --dist loadgroup --no-loadscope-reorder --durations=10
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo lint test test-full map clean
+.PHONY: help demo style lint test test-full map clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,16 +19,18 @@ help: ## list the targets
 demo: $(RUN_READY) ## train CartPole-v1 to a mean return of 475 with IMPALA on two actor processes
 	$(BIN)/echelon train impala CartPole-v1 --actors 2 --envs-per-actor 32 --until-return 475 --minutes 5
 
-lint: $(TEST_READY) ## ruff and mypy
+style: $(TEST_READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style ## ruff and mypy
 	$(BIN)/mypy
 
-test: lint ## every check CI runs: ruff, mypy, pytest without the long runs
-	$(BIN)/python -m pytest -m "not full"
+test: style ## every check CI runs: ruff, mypy, pytest without the long runs
+	$(BIN)/python -m pytest $(PYTEST_OPTIONS) -m "not full"
 
-test-full: lint ## the same checks and the long runs too
-	$(BIN)/python -m pytest
+test-full: style ## the same checks and the long runs too
+	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 map: $(RUN_READY) ## sizes, modules behind train, files one step walks through, mode switches, repeated class names
 	$(BIN)/python benchmarks/map.py

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 import toy_envs as toy
+import warm
 from echelon.cli.main import main
 from echelon.config import replace
 from echelon.presets import preset
@@ -26,10 +29,45 @@ settings.register_profile("unhurried", deadline=None)  # how long an example tak
 settings.load_profile("unhurried")
 
 
+guard: warm.Guard | None = None  # of the whole run, in its first process
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart() -> None:
+    global guard
+    if warm.SESSION not in os.environ:  # else this is one of the processes among which the tests are divided
+        guard = warm.Guard(sys.path)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    warm.install()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Tests that share what is made once for their file run in one process; mypy, which takes long, comes first."""
+    items.sort(key=lambda item: item.path.stem != "test_types")
+    for item in items:
+        for name, definitions in item._fixtureinfo.name2fixturedefs.items():
+            if definitions[-1].scope == "module":
+                which = item.callspec.params.get(name) if hasattr(item, "callspec") else None
+                item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{name}-{which}"))
+
+
+def pytest_keyboard_interrupt() -> None:
+    if guard is not None:
+        guard.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    yield
+    if guard is not None and (left := guard.close().strip()) and session.exitstatus == pytest.ExitCode.OK:
+        print(f"\nthe tests left behind:\n{left}", file=sys.stderr)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture
 def shm_dir() -> Iterator[Path]:
     """A folder in shared memory; a short name, as sockets lie in it."""
-    path = Path(tempfile.mkdtemp(prefix="t-", dir="/dev/shm"))
+    path = Path(tempfile.mkdtemp(prefix="t-", dir=warm.session()))
     yield path
     shutil.rmtree(path, ignore_errors=True)
 

@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 import echelon
+import warm
 from echelon.config import replace
 from echelon.presets import preset
 from echelon.runs.metrics import read_metrics
+from warm import MARK
 
 T = TypeVar("T")
 TESTS = Path(__file__).resolve().parent
-MARK = "ECHELON_TEST_RUN"  # every process of a run inherits it: so those left behind are found
 DEADLINE_S = 90.0  # of events that take a second on an idle machine
 
 
@@ -78,7 +79,7 @@ class Running:
         self.output = run_dir.with_name(f"{run_dir.name}-{self.mark}.txt")
         path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS), os.environ.get("PYTHONPATH", "")])
         with self.output.open("w") as file:
-            self.process = subprocess.Popen(
+            self.process = warm.Popen(
                 [*before, sys.executable, "-m", "echelon.cli.main", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import warm
+
 
 def children() -> set[int]:
-    """The living children of this process."""
+    """The living children of this process, and what it had forked."""
     found = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -19,7 +21,7 @@ def children() -> set[int]:
                 continue
             if int(parent) == os.getpid() and state != "Z":
                 found.add(int(folder.name))
-    return found
+    return found | warm.living()
 
 
 @dataclass
