@@ -6,6 +6,7 @@ import io
 import itertools
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,3 +62,24 @@ def test_steps_of_the_wall_clock_end_no_run_and_change_no_schedule(
     assert all(row["progress"] <= max(row["env_steps"] / 80, 0.5) for row in rows), "by the steps"
     resumed = echelon.resume(tmp_path / "run", steps=200, minutes=60.0, output=io.StringIO()).summary
     assert resumed["env_steps"] >= 200 and summary["wall_s"] < resumed["wall_s"] < 3_600.0
+
+
+def train_inline(folder: Path, **changes: Any) -> dict[str, Any]:
+    small = {"actor.num_actors": 1, "actor.envs": 2, "actor.trajectory": 4, "network.hidden": (8,)}
+    fields = {"run.dir": str(folder / f"run-{len(list(folder.iterdir()))}"), "engine": "inline", **small, **changes}
+    return echelon.train(replace(echelon.preset("impala", "CartPole-v1"), **fields), output=io.StringIO()).summary
+
+
+def test_a_linear_schedule_begins_at_the_full_rate_and_ends_above_zero(tmp_path: Path) -> None:
+    linear = {"optimizer.schedule": "linear", "optimizer.learning_rate": 0.01}
+    constant = linear | {"optimizer.schedule": "constant"}
+    one = train_inline(tmp_path, **linear, **{"stop.steps": 1})
+    assert one["updates"] == 1
+    same = train_inline(tmp_path, **constant, **{"stop.steps": 1})
+    assert one["weights_sha256"] == same["weights_sha256"], "the only batch is learned at the full rate"
+    first, steps = one["env_steps"], one["env_steps"] + 1
+    two = train_inline(tmp_path, **linear, **{"stop.steps": steps})
+    assert two["updates"] == 2
+    *_, last = read_metrics(Path(two["run_dir"]))
+    assert last["learning_rate"] == pytest.approx(0.01 * (1 - first / steps)), "as far as the run was before the batch"
+    assert two["weights_sha256"] != train_inline(tmp_path, **constant, **{"stop.steps": steps})["weights_sha256"]

@@ -40,6 +40,7 @@ class JointLearner(Learner):
 
     def step(self, timeout_s: float) -> bool:
         """Meets the others, and learns with them if everybody can; waits for a part of its own before."""
+        before = self.counters.env_steps
         offers = self._meet(timeout_s)
         if self.meeting.is_over:
             self._finish()
@@ -51,7 +52,7 @@ class JointLearner(Learner):
         if batch is None:
             self._report_if_due()
             return False
-        self._work(batch, taken)
+        self._work(batch, taken, self._progress(before))
         return True
 
     def _meet(self, timeout_s: float) -> list[Offer]:

@@ -94,7 +94,7 @@ class Learner:
         if self.station.stop_requested or self._stop_reason():
             self._finish()
             return True
-        start = time.perf_counter()
+        start, begun = time.perf_counter(), self._progress(self.counters.env_steps)
         batch = self.source.take(self.version)
         if batch is None:
             self.source.listen()
@@ -105,15 +105,18 @@ class Learner:
             self._report_if_due()
             self.source.wait(self.station, timeout_s)
             return False
-        self._work(batch, taken)
+        self._work(batch, taken, begun)
         return True
 
-    def _work(self, batch: Batch | TransitionBatch | GradientBatch, taken: float) -> None:
-        """Learns from a batch that was taken just then, and publishes."""
+    def _work(self, batch: Batch | TransitionBatch | GradientBatch, taken: float, begun: float) -> None:
+        """Learns from a batch that was taken just then, and publishes; before it, the run was `begun` (0 to 1) done.
+
+        So the first batch of a schedule is learned at the full rate, and the last one at a rate above 0.
+        """
         phases = self.station.phases
         self.rate.note(taken, self.counters.env_steps)
-        self.pupil.schedule(self._progress())
-        self.source.schedule(self._progress())
+        self.pupil.schedule(begun)
+        self.source.schedule(self._progress(self.counters.env_steps))  # for the next batch: this one is drawn
         self._learn(batch)
         learned = time.perf_counter()
         if self._is_publishing:
@@ -164,8 +167,8 @@ class Learner:
     def _diverged(self, what: str) -> DivergedError:
         return diverged(f"{what} ({self.counters.env_steps:,} steps)", self.pupil.learning_rate)
 
-    def _progress(self) -> float:
-        return progress(self.stop, self.counters.env_steps, self._elapsed_s, self._epochs)
+    def _progress(self, env_steps: int) -> float:
+        return progress(self.stop, env_steps, self._elapsed_s, self._epochs)
 
     @property
     def _elapsed_s(self) -> float:
@@ -211,7 +214,7 @@ class Learner:
             "lag_max": max(peak for _, peak in lags) if lags else counters.lag_max,
             "dropped": counters.dropped,
             "learning_rate": self.pupil.learning_rate,
-            "progress": self._progress(),
+            "progress": self._progress(counters.env_steps),
         }
         if self.context.train.has_workers:
             row["epoch"] = self._epochs
