@@ -137,6 +137,11 @@ def run(
     _check_stop(config)
     tell = functools.partial(print, file=output, flush=True)
     tell(f"preparing {_title(config)}")
+    if constant := _unscheduled(config):
+        tell(
+            f"--until-return alone gives no length to follow, so {' and '.join(constant)} to the end. Give --steps or "
+            f"--minutes as well to have it follow the run."
+        )
     session = create_session(config.shm_dir)
     engine: InlineEngine | LocalEngine | None = None
     try:
@@ -171,6 +176,19 @@ def _check_stop(config: TrainConfig) -> None:
     if not (stop.steps or stop.minutes or stop.epochs or stop.until_return is not None):
         epochs = "--epochs E, " if config.has_workers else ""
         raise ConfigError(f"the run would never end: give {epochs}--steps N, --minutes M or --until-return R.")
+
+
+def _unscheduled(config: TrainConfig) -> list[str]:
+    """What should change with the progress of the run and does not, as nothing says when that ends."""
+    stop, optimizer, replay = config.stop, config.optimizer, config.replay
+    if stop.steps or stop.minutes or stop.epochs:
+        return []
+    constant = []
+    if optimizer.schedule == "linear":
+        constant.append(f"the learning rate stays at {optimizer.learning_rate:g} (optimizer.schedule=linear)")
+    if replay.prioritized and replay.beta_start != replay.beta_end:
+        constant.append(f"the importance weights stay at replay.beta_start={replay.beta_start:g}")
+    return constant
 
 
 def _train_in(

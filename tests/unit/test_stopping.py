@@ -15,6 +15,7 @@ from echelon.config import StopConfig, replace
 from echelon.roles.source import RETURN_WINDOW
 from echelon.roles.stopping import progress, stop_reason
 from echelon.runs.metrics import read_metrics
+from toy_envs import CounterEnv
 
 ALL = StopConfig(steps=1_000, minutes=2.0, until_return=10.0, epochs=8)
 FULL = [10.0] * RETURN_WINDOW
@@ -83,3 +84,25 @@ def test_a_linear_schedule_begins_at_the_full_rate_and_ends_above_zero(tmp_path:
     *_, last = read_metrics(Path(two["run_dir"]))
     assert last["learning_rate"] == pytest.approx(0.01 * (1 - first / steps)), "as far as the run was before the batch"
     assert two["weights_sha256"] != train_inline(tmp_path, **constant, **{"stop.steps": steps})["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("impala", {"optimizer.schedule": "linear"}, ["--until-return alone", "the learning rate stays at", "--steps"]),
+        ("apex-dqn", {"optimizer.schedule": "constant"}, ["--until-return alone", "replay.beta_start=0.4"]),
+        ("impala", {"optimizer.schedule": "linear", "stop.minutes": 60.0}, []),
+        ("impala", {}, []),
+    ],
+)
+def test_what_cannot_follow_a_run_without_a_length_is_told(
+    name: str, changes: dict[str, Any], told: list[str], tmp_path: Path
+) -> None:
+    output = io.StringIO()
+    fields = {"run.dir": str(tmp_path / "run"), "engine": "inline", "network.hidden": (8,), "stop.until_return": 0.0}
+    config = replace(
+        echelon.preset(name, "CartPole-v1"), **fields, **{"env.id": CounterEnv, "actor.envs": 2}, **changes
+    )
+    assert echelon.train(config, output=output).status == "solved"
+    assert ("--until-return alone" in output.getvalue()) == bool(told)
+    assert all(text in output.getvalue() for text in told), output.getvalue()
