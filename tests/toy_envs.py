@@ -59,6 +59,28 @@ class TreeEnv(CounterEnv):
         return super().step(action)
 
 
+class MaskedEnv(CounterEnv):
+    """Allows one action a step, another one every time, and raises at all others."""
+
+    def __init__(self) -> None:
+        super().__init__(length=7)
+        x = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+        self.observation_space = gym.spaces.Dict({"x": x, "action_mask": gym.spaces.MultiBinary(5)})
+        self.action_space = gym.spaces.Discrete(5)
+
+    @property
+    def allowed(self) -> int:
+        return (self.draw + 2 * self.t) % 5
+
+    def observation(self) -> Any:
+        return {"x": super().observation(), "action_mask": (np.arange(5) == self.allowed).astype(np.int8)}
+
+    def step(self, action: Any) -> Step:
+        if action != self.allowed:
+            raise ValueError(f"action {action} is forbidden: the mask allows {self.allowed}")
+        return super().step(action)
+
+
 class ForceEnv(CounterEnv):
     """Continuous actions, which it changes in place; the reward is what it received."""
 

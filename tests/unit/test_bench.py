@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import pytest
 
+import toy_envs as toy
 from echelon.bench import load, stages
 from echelon.bench.replayed import ReplayLearning
 from echelon.bench.stages import Cost
@@ -20,7 +21,7 @@ from echelon.bench.train import bench_train, limit, table
 from echelon.bench.watch import Sample, busy_seconds, cpu_seconds, usage
 from echelon.cli import bench
 from echelon.cli.main import main
-from echelon.config import StopConfig, TrainConfig
+from echelon.config import EnvConfig, StopConfig, TrainConfig
 from echelon.errors import ConfigError
 from echelon.presets import preset
 from echelon.runs.folder import RunFolder
@@ -55,6 +56,17 @@ def test_inline_reports_everything(name: str) -> None:
     assert "training" in output.getvalue() and "measuring" in output.getvalue()
     assert "efficiency" in table(report) and report["rest"] in table(report)
     assert json.dumps(report)
+
+
+@pytest.mark.parametrize("name", ["impala", "dqn"])
+def test_environments_that_mask_actions_get_allowed_ones(name: str, tmp_path: Path) -> None:
+    config = tiny("inline", name, 100)
+    sizes = replace(config.replay, batch=16, min_size=200, capacity=4_000)
+    config = replace(config, env=EnvConfig(id=toy.MaskedEnv), replay=sizes)
+    found = stages.Stages(config, tmp_path, "cpu", samples_per_step=8.0)
+    costs = stages.measure(found.callables(), num_chunks=2, chunk_s=0.01)
+    assert all(cost.cpu_us > 0 for cost in costs.values()) and costs.keys() == {"env", "act", "learn"}
+    found.close()
 
 
 @pytest.mark.parametrize("name", ["apex-dqn", "sac"])

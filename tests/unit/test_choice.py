@@ -191,7 +191,7 @@ def rehearse(stage: Stage) -> Measured:
 
 
 @pytest.mark.parametrize("core", ["none", "gru"])
-@pytest.mark.parametrize("env", [toy.CounterEnv, toy.TreeEnv, toy.make_tree_vector])
+@pytest.mark.parametrize("env", [toy.CounterEnv, toy.TreeEnv, toy.make_tree_vector, toy.MaskedEnv])
 def test_a_rehearsal_measures_everything(make_stage: Callable[..., Stage], env: Any, core: str) -> None:
     measured = rehearse(make_stage(env, **AUTO, **{"network.core": core}))
     for cost in (measured.whole, measured.part, measured.act, measured.round, measured.learn):

@@ -23,6 +23,7 @@ from echelon.bench.replayed import ReplayLearning
 from echelon.config import TrainConfig
 from echelon.envs.make import env_seeds, make_group, probe_spaces
 from echelon.envs.vector import StepRows
+from echelon.networks import action_mask
 from echelon.roles.account import LossAccount
 from echelon.roles.acting import Acting, Exploring, LocalActing, Question
 from echelon.roles.context import Context
@@ -94,7 +95,7 @@ class Collecting:
         config = plan.context.train
         seeds = env_seeds(config.seed, BENCH_ACTOR, 0, config.actor.envs + 1)
         self.acting = _acting(plan, seeds[-1])
-        self.to_env = plan.model.distribution.to_env
+        self.distribution = plan.model.distribution
         self.group = make_group(config.env, seeds[:-1])
         self.schema = plan.schema
         self.views = plan.schema.views(np.zeros(plan.schema.nbytes, np.uint8))
@@ -104,7 +105,10 @@ class Collecting:
             Question.of(space, [self.views[name][t] for name in names], self.views["first"][t])
             for t in range(self.schema.num_steps)
         ]
-        self.random_actions = self._draw_actions()
+        self.is_masked = action_mask(self.questions[0].observation) is not None
+        self.random_actions = [] if self.is_masked else self._draw_actions()
+        shape = (self.schema.num_steps, self.schema.num_envs, self.distribution.num_params)
+        self.scores = torch.rand(shape, generator=torch.Generator().manual_seed(seeds[-1]))  # of masked actions
         self.views["first"][0] = True
         self.group.reset([self.views[name][0] for name in names])
         self._roll_out()
@@ -126,14 +130,25 @@ class Collecting:
         assert answer is not None, "local acting answers at once"
         self.views["action"][t] = answer.action
         self.views["log_prob"][t] = answer.log_prob
-        return self.to_env(answer.action)
+        return self.distribution.to_env(answer.action)
 
     def env(self) -> int:
-        """T steps of every environment under random actions, resets included."""
-        for action, row in zip(self.random_actions, self.rows, strict=True):
-            self.group.step(action, row)
+        """T steps of every environment under random actions, resets included.
+
+        Where the environments mask actions, drawing allowed ones is part of it: some 20 us for all of them together.
+        """
+        if self.is_masked:
+            for name in self.schema.observation_names:
+                self.views[name][0] = self.views[name][-1]  # the masks of the first step: go on where they stand
+        for t, row in enumerate(self.rows):
+            self.group.step(self._allowed(t) if self.is_masked else self.random_actions[t], row)
         self.group.failures.clear()
         return self.schema.num_steps * self.schema.num_envs
+
+    def _allowed(self, t: int) -> Array:
+        """Random actions that the masks of row `t` allow: those whose scores are highest."""
+        mask = action_mask(self.questions[t].observation)
+        return self.distribution.to_env(self.distribution.mode(self.scores[t], mask).numpy())
 
     def act(self) -> int:
         """T times the actions for every environment, written down and made ready for the environments."""

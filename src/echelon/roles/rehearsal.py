@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,13 +87,19 @@ class Clock:
         return Cost(cpu_s + idle[len(idle) // 4], cpu_s)
 
 
-def measure(*functions: Callable[[], Any]) -> list[Cost]:
-    """The cost of each of `functions`, called in turn: a few times, and more often where that is soon over."""
-    for function in functions:
+def measure(*functions: Callable[[], Any], before: Sequence[Callable[[], Any]] = ()) -> list[Cost]:
+    """The cost of each of `functions`, called in turn: a few times, and more often where that is soon over.
+
+    `before` has what each of them needs done before every call, which costs nothing here.
+    """
+    needs = before or [lambda: None] * len(functions)
+    for function, need in zip(functions, needs, strict=True):
+        need()
         function()  # the first call allocates and compiles
     clocks, begun, count = [Clock() for _ in functions], time.perf_counter(), 0
     while count < MIN_CALLS or (count < MAX_CALLS and time.perf_counter() - begun < MEASURE_S * len(functions)):
-        for clock, function in zip(clocks, functions, strict=True):
+        for clock, function, need in zip(clocks, functions, needs, strict=True):
+            need()
             clock.call(function)
         count += 1
     return [clock.cost() for clock in clocks]
@@ -113,9 +119,9 @@ class Troupe:
         self._policy, self._to_env = Policy(model), model.distribution.to_env
         self._rng, self._state = torch.Generator().manual_seed(seeds[0]), model.network.initial_state(n, model.device)
         self.group.reset(self.leaves)
-        self.act()
 
     def act(self) -> None:
+        """Chooses the actions of the next step: what an environment allows may change with every step."""
         chosen = self._policy.act(self.observation, self._state, self.first, self._rng)
         self._action, self._state = self._to_env(chosen.action.numpy()), chosen.state
 
@@ -186,7 +192,7 @@ class Rehearsal:
         """
         envs, groups = self.config.actor.envs, num_groups(self.config)
         troupe = self._make(1)
-        [step] = measure(troupe.step)
+        [step] = measure(troupe.step, before=[troupe.act])
         if isinstance(troupe.group, LoopGroup):
             begun = time.perf_counter()
             self._make(1)  # the first one imported its packages too
@@ -194,7 +200,7 @@ class Rehearsal:
             if envs * (make_s + (MIN_CALLS + 1) * step.wall_s) > WHOLE_S:
                 return step.times(envs), step.times(envs / groups)
         parts = [self._make(envs // count) for count in dict.fromkeys((groups, 1))]
-        costs = measure(*[part.step for part in parts])
+        costs = measure(*[part.step for part in parts], before=[part.act for part in parts])
         return costs[-1], costs[0]
 
     def _make(self, num_envs: int) -> Troupe:
