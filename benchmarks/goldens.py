@@ -20,13 +20,16 @@ sections take about half an hour on two cores; `figures` with four pairs is most
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -42,6 +45,7 @@ COMPARISONS = {  # of the sections without options
     "kills": kills.compare,
 }
 WIDTH = 70  # of a cell
+REMIND_S = 20.0
 
 
 def chosen(text: str, known: tuple[str, ...], option: str) -> list[str]:
@@ -52,23 +56,56 @@ def chosen(text: str, known: tuple[str, ...], option: str) -> list[str]:
     return words
 
 
-def compare(section: str, old: Checkout, new: Checkout, options: argparse.Namespace) -> list[Row]:
-    began = time.monotonic()
+class Progress:
+    """Prints lines with the time since the section began, and one of its own where nothing was printed for a while."""
 
-    def tell(text: str) -> None:
-        print(f"[{time.monotonic() - began:5.0f} s] {text}", flush=True)
+    def __init__(self, section: str) -> None:
+        self._section = section
+        self._began = self._printed = time.monotonic()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._remind, daemon=True)
 
-    tell(f"{section}: begins")
-    if section == "figures":
-        return figures.compare(old, new, tell, chosen(options.figures, figures.FIGURES, "--figures"), options.pairs)
-    return COMPARISONS[section](old, new, tell)
+    def __enter__(self) -> Progress:
+        self(f"{self._section}: begins")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def __call__(self, text: str) -> None:
+        self._printed = time.monotonic()
+        print(f"[{self._printed - self._began:5.0f} s] {text}", flush=True)
+
+    def _remind(self) -> None:
+        while not self._is_over.wait(1.0):
+            if time.monotonic() - self._printed > REMIND_S:
+                self(f"{self._section}: ...")
+
+
+def compare(section: str, old: Checkout, new: Checkout, options: argparse.Namespace) -> Iterator[Row]:
+    with Progress(section) as tell:
+        if section == "figures":
+            chosen_figures = chosen(options.figures, figures.FIGURES, "--figures")
+            yield from figures.compare(old, new, tell, chosen_figures, options.pairs)
+        else:
+            yield from COMPARISONS[section](old, new, tell)
+
+
+def excerpts(old: str, new: str) -> list[str]:
+    """Both texts, or the part of long ones in which they begin to differ."""
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
+    start = max(same - WIDTH // 2, 0) if max(len(old), len(new)) > WIDTH else 0
+    cut = [f"{'...' if start else ''}{text[start : start + WIDTH]}" for text in (old, new)]
+    return [f"{part}..." if len(text) > start + WIDTH else part for part, text in zip(cut, (old, new), strict=True)]
 
 
 def table(rows: list[Row]) -> str:
     """Every row of the small sections; of the names only those that are not the same."""
     lines = [f"{'section':<9} {'verdict':<8} {'item':<44} OLD | NEW | note"]
     for row in rows:
-        cells = [text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..." for text in (row.old, row.new)]
+        cells = excerpts(row.old, row.new)
         if row.section == "hashes" and row.verdict == "same":
             cells = [row.old[:12], row.new[:12]]
         lines.append(f"{row.section:<9} {row.verdict:<8} {row.item:<44} {' | '.join([*cells, row.note])}".rstrip(" |"))
@@ -95,7 +132,8 @@ def main() -> int:
     rows: list[Row] = []
     try:
         for section in sections:
-            rows += compare(section, old, new, options)
+            for row in compare(section, old, new, options):
+                rows.append(row)  # one by one: those of a section that is interrupted are shown, too
     finally:
         if options.json:
             options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

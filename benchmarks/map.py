@@ -69,9 +69,10 @@ def show_walks(checkout: Path, folder: Path, report: Report, *, verbose: bool) -
     print(f"\nfiles on the walk\n{walks.DEFINITION}", flush=True)
     report["walks"] = {}
     for number, (name, words) in enumerate(walks.WALKS.items()):
+        print(f"{name:<18} ", end="", flush=True)
         walk = walks.walk(checkout, folder / str(number), words)
         roles = ", ".join(f"{role} {len(files)}" for role, files in walk.by_role.items())
-        print(f"{name:<18} {len(walk.files):>3} files ({roles}); {len(walk.at_times)} more at times", flush=True)
+        print(f"{len(walk.files):>3} files ({roles}); {len(walk.at_times)} more at times", flush=True)
         if verbose:
             for role, files in {**walk.by_role, "at times": walk.at_times}.items():
                 print(f"  {role}: {' '.join(files)}")

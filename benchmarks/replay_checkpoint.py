@@ -29,7 +29,7 @@ from echelon.presets import preset
 from echelon.replay.shard import ShardWriter
 from echelon.roles.context import Context
 from echelon.roles.learner import Learner
-from echelon.roles.plan import Plan
+from echelon.roles.plan.parts import Plan
 from echelon.roles.replay_source import ReplaySource
 from echelon.schema import Spaces
 from echelon.world.node import Node
@@ -90,7 +90,7 @@ class Timed:
         """Seconds of one step."""
         start, spent = time.perf_counter(), time.thread_time()
         if does_checkpoint:
-            self.learner.checkpoint()
+            self.learner.record.checkpoint()
             self.calls.append(time.perf_counter() - start)
             self.processor.append(time.thread_time() - spent)
         self.learner.step(1.0)

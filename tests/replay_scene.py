@@ -14,7 +14,7 @@ from echelon.config import TrainConfig, replace
 from echelon.presets import preset
 from echelon.replay.shard import ShardWriter
 from echelon.roles.context import Context
-from echelon.roles.replay_plan import ReplayPlan
+from echelon.roles.plan.replay import ReplayPlan
 from echelon.roles.replay_source import ReplaySource
 from echelon.schema import Spaces, TransitionBatch
 

@@ -14,12 +14,12 @@ import torch
 
 from echelon.config import TrainConfig
 from echelon.envs.make import probe_spaces
-from echelon.roles.account import LossAccount
 from echelon.roles.actor import Actor
 from echelon.roles.context import Context
 from echelon.roles.inference import Inference
 from echelon.roles.learner import Learner
-from echelon.roles.plan import Plan
+from echelon.roles.plan.parts import Plan
+from echelon.roles.update import LossAccount
 from echelon.world.node import Node
 
 Array = np.ndarray[Any, Any]
@@ -43,6 +43,7 @@ class Stage:
         context = Context(
             name="coordinator", index=0, incarnation=0, epoch=0, train=config, spaces=probe_spaces(config.env),
             state_shapes=(), session=session, address=address, run_dir=folder / "run", started_at=time.monotonic(),
+            shares_process=config.engine == "inline",
         )  # fmt: skip
         shapes = Plan(context).model.network.state_shapes
         self.context = dataclasses.replace(context, state_shapes=shapes)

@@ -8,16 +8,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.01
+LIVE: dict[Path, subprocess.Popen[str]] = {}  # what runs now, by the file that it prints to
+INTERRUPTED = threading.Event()
 MARK = "ECHELON_GOLDENS_RUN"  # in the environment of every process of a command
 
 
@@ -77,17 +81,20 @@ class Checkout:
 
     def start(self, command: Sequence[str], output: Path) -> subprocess.Popen[str]:
         """Starts a command in the folder of this side; what it prints goes to `output`."""
+        if INTERRUPTED.is_set():
+            raise RuntimeError("interrupted")
         with output.open("w") as file:
-            return subprocess.Popen(
+            LIVE[output] = process = subprocess.Popen(
                 command,
                 cwd=self.folder,
-                env=self.environment(output.name),
+                env=self.environment(str(output)),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 text=True,
                 start_new_session=True,
             )
+        return process
 
     def finish(self, command: Sequence[str], timeout_s: float = TIMEOUT_S) -> Finished:
         """Runs a command to its end."""
@@ -98,7 +105,7 @@ class Checkout:
         except subprocess.TimeoutExpired:
             return Finished(None, output.read_text() + f"\nno end within {timeout_s:g} s")
         finally:
-            end_all(process, output.name)
+            end_all(process, output)
         return Finished(code, output.read_text())
 
     def echelon(self, *words: str, timeout_s: float = TIMEOUT_S) -> Finished:
@@ -112,13 +119,30 @@ class Checkout:
         return lines[-1].split()
 
 
-def end_all(process: subprocess.Popen[str], mark: str) -> None:
-    """Kills what is left of a command, wherever in the process tree."""
+def end_all(process: subprocess.Popen[str], output: Path) -> None:
+    """Kills what is left of the command that prints to `output`, wherever in the process tree."""
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
-            if folder.name.isdigit() and f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+            if folder.name.isdigit() and f"{MARK}={output}".encode() in (folder / "environ").read_bytes().split(b"\0"):
                 os.kill(int(folder.name), signal.SIGKILL)
     process.wait()
+    LIVE.pop(output, None)
+
+
+T = TypeVar("T")
+
+
+def both(old: Checkout, new: Checkout, work: Callable[[Checkout], T]) -> tuple[T, T]:
+    """What `work` returns for each side; they run at the same time, so nothing may be timed."""
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            first, second = pool.map(work, (old, new))
+        except BaseException:  # above all an interrupt: the threads wait for commands that do not notice it
+            INTERRUPTED.set()
+            for output, process in list(LIVE.items()):
+                end_all(process, output)
+            raise
+    return first, second
 
 
 class Run:
@@ -183,7 +207,7 @@ class Run:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             self.wait(STOP_TIMEOUT_S)
-        end_all(self.process, self.output.name)
+        end_all(self.process, self.output)
 
 
 @contextlib.contextmanager

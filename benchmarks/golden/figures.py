@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from golden.checkout import POLL_S, TIMEOUT_S, Checkout, Row, Tell, running
 WARM_UP = 0.3  # the part of a run that is not measured
 COST_GATE = 0.97  # cost of OLD / cost of NEW, at least
 CALL_GATE = 1.10  # p50 of NEW / p50 of OLD, at most
+QUIET_LOAD = 1.5 * len(os.sched_getaffinity(0))  # beyond it others use the machine; a run of ours fills it
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 # 97.5 % quantiles of Student's t by degrees of freedom.
 STUDENT = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -108,8 +109,11 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
     return math.exp(statistics.mean(logs) - half), math.exp(statistics.mean(logs) + half)
 
 
-def compare(old: Checkout, new: Checkout, tell: Tell, names: Sequence[str], pairs: int) -> list[Row]:
-    return [_compared(old, new, tell, name, pairs) for name in names]
+def compare(old: Checkout, new: Checkout, tell: Tell, names: Sequence[str], pairs: int) -> Iterator[Row]:
+    for name in names:
+        if (load := os.getloadavg()[0]) > QUIET_LOAD:
+            tell(f"figures: the load is {load:.1f}: other programs run, and small differences mean nothing")
+        yield _compared(old, new, tell, name, pairs)
 
 
 def _compared(old: Checkout, new: Checkout, tell: Tell, name: str, pairs: int) -> Row:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from golden.checkout import Checkout, Row, Tell
+from golden.checkout import Checkout, Row, Tell, both
 from golden.hashes import ALWAYS
 
 GREEDY = ("--episodes=3", "--seed=5", "--json")
@@ -60,25 +62,24 @@ def go_on(side: Checkout, case: Case, name: str) -> Outcome:
     return Outcome(json.dumps(returns, sort_keys=True), summary["weights_sha256"])
 
 
-def compare(old: Checkout, new: Checkout, tell: Tell) -> list[Row]:
-    rows = []
+def compare(old: Checkout, new: Checkout, tell: Tell) -> Iterator[Row]:
     for case in CASES:
         name = f"folder-{case.name.replace(', ', '-').replace(' ', '-')}"
         words = ("train", case.preset, case.env, *ALWAYS, f"--steps={case.steps}", *case.options)
         written = old.echelon(*words, f"--run-dir={old.folder / name}")
         if written.code != 0:
-            rows.append(Row("folders", case.name, "skipped", note=f"OLD does not write it: {written.tail}"))
+            yield Row("folders", case.name, "skipped", note=f"OLD does not write it: {written.tail}")
             continue
         shutil.copytree(old.folder / name, new.folder / name)
-        rows.append(_judged(case, go_on(old, case, name), go_on(new, case, name)))
-        tell(f"folders: {case.name}: {rows[-1].verdict} {rows[-1].note}")
-    return rows
+        row = _judged(case, *both(old, new, partial(go_on, case=case, name=name)))
+        tell(f"folders: {case.name}: {row.verdict} {row.note}")
+        yield row
 
 
 def _judged(case: Case, first: Outcome, second: Outcome) -> Row:
     if first.failure or second.failure:
-        verdict = "differs" if second.failure else "skipped"
-        return Row("folders", case.name, verdict, first.failure or "resumed", second.failure or "resumed")  # type: ignore[arg-type]
+        told = (one.failure or "resumed" for one in (first, second))
+        return Row("folders", case.name, "differs" if second.failure else "skipped", *told)
     if first.played != second.played:
         return Row("folders", case.name, "differs", first.played, second.played, "greedy episodes differ")
     if case.repeats and first.weights != second.weights:

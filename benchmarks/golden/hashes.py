@@ -6,10 +6,12 @@ They depend on the processor and the build of torch, so they are compared on one
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from golden.checkout import Checkout, Row, Tell
+from golden.checkout import Checkout, Row, Tell, both
 
 SEED = 7
 PENDULUM = ("ddpg", "apex-ddpg", "sac")  # presets for continuous actions; all others play CartPole-v1
@@ -74,16 +76,16 @@ def weights(side: Checkout, case: Case) -> str:
     return str(json.loads((folder / "summary.json").read_text())["weights_sha256"])
 
 
-def compare(old: Checkout, new: Checkout, tell: Tell) -> list[Row]:
+def compare(old: Checkout, new: Checkout, tell: Tell) -> Iterator[Row]:
     before, after = old.presets(), new.presets()
-    rows = [Row("hashes", name, "added", note="a preset of NEW alone") for name in after if name not in before]
+    yield from (Row("hashes", name, "added", note="a preset of NEW alone") for name in after if name not in before)
     twins: dict[str, str] = {}
     for case in cases(before):
-        first, second = weights(old, case), weights(new, case)
+        first, second = both(old, new, partial(weights, case=case))
         is_same = first == second and len(first) == 64
         note = ""
         if case.twins and twins.setdefault(case.twins, second) != second:
             is_same, note = False, "inline and local differ in NEW"
-        rows.append(Row("hashes", case.name, "same" if is_same else "differs", first, second, note))
-        tell(f"hashes: {case.name}: {rows[-1].verdict} {first[:12]}{'' if is_same else f' {second[:12]} {note}'}")
-    return rows
+        row = Row("hashes", case.name, "same" if is_same else "differs", first, second, note)
+        tell(f"hashes: {case.name}: {row.verdict} {first[:12]}{'' if is_same else f' {second[:12]} {note}'}")
+        yield row

@@ -7,10 +7,12 @@ import signal
 import socket
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from golden.checkout import Checkout, Row, Run, Tell, end_all, running
+from golden.checkout import Checkout, Row, Run, Tell, both, end_all, running
 
 COMMON = ("--device=cpu", "--learner.threads=1", "--seed=1", "--run.checkpoint-interval-s=0.2", "--steps=1000000000")
 NO_EVALUATION = "--evaluation.interval-s=0"
@@ -87,7 +89,7 @@ def _outcome(side: Checkout, case: Case, name: str, memory: Path) -> Outcome:
             code = run.wait(60.0)
         finally:
             for number, worker in enumerate(workers):
-                end_all(worker, f"{name}-worker-{number}.txt")
+                end_all(worker, side.folder / f"{name}-worker-{number}.txt")
         summary = run.summary()
     status = summary.get("status", "no summary") if is_killed else f"not killed: {run.output.read_text()[-200:]}"
     return Outcome(learned, code, status, summary.get("restarts"), len(list(memory.iterdir())))
@@ -123,10 +125,9 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def compare(old: Checkout, new: Checkout, tell: Tell) -> list[Row]:
-    rows = []
+def compare(old: Checkout, new: Checkout, tell: Tell) -> Iterator[Row]:
     for case in CASES:
-        first, second = outcome(old, case), outcome(new, case)
-        rows.append(Row("kills", case.name, "same" if first == second else "differs", str(first), str(second)))
-        tell(f"kills: {case.name}: {rows[-1].verdict}: {first}{'' if first == second else f' | {second}'}")
-    return rows
+        first, second = both(old, new, partial(outcome, case=case))
+        row = Row("kills", case.name, "same" if first == second else "differs", str(first), str(second))
+        tell(f"kills: {case.name}: {row.verdict}: {first}{'' if first == second else f' | {second}'}")
+        yield row

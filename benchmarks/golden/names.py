@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from golden.checkout import Checkout, Row, Tell
+from golden.checkout import Checkout, Row, Tell, both
 
 SCRIPT = Path(__file__).with_name("public_names.py")
 COMMAND = re.compile(r"^  ([a-z][\w-]*) {2,}\S")
@@ -61,9 +63,7 @@ def command_line(side: Checkout, presets: list[str], tell: Tell) -> Names:
         found |= options(command, text)
         positional = re.search(r"^usage: (?:.*\]|echelon [a-z ]+?)((?: [A-Z]+)*)$", text, re.M)
         found[f"{command} takes"] = positional[1].strip() if positional else ""
-    tell(
-        f"names: {side.label}: {len(overview)} commands, {len(benches)} benchmarks, {len(found)} options and arguments"
-    )
+    tell(f"names: {side.label}: {len(overview)} commands, {len(benches)} benchmarks, {len(found)} options")
     return found
 
 
@@ -80,11 +80,11 @@ def differences(section: str, old: Names, new: Names, there: Names) -> list[Row]
     return [*rows, Row(section, f"{same} of {len(old)} names", "same" if same == len(old) else "differs")]
 
 
-def compare(old: Checkout, new: Checkout, tell: Tell) -> list[Row]:
+def compare(old: Checkout, new: Checkout, tell: Tell) -> Iterator[Row]:
     before, _ = python_names(old)
     after, there = python_names(new)
     tell(f"names: {len(before)} public names of OLD, {len(after)} of NEW")
-    rows = differences("names", before, after, there)
+    yield from differences("names", before, after, there)
     presets = old.presets()  # those of NEW alone are listed with the hashes
-    first, second = (command_line(side, presets, tell) for side in (old, new))
-    return rows + differences("options", first, second, second)
+    first, second = both(old, new, partial(command_line, presets=presets, tell=tell))
+    yield from differences("options", first, second, second)

@@ -7,9 +7,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-EXCLUDED = ("roles/plan.py",)  # the one place that may ask
-MODE_FIELDS = ("engine", "transport", "mode", "experience")
-MODES = ("shm", "tcp", "inline", "local", "central", "queue", "replay", "gradients")
+EXCLUDED = ("roles/plan.py", "roles/plan/")  # the one place that may ask
+MODE_FIELDS = ("engine", "transport", "mode", "experience", "slots")
+MODES = ("shm", "tcp", "inline", "local", "central", "queue", "replay", "trajectories", "gradients")
 FLAGS = ("has_workers",)  # a question by itself, wherever it is read
 COUNTS = ("num_learners",)
 COUNTED = ("learner_names",)  # by len()
@@ -17,10 +17,10 @@ KINDS = ("Config", "Engine")  # ends of class names
 OTHERS = ("setting", "run")  # what has a `mode` or `transport` of its own: the setting of a benchmark
 WHOLE = ("TrainConfig", "EnvConfig")  # told apart from other arguments, not from each other
 DEFINITION = """\
-A mode switch is a comparison of .engine, .transport, .mode or .experience with the name of a mode (==, !=, in, match,
-or a table subscripted by it), a read of .has_workers, a comparison of num_learners, an isinstance or match-case on a
-*Config or *Engine class. Not counted: roles/plan.py, which may switch, and the settings of benchmarks. Comparisons that
-only refuse a configuration (in `require(...)`, or the condition of a lone `raise`) are counted apart, as checks."""
+A mode switch is a comparison of .engine, .transport, .mode, .experience or .slots with the name of a mode (==, !=, in,
+match, or a table subscripted by it), a read of .has_workers, a comparison of num_learners, an isinstance or match-case
+on a *Config or *Engine class. Not counted: roles/plan, which may switch, and the settings of benchmarks. Comparisons
+that only refuse a configuration (in `require(...)`, or the condition of a lone `raise`) are counted apart: checks."""
 
 
 @dataclass(frozen=True, order=True)
@@ -104,7 +104,7 @@ def switches(package: Path) -> list[Switch]:
     found = []
     for file in sorted(package.rglob("*.py")):
         name = str(file.relative_to(package))
-        if name in EXCLUDED:
+        if name.startswith(EXCLUDED):
             continue
         tree = ast.parse(file.read_text())
         checks = _checks(tree)

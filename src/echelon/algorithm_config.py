@@ -32,6 +32,16 @@ class AlgorithmConfig:
     discount: float = 0.99
     reward_clip: float = 0.0  # of single rewards; 0: none; 1: to [-1, 1] as on Atari
 
+    @property
+    def is_users(self) -> bool:
+        """Whether a program of the user's brings the rule, as an object."""
+        return not self.builder
+
+    @property
+    def publishes_reward_scale(self) -> bool:
+        """Whether the deviation of rewards travels with the weights, as actors learn from rewards of their own."""
+        return False
+
     def __init_subclass__(cls) -> None:
         AlgorithmConfig.classes[cls.name] = cls
 

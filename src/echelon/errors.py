@@ -71,3 +71,11 @@ class GroupKeyError(EchelonError, KeyError):
 
     def __str__(self) -> str:
         return Exception.__str__(self)  # KeyError would show the quoted repr
+
+
+def diverged(what: str, learning_rate: float | None) -> DivergedError:
+    """The error of a training in which `what` happened: no environment is to blame for it."""
+    lower = "the learning rate"
+    if learning_rate is not None:
+        lower = f"--optimizer.learning-rate (now {learning_rate:g}) or --optimizer.clip-norm"
+    return DivergedError(f"{what}. Lower {lower}, or scale the rewards.")

@@ -6,7 +6,6 @@ Nothing heavy is imported at the top: the fork server imports torch while this p
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import sys
 import time
@@ -14,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from echelon.config import OwnConfig, StopConfig, TrainConfig
-from echelon.engines.hosted import HostedEngine
+from echelon.config import StopConfig, TrainConfig
 from echelon.engines.inline import InlineEngine
-from echelon.engines.local import COMPILER, LocalEngine
+from echelon.engines.local import LocalEngine
 from echelon.errors import ConfigError, EchelonError
 from echelon.names import text_of
+from echelon.roles.plan.start import check_stop, epochs_option, find_bottleneck, make_engine, title
 from echelon.transport.session import create_session
 
 if TYPE_CHECKING:
@@ -27,10 +26,6 @@ if TYPE_CHECKING:
     from echelon.roles.context import Context
     from echelon.roles.interrupts import Interrupts
     from echelon.runs.folder import RunFolder
-
-ROLES = ("echelon.roles.joint_learner", "echelon.roles.inference", "echelon.roles.actor", "echelon.roles.evaluator")
-PRELOAD = (*ROLES, COMPILER)
-PRELOAD_WITH_WORKERS = ("echelon.roles.learner", "echelon.roles.door", COMPILER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +74,7 @@ def resume(
 
     With `learners`, that many go on where others were before.
     """
-    from echelon.roles.stopping import progress, stop_reason
+    from echelon.roles.learner import progress, stop_reason
     from echelon.runs.checkpoint import load_checkpoint, newest_intact
     from echelon.runs.folder import RunFolder
 
@@ -100,7 +95,7 @@ def resume(
         raise ConfigError(
             f"{run_dir} has reached its end ({_told(config.stop)}; it has {counters['env_steps']:,} steps and "
             f"{wall_s / 60:.1f} minutes behind it). Give a larger total with "
-            f"{'--epochs, ' if config.has_workers else ''}--steps, --minutes or --until-return."
+            f"{epochs_option(config)}--steps, --minutes or --until-return."
         )
     config = replace(config, run=replace(config.run, dir=str(run_dir)))
     if brought is not None and brought.address:
@@ -134,9 +129,9 @@ def run(
     With what a program has `brought`, the learner runs in that program's process.
     """
     began, output = time.monotonic(), output or sys.stdout
-    _check_stop(config)
+    check_stop(config)
     tell = functools.partial(print, file=output, flush=True)
-    tell(f"preparing {_title(config)}")
+    tell(f"preparing {title(config)}")
     if constant := _unscheduled(config):
         tell(
             f"--until-return alone gives no length to follow, so {' and '.join(constant)} to the end. Give --steps or "
@@ -145,9 +140,9 @@ def run(
     session = create_session(config.shm_dir)
     engine: InlineEngine | LocalEngine | None = None
     try:
-        engine = _make_engine(config, session, brought)
-        from echelon.preparation import prepare
+        engine = make_engine(config, session, has_objects=brought is not None)
         from echelon.process_state import preserve_state
+        from echelon.roles.plan.preparation import prepare
 
         with preserve_state():
             context, choice = prepare(config, session, engine, past.epoch, began - past.wall_s, tell, brought)
@@ -157,25 +152,6 @@ def run(
         if engine is not None:
             engine.close(0.0)
         shutil.rmtree(session, ignore_errors=True)
-
-
-def _make_engine(config: TrainConfig, session: Path, brought: Brought | None) -> InlineEngine | LocalEngine:
-    if config.engine == "inline":
-        return InlineEngine()
-    preload = PRELOAD_WITH_WORKERS if config.has_workers else PRELOAD
-    return HostedEngine(str(session), preload, ["learner"]) if brought else LocalEngine(str(session), preload)
-
-
-def _title(config: TrainConfig) -> str:
-    learners = f" with {config.learner.num_learners} learners" if config.learner.num_learners > 1 else ""
-    return f"{config.preset} on {text_of(config.env.id) or 'workers'}{learners}"
-
-
-def _check_stop(config: TrainConfig) -> None:
-    stop = config.stop
-    if not (stop.steps or stop.minutes or stop.epochs or stop.until_return is not None):
-        epochs = "--epochs E, " if config.has_workers else ""
-        raise ConfigError(f"the run would never end: give {epochs}--steps N, --minutes M or --until-return R.")
 
 
 def _unscheduled(config: TrainConfig) -> list[str]:
@@ -225,7 +201,7 @@ def _coordinate(
     from echelon.runs.metrics import MetricsWriter
     from echelon.world.node import Node
 
-    console = Console(_title(context.train), context.run_dir, output)
+    console = Console(title(context.train), context.run_dir, output)
     world = Node.host(context.address)
     metrics = MetricsWriter(folder.path, append=past.epoch > 0)
     coordinator = Coordinator(context, engine, world, console, metrics, interrupts)
@@ -253,27 +229,10 @@ def _base(context: Context) -> dict[str, Any]:
 
 
 def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dict[str, Any]:
-    from echelon.runs.bottleneck import bottleneck, workers_bottleneck
-
     reached = {"steps": "finished", "minutes": "finished", "epochs": "finished", "return": "solved"}
     status = reached.get(figures["reason"], "stopped")
     shares = coordinator.shares()
-    inline = context.train.engine == "inline"
-    cores, processes = (1, 1) if inline else (len(os.sched_getaffinity(0)), len(shares))
-    bounded = context.train.learner.max_lag is not None
-    replayed = context.train.experience == "replay"
-    limit = ""
-    if context.train.has_workers:
-        limit = workers_bottleneck(shares["learner"]) if "learner" in shares else ""
-    elif shares:
-        limit = bottleneck(
-            shares,
-            num_cores=cores,
-            num_processes=processes,
-            lag_bounded=bounded,
-            replayed=replayed,
-            on_gpu=str(figures["device"]).startswith("cuda"),
-        )
+    limit = find_bottleneck(context.train, shares, on_gpu=str(figures["device"]).startswith("cuda"))
     return {
         "status": status,
         **figures,
@@ -315,7 +274,7 @@ def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1, env: str
     if episodes < 1:
         raise ConfigError(f"episodes={episodes} must be at least 1.")
     config = _read_config(RunFolder.open(Path(run_dir)))
-    if isinstance(config.algorithm, OwnConfig):
+    if config.algorithm.is_users:
         raise ConfigError(f"{run_dir} trained a policy of its user's own: evaluate it where it is at home.")
     if env is not None:
         config = replace(config, env=replace(config.env, id=env, kwargs={}, wrappers=()))

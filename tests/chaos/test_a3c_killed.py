@@ -20,7 +20,7 @@ from echelon.engines.process import ProcessSpec
 from echelon.envs.make import probe_spaces
 from echelon.presets import preset
 from echelon.roles.context import Context
-from echelon.roles.plan import Plan
+from echelon.roles.plan.parts import Plan
 from echelon.transport.session import create_session
 from echelon.world.node import Node
 from running import Runs, wait_until

@@ -20,7 +20,7 @@ from echelon.config import replace as change
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import ProcessSpec
 from echelon.roles.context import Context
-from echelon.roles.plan import Plan
+from echelon.roles.plan.parts import Plan
 from echelon.roles.queue_source import QueueSource
 from echelon.schema import Spaces
 from echelon.transport.session import create_session

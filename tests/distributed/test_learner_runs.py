@@ -16,7 +16,7 @@ import echelon
 from echelon.config import replace
 from echelon.errors import DivergedError
 from echelon.presets import preset
-from echelon.roles.replay_plan import limiter_rule
+from echelon.roles.plan.replay import limiter_rule
 from echelon.runs.metrics import read_metrics
 from running import Runs, train_shortly
 

@@ -22,8 +22,8 @@ from echelon.errors import ConfigError
 from echelon.presets import REPLAY_PRESETS, preset
 from echelon.replay.restore import DamagedSnapshot
 from echelon.roles.learner import Learner
-from echelon.roles.plan import Plan
-from echelon.roles.replay_plan import limiter_rule
+from echelon.roles.plan.parts import Plan
+from echelon.roles.plan.replay import limiter_rule
 from echelon.roles.replay_source import ReplaySource
 from stage import Stage
 
@@ -67,7 +67,7 @@ def test_a_restored_learner_draws_the_same_batches_and_learns_the_same(
     while source_of(learner).replay.size < 400 or learner.counters.updates < 150:  # the shards have come round
         for role in (*actors, learner):  # last, so that it has counted every step of theirs
             role.step(0.0)
-    learner.checkpoint()
+    learner.record.checkpoint()
     stages.append(resumed := Resumed(tmp_path / "again", stage))
     again = resumed.learner()
     assert resumed.told == [f"replay: goes on with the 400 transitions of step_{learner.counters.env_steps:012d}"]
@@ -79,7 +79,7 @@ def test_a_restored_learner_draws_the_same_batches_and_learns_the_same(
             limiter.note_sampled(0, -32)  # nobody inserts: let them draw all the same
         assert learner.step(0.0) and again.step(0.0)
         assert theirs.rng.bit_generator.state == ours.rng.bit_generator.state
-    for name, tensor in learner.pupil.weights().items():
+    for name, tensor in learner.trainable.weights().items():
         assert torch.equal(tensor, again.pupil.weights()[name]), "batches, weights, updates: all the same"
     one, same = ours.replay.sample(100, 0.5, ours.rng), theirs.replay.sample(100, 0.5, theirs.rng)
     np.testing.assert_array_equal(one.keys.shard, same.keys.shard)

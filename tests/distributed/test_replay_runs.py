@@ -14,7 +14,7 @@ import echelon
 from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError, DivergedError
 from echelon.presets import REPLAY_PRESETS, preset
-from echelon.roles.replay_plan import limiter_rule
+from echelon.roles.plan.replay import limiter_rule
 from echelon.runs.metrics import read_metrics
 
 SMALL = {"network.hidden": (16,), "replay.min_size": 100, "replay.batch": 32, "replay.capacity": 2_000}

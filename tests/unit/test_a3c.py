@@ -19,7 +19,7 @@ from echelon.algorithms.model import Mirror
 from echelon.config import A3cConfig, ImpalaConfig, NetworkConfig, replace
 from echelon.errors import ConfigError
 from echelon.presets import preset
-from echelon.roles.plan import window
+from echelon.roles.plan.layouts import window
 from echelon.runs.bottleneck import bottleneck
 from echelon.schema import Batch, GradientBatch, Spaces
 from stage import Stage
@@ -198,7 +198,7 @@ def test_one_actor_and_the_server_make_the_step_of_plain_a2c(staged: Any) -> Non
     rule = {"algorithm.normalize_reward": False, "algorithm.gae_lambda": 1.0, "optimizer.name": "rmsprop"}
     stage = staged(**rule, **{"optimizer.clip_norm": 0.0})
     learner, actor = stage.learner(), stage.actor()
-    config, plain = stage.context.train, copy.deepcopy(learner.pupil.model.network)
+    config, plain = stage.context.train, copy.deepcopy(learner.trainable.model.network)
     step_until(stage, actor, 1)
     rollout = actor.experience.rollout.batch
     plain_loss(plain, rollout, config.algorithm).backward()  # type: ignore[no-untyped-call]
@@ -208,7 +208,9 @@ def test_one_actor_and_the_server_make_the_step_of_plain_a2c(staged: Any) -> Non
     assert learner.step(0.0)
     assert stage.board.version == version + 1 and learner.counters.updates == 1
     assert learner.counters.env_steps == int(rollout.valid.sum()) > 0
-    for (name, found), expected in zip(learner.pupil.model.network.named_parameters(), plain.parameters(), strict=True):
+    for (name, found), expected in zip(
+        learner.trainable.model.network.named_parameters(), plain.parameters(), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 

@@ -15,7 +15,7 @@ from echelon.errors import DivergedError
 from echelon.presets import preset
 from echelon.roles.gradient_slots import GradientSchema
 from echelon.roles.gradient_source import GradientSource
-from echelon.roles.plan import window
+from echelon.roles.plan.layouts import window
 from echelon.transport.shared_memory import SlotRing
 
 SCHEMA = GradientSchema(num_parameters=32, num_statistics=3, max_episodes=5)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from echelon.roles.account import LossAccount
+from echelon.roles.update import LossAccount
 
 
 def test_means_are_over_all_minibatches_that_say_something() -> None:

@@ -26,9 +26,10 @@ from echelon.cli.train import make_parser, parse_config
 from echelon.config import OwnConfig, TrainConfig, WorkersConfig, replace
 from echelon.errors import ConfigError, EnvError, Refused, TransportTimeout
 from echelon.presets import preset
+from echelon.roles.episode_source import EpisodeSource
 from echelon.roles.handling import Handling
+from echelon.roles.learner import Rate
 from echelon.roles.own import StateLayout, check_policy, load_state, state_of
-from echelon.roles.rate import EPISODES_WINDOW_S, Rate
 from echelon.runs.bottleneck import workers_bottleneck
 from echelon.runs.checkpoint import save_weights
 from echelon.runs.console import Status, final_summary, plain_line
@@ -351,7 +352,7 @@ def test_three_figures_are_told() -> None:
 
 
 def test_the_rate_of_lumps_is_taken_over_many() -> None:
-    rate, short = Rate(EPISODES_WINDOW_S), Rate()
+    rate, short = Rate(EpisodeSource.rate_window_s), Rate()
     for second in range(0, 60, 5):  # an episode of 500 steps, learned from in 20 batches
         for batch in range(20):
             rate.note(second + 0.1 * batch, 500 * second // 5)

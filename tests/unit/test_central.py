@@ -14,9 +14,9 @@ import toy_envs as toy
 from echelon.config import ActingConfig, replace
 from echelon.errors import ConfigError, DivergedError, EnvError
 from echelon.presets import preset
-from echelon.roles import plan
 from echelon.roles.inference import Inference
-from echelon.roles.plan import act_layout, num_groups
+from echelon.roles.plan import parts
+from echelon.roles.plan.layouts import act_layout, num_groups
 from stage import Noted, Stage, foretold, joined
 
 CENTRAL = {"acting.mode": "central", "actor.envs": 4, "actor.num_actors": 1}
@@ -156,7 +156,7 @@ def test_an_actor_that_leaves_is_not_waited_for(make_stage: Callable[..., Stage]
 def test_an_actor_needs_no_model(make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch) -> None:
     stage = make_stage(**CENTRAL)
     inference = stage.inference()
-    monkeypatch.setattr(plan, "Model", lambda *_, **__: pytest.fail("the actor built a model"))
+    monkeypatch.setattr(parts, "Model", lambda *_, **__: pytest.fail("the actor built a model"))
     assert stage.collect(stage.actor(), 1, inference)
 
 

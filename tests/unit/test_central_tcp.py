@@ -12,7 +12,8 @@ import pytest
 from echelon.errors import Refused
 from echelon.roles import inference as inference_role
 from echelon.roles.inference import Inference
-from echelon.roles.plan import Plan, act_layout
+from echelon.roles.plan.layouts import act_layout
+from echelon.roles.plan.parts import Plan
 from echelon.transport.act_tcp import RemoteSeat
 from echelon.transport.session import secret_of
 from running import wait_until

@@ -59,7 +59,7 @@ class TestWriter:
             patch.setattr(os, "fsync", slow)
             learner.station.stop_requested = True
             learner.step(0.0)
-        assert learner.finished and latest_checkpoint(learner.checkpoints) is not None and len(seen) > 3
+        assert learner.finished and latest_checkpoint(learner.record.checkpoints) is not None and len(seen) > 3
 
     def test_what_went_wrong_is_raised_once_and_the_next_may_go_well(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -96,8 +96,8 @@ class TestWriter:
                 learner.step(0.0)
                 stage.world.poll(0.0)
         assert any("no checkpoint could be written to" in text and "No space" in text for text in stage.messages)
-        assert latest_checkpoint(learner.checkpoints) is None
-        while latest_checkpoint(learner.checkpoints) is None:
+        assert latest_checkpoint(learner.record.checkpoints) is None
+        while latest_checkpoint(learner.record.checkpoints) is None:
             actor.step(0.0)
             learner.step(0.0)
 
@@ -111,11 +111,11 @@ class TestWriter:
         learner = stage.learner()
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", no_space)
-            learner.checkpoint()
-            under_way = learner.writer._under_way
+            learner.record.checkpoint()
+            under_way = learner.record.writer._under_way
             assert under_way is not None and isinstance(under_way.exception(), OSError)
         learner.station.stop_requested = True
         learner.step(0.0)
         stage.world.poll(0.0)
-        assert learner.finished and latest_checkpoint(learner.checkpoints) is not None
+        assert learner.finished and latest_checkpoint(learner.record.checkpoints) is not None
         assert any("no checkpoint could be written to" in text and "No space" in text for text in stage.messages)

@@ -19,8 +19,8 @@ from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.errors import ConfigError
 from echelon.presets import preset
-from echelon.roles import choice
-from echelon.roles.choice import (
+from echelon.roles.plan import choice
+from echelon.roles.plan.choice import (
     ASK_S,
     COPY_BYTES_PER_S,
     MARGIN,

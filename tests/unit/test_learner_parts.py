@@ -20,8 +20,8 @@ from echelon.presets import PRESETS, preset
 from echelon.roles.coordinator import Coordinator
 from echelon.roles.learners import Learners
 from echelon.roles.meeting import Meeting
+from echelon.roles.plan.replay import ReplayPlan, limiter_rule
 from echelon.roles.replay_part import ReplayPart
-from echelon.roles.replay_plan import ReplayPlan, limiter_rule
 from echelon.roles.source import Counters, Offer
 from echelon.schema import TransitionBatch
 from echelon.world.process_group import end_process_group, make_process_group
@@ -221,7 +221,7 @@ class Parts:
         ]
         for source in self.sources:
             source.admit()
-            source.beta = 0.7
+            source.progress = 0.5  # halfway from 0.4 to 1: the importance weights correct by 0.7
 
     def take(self) -> list[TransitionBatch | None]:
         offers = [source.offer(1) for source in self.sources]

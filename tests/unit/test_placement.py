@@ -8,13 +8,8 @@ import torch
 from echelon.config import replace
 from echelon.errors import ConfigError
 from echelon.presets import preset
-from echelon.roles.placement import (
-    MIN_GPU_PARAMETERS,
-    MIN_REPLAY_PARAMETERS,
-    have_own_gpus,
-    learner_device,
-    pick_device,
-)
+from echelon.roles.placement import MIN_GPU_PARAMETERS, have_own_gpus, pick_device
+from echelon.roles.plan.placement import MIN_REPLAY_PARAMETERS, learner_device
 
 
 def test_auto_takes_a_gpu_for_networks_that_gain_and_replay_gains_sooner(monkeypatch: pytest.MonkeyPatch) -> None:

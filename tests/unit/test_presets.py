@@ -17,7 +17,7 @@ from echelon.config import AlgorithmConfig, ImpalaConfig, PpoConfig, TrainConfig
 from echelon.errors import ConfigError
 from echelon.names import resolve
 from echelon.presets import PRESETS, preset
-from echelon.roles.plan import window
+from echelon.roles.plan.layouts import window
 
 ENVS = ["CartPole-v1", "ALE/Pong-v5", "Pendulum-v1", "module:factory"]
 NEW_RULE = """

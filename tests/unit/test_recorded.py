@@ -13,9 +13,8 @@ from echelon.algorithms import build_algorithm
 from echelon.algorithms.model import Model
 from echelon.config import AlgorithmConfig, DdpgConfig, DqnConfig, NetworkConfig, OptimizerConfig, SacConfig, replace
 from echelon.presets import preset
-from echelon.roles.account import LossAccount
-from echelon.roles.recorded import WARM_UP, RecordedLearning, make_learning
-from echelon.roles.update import LocalUpdate, learn_once
+from echelon.roles.recorded import WARM_UP, RecordedLearning
+from echelon.roles.update import LocalUpdate, LossAccount, learn_once, make_learning
 from echelon.schema import Spaces, TransitionBatch
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="records kernels of a GPU, and torch sees none")

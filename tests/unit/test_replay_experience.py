@@ -21,8 +21,9 @@ from echelon.replay.layout import ShardLayout
 from echelon.replay.reader import ShardReader
 from echelon.replay.shard import RINGS
 from echelon.roles.actor import Actor
+from echelon.roles.frame_stacks import stack_leaves
 from echelon.roles.inference import Inference
-from echelon.roles.replay_plan import stack_leaves, transition_layout
+from echelon.roles.plan.replay import transition_layout
 from echelon.roles.tally import NUM_KEPT, Tally
 from echelon.schema import Spaces
 from stage import Stage
@@ -172,7 +173,7 @@ def test_nobody_acts_before_the_learner_has_opened_the_run(make_stage: MakeStage
     assert not actor.step(0.0)
     stage.plan.replay.tally().open(500, 0)
     assert actor.step(0.0)
-    assert actor.acting.straying.env_steps() == 500  # type: ignore[attr-defined]
+    assert actor.acting.exploring.env_steps() == 500  # type: ignore[attr-defined]
 
 
 def test_the_limiter_holds_an_actor_and_lets_it_go_on(make_stage: MakeStage) -> None:

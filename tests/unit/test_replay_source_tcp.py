@@ -19,7 +19,7 @@ from echelon.presets import preset
 from echelon.replay.sampled import Draft
 from echelon.replay.shard import ShardWriter
 from echelon.roles.context import Context, Station
-from echelon.roles.replay_plan import ReplayPlan
+from echelon.roles.plan.replay import ReplayPlan
 from echelon.roles.replay_source import ReplaySource
 from echelon.schema import Spaces, TransitionBatch
 from echelon.servers.shards import ShardServer

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from echelon.errors import ConfigError, TransportError
 from echelon.schema import Spaces, TrajectorySchema
 from echelon.transport import segments
-from echelon.transport.segments import Doorbell, check_platform, create_segment, join_segment, open_segment
-from echelon.transport.shared_memory import SlotRing, WeightsBoard
+from echelon.transport.segments import check_platform, create_segment, join_segment, open_segment
+from echelon.transport.shared_memory import Doorbell, SlotRing, WeightsBoard
 from running import TESTS, wait_until
 
 BOARD_BYTES = 1 << 16

@@ -12,7 +12,7 @@ import torch
 
 from echelon.config import TrainConfig, replace
 from echelon.errors import DivergedError
-from echelon.roles.plan import window
+from echelon.roles.plan.layouts import window
 from echelon.roles.queue_source import QueueSource
 from echelon.roles.source import RETURN_WINDOW, Counters
 from echelon.schema import Spaces, TrajectorySchema

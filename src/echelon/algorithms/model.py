@@ -24,7 +24,6 @@ from echelon.layers import State
 from echelon.layout import ALIGNMENT
 from echelon.networks import ActOutput, NetworkOutput, PolicyNetwork, action_mask
 from echelon.objectives.distributions import Distribution, Greedy, Sample, forbid
-from echelon.presets.a3c import A3cConfig
 from echelon.presets.impala import ImpalaConfig
 from echelon.schema import Spaces, Tree
 
@@ -142,7 +141,7 @@ class Model(FlatModule):
         super().__init__(acting.network, device)
         self.distribution: Distribution = acting.distribution
         self.critic = FlatModule(acting.critic, device) if acting.critic is not None else None
-        is_scaled = isinstance(algorithm, A3cConfig) and algorithm.normalize_reward
+        is_scaled = algorithm is not None and algorithm.publishes_reward_scale
         self.reward_deviation = torch.ones((), dtype=torch.float64, device=device) if is_scaled else None
         # A recurrent core cuts its sequences by their data, which no static graph can follow.
         compiles = compile and not self.network.state_shapes

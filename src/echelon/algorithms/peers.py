@@ -27,6 +27,10 @@ class Peers(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def spent_s(self) -> float:
+        """Seconds in calls so far, waiting for the others included."""
+
     def gather(self, x: Tensor) -> Tensor:
         """Everybody's `x`, stacked in the order of their ranks."""
 
@@ -40,7 +44,7 @@ class Peers(Protocol):
 class Alone:
     """One learner has no peers."""
 
-    rank, size = 0, 1
+    rank, size, spent_s = 0, 1, 0.0
 
     def gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)

@@ -29,8 +29,8 @@ from echelon.envs.vector import StepRows
 from echelon.errors import ConfigError
 from echelon.names import text_of
 from echelon.process_state import preserve_settings
+from echelon.roles.frame_stacks import stack_leaves
 from echelon.roles.own import StateLayout, check_policy
-from echelon.roles.replay_plan import stack_leaves
 from echelon.schema import action_leaf, space_leaves
 from echelon.transport.episode_wire import (
     PROTOCOL,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,12 +12,11 @@ import torch
 from echelon.algorithms import build_algorithm
 from echelon.algorithms.a3c import A3c
 from echelon.config import A3cConfig
-from echelon.roles.account import LossAccount
-from echelon.roles.gradient_slots import GradientSchema, write
+from echelon.roles.gradient_slots import write
 from echelon.roles.gradient_source import GradientSource
-from echelon.roles.plan import Plan
+from echelon.roles.plan.parts import Plan
 from echelon.roles.queue_source import Staging
-from echelon.roles.update import LocalUpdate, learn_once
+from echelon.roles.update import LocalUpdate, LossAccount, learn_once
 
 Array = np.ndarray[Any, Any]
 
@@ -27,14 +26,12 @@ class GradientLearning:
 
     def __init__(self, plan: Plan, views: dict[str, Array]) -> None:
         config = plan.context.train
-        assert isinstance(config.algorithm, A3cConfig), f"{config.algorithm.name} brings no gradients"
         self.model, self.ring, self.board = plan.model, plan.ring(), plan.board()
         self.algorithm = build_algorithm(config.algorithm, self.model, config.seed)
         # Hardly a learning rate: the same data again and again would drive the weights to where arithmetic is slow.
         self.update = LocalUpdate(replace(config.optimizer, learning_rate=1e-12), self.model)
-        schema = GradientSchema.of(config, self.model)
-        self.source = GradientSource(config, schema, self.ring, self.model.device)
-        self.rule = A3c(config.algorithm, Plan(plan.context).model)
+        self.source = GradientSource(config, plan.gradient_slots, self.ring, self.model.device)
+        self.rule = A3c(cast(A3cConfig, config.algorithm), Plan(plan.context).model)
         self.rollout = Staging(plan.schema, 1, torch.device("cpu"))
         self.rollout.put(0, 0, views)
         self.rollout.move()

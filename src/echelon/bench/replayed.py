@@ -11,12 +11,10 @@ from echelon.algorithms import build_algorithm
 from echelon.algorithms.protocol import Group
 from echelon.replay.frames import FrameWriter
 from echelon.replay.shard import ShardWriter
-from echelon.roles.account import LossAccount
-from echelon.roles.plan import Plan
-from echelon.roles.recorded import make_learning
-from echelon.roles.replay_plan import stack_leaves
+from echelon.roles.frame_stacks import stack_leaves
+from echelon.roles.plan.parts import Plan
 from echelon.roles.replay_source import ReplaySource
-from echelon.roles.update import LocalUpdate
+from echelon.roles.update import LocalUpdate, LossAccount, make_learning
 
 Array = np.ndarray[Any, Any]
 RATE = 1e-12  # hardly a learning rate: the same data again would drive the weights to where arithmetic is slow

@@ -24,12 +24,13 @@ from echelon.config import TrainConfig
 from echelon.envs.make import env_seeds, make_group, probe_spaces
 from echelon.envs.vector import StepRows
 from echelon.networks import action_mask
-from echelon.roles.account import LossAccount
-from echelon.roles.acting import Acting, Exploring, LocalActing, Question
+from echelon.roles.acting import Acting, Exploring, Question
+from echelon.roles.actor import LocalActing
 from echelon.roles.context import Context
-from echelon.roles.plan import Plan, window
+from echelon.roles.plan.layouts import window
+from echelon.roles.plan.parts import Plan
 from echelon.roles.queue_source import QueueSource
-from echelon.roles.update import LocalUpdate, learn_once
+from echelon.roles.update import LocalUpdate, LossAccount, learn_once
 from echelon.schema import TrajectorySchema
 
 Array = np.ndarray[Any, Any]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.roles.rate import WARM_UP_S
+from echelon.roles.learner import WARM_UP_S
 from echelon.roles.supervisor import PROCESSES
 from echelon.runs.metrics import METRICS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from echelon.engines.inline import InlineEngine
+from echelon.engines.inline import InlineEngine, World
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, ProcessSpec
 
@@ -24,9 +24,9 @@ class HostedEngine(LocalEngine):
     def start(self, spec: ProcessSpec) -> None:
         (self._inline.start if self.is_here(spec.name) else super().start)(spec)
 
-    def turn(self) -> bool:
-        """One step of every role here; False once none is left or one has just finished."""
-        return self._inline.turn()
+    def run(self, world: World, timeout_s: float) -> None:
+        """Steps the roles here for about `timeout_s`, or until one has finished; then hears what came to `world`."""
+        self._inline.run(world, timeout_s)
 
     def exits(self) -> list[Exit]:
         return self._inline.exits() + super().exits()

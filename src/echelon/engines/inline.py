@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
 from echelon.engines.process import Exit, ProcessSpec, Role, make_role
+
+
+class World(Protocol):
+    """What hears messages of the roles."""
+
+    def poll(self, timeout_s: float = 0.0, fds: Sequence[int] = ()) -> bool: ...
+
+
+def run_turns(turn: Callable[[], bool], world: World, timeout_s: float) -> None:
+    end = time.perf_counter() + timeout_s
+    while turn() and time.perf_counter() < end:
+        pass
+    world.poll(0.0)
 
 
 class InlineEngine:
@@ -31,6 +48,14 @@ class InlineEngine:
 
     def signal(self, name: str, number: int) -> None:
         del name, number  # roles of the caller's own process are never killed
+
+    def run(self, world: World, timeout_s: float) -> None:
+        """Steps the roles for about `timeout_s`, or until one has finished; then hears what came to `world`."""
+        run_turns(self.turn, world, timeout_s)
+
+    @property
+    def server_pid(self) -> int | None:
+        return None  # there is no other process
 
     def turn(self) -> bool:
         """One step of every role; False once none is left or one has just finished."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from echelon.engines.inline import World
 from echelon.engines.process import Exit, Failure, ProcessSpec
 from echelon.errors import RunError
 
@@ -106,6 +107,10 @@ class LocalEngine:
     def descriptor(self) -> int:
         """Readable when a process started or ended."""
         return self._socket.fileno()
+
+    def run(self, world: World, timeout_s: float) -> None:
+        """Waits until something came to `world`, or the fork server tells something, at most `timeout_s`."""
+        world.poll(timeout_s, [self.descriptor])
 
     def exits(self) -> list[Exit]:
         if self._socket.fileno() >= 0:

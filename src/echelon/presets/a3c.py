@@ -33,6 +33,10 @@ class A3cConfig(AlgorithmConfig):
     normalize_advantage: bool = False
     normalize_reward: bool = False
 
+    @property
+    def publishes_reward_scale(self) -> bool:
+        return self.normalize_reward
+
     def __post_init__(self) -> None:
         super().__post_init__()
         fractions(self, "algorithm", "gae_lambda")

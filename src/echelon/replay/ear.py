@@ -9,7 +9,7 @@ import select
 from dataclasses import dataclass, field
 
 from echelon.replay.remote import Link
-from echelon.transport.segments import Doorbell
+from echelon.transport.shared_memory import Doorbell
 from echelon.transport.sockets import FIRST_REPEAT_S
 
 

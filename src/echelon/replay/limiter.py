@@ -34,7 +34,7 @@ from echelon.layout import ALIGNMENT
 from echelon.replay.layout import ReplayError
 from echelon.replay.shard import join
 from echelon.transport.futex import Word
-from echelon.transport.segments import Doorbell
+from echelon.transport.shared_memory import Doorbell
 
 Array = np.ndarray[Any, Any]
 ROUNDING = 1e-3  # samples: the balance is a float, and a band just wide enough must not close by it

@@ -17,11 +17,9 @@ import numpy as np
 import torch
 
 from echelon.algorithms.exploration import Exploration, Explorer
-from echelon.algorithms.model import Mirror, Policy
 from echelon.networks import action_mask
 from echelon.objectives.distributions import Distribution, Sample
 from echelon.schema import Tree, unflatten
-from echelon.transport.shared_memory import WeightsBoard
 
 Array = np.ndarray[Any, Any]
 
@@ -107,46 +105,3 @@ class Exploring:
         with torch.inference_mode():
             sample = exploration.apply(self.distribution, told, self.rng, action_mask(question.observation))
         return Answer(sample.action.numpy(), sample.log_prob.numpy(), answer.version)
-
-
-class LocalActing:
-    """Answers with a copy of the policy that follows the weights board; one version for a whole trajectory."""
-
-    def __init__(
-        self, policy: Policy, board: WeightsBoard, num_envs: int, seed: int, exploring: Exploring | None = None
-    ) -> None:
-        self.policy, self.board, self.exploring = policy, board, exploring
-        self.mirror, self.rng = Mirror(policy.model), torch.Generator().manual_seed(seed)
-        self._state = self._before = policy.model.network.initial_state(num_envs, policy.model.device)
-        self._question: Question
-
-    def begin(self, group: int) -> bool:
-        del group
-        self.mirror.follow(self.board)
-        return True
-
-    def submit(self, group: int, question: Question) -> None:
-        del group  # there is one
-        self._question = question
-
-    def collect(self, group: int) -> Answer:
-        question, exploration = self._question, self.exploring.now(group) if self.exploring is not None else None
-        self._before = self._state
-        chosen = self.policy.act(question.observation, self._state, question.first_tensor, self.rng, exploration)
-        self._state = chosen.state
-        values = chosen.action_values and Values(*(tensor.numpy() for tensor in chosen.action_values))
-        return Answer(chosen.action.numpy(), chosen.log_prob.numpy(), self.mirror.version, values)
-
-    def state_before(self, group: int) -> Sequence[Array]:
-        del group
-        return [leaf.numpy() for leaf in self._before]
-
-    @property
-    def asking(self) -> bool:
-        return False  # `collect` answers at once
-
-    def wait(self, timeout_s: float) -> None:
-        del timeout_s
-
-    def close(self) -> None:
-        pass

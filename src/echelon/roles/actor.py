@@ -12,28 +12,68 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from echelon.algorithms.exploration import Explorer
-from echelon.algorithms.model import Policy
+from echelon.algorithms.model import Mirror, Policy
 from echelon.algorithms.value_networks import acting_distribution
 from echelon.envs.make import env_seeds, make_group
 from echelon.errors import DivergedError, EnvError
-from echelon.roles.acting import Acting, Answer, Exploring, LocalActing
-from echelon.roles.central_acting import CentralActing, RemoteActing
+from echelon.roles.acting import Answer, Exploring, Question, Values
 from echelon.roles.context import Context, Station
-from echelon.roles.experience import Experience, SlotExperience
-from echelon.roles.gradient_experience import GradientExperience
-from echelon.roles.plan import Plan, act_layout, num_groups
-from echelon.roles.replay_experience import ReplayExperience
-from echelon.roles.team import Page, Team
+from echelon.roles.experience import Page, Team
+from echelon.roles.plan.layouts import num_groups
+from echelon.roles.plan.parts import Plan
 from echelon.schema import action_leaf, space_choices
-from echelon.transport.session import secret_of
+from echelon.transport.shared_memory import WeightsBoard
 
 Array = np.ndarray[Any, Any]
+
+
+class LocalActing:
+    """Answers with a copy of the policy that follows the weights board; one version for a whole trajectory."""
+
+    def __init__(
+        self, policy: Policy, board: WeightsBoard, num_envs: int, seed: int, exploring: Exploring | None = None
+    ) -> None:
+        self.policy, self.board, self.exploring = policy, board, exploring
+        self.mirror, self.rng = Mirror(policy.model), torch.Generator().manual_seed(seed)
+        self._state = self._before = policy.model.network.initial_state(num_envs, policy.model.device)
+        self._question: Question
+
+    def begin(self, group: int) -> bool:
+        del group
+        self.mirror.follow(self.board)
+        return True
+
+    def submit(self, group: int, question: Question) -> None:
+        del group  # there is one
+        self._question = question
+
+    def collect(self, group: int) -> Answer:
+        question, exploration = self._question, self.exploring.now(group) if self.exploring is not None else None
+        self._before = self._state
+        chosen = self.policy.act(question.observation, self._state, question.first_tensor, self.rng, exploration)
+        self._state = chosen.state
+        values = chosen.action_values and Values(*(tensor.numpy() for tensor in chosen.action_values))
+        return Answer(chosen.action.numpy(), chosen.log_prob.numpy(), self.mirror.version, values)
+
+    def state_before(self, group: int) -> Sequence[Array]:
+        del group
+        return [leaf.numpy() for leaf in self._before]
+
+    @property
+    def asking(self) -> bool:
+        return False  # `collect` answers at once
+
+    def wait(self, timeout_s: float) -> None:
+        del timeout_s
+
+    def close(self) -> None:
+        pass
 
 
 class Actor:
@@ -42,60 +82,25 @@ class Actor:
     def __init__(self, context: Context) -> None:
         torch.set_num_threads(1)
         config = context.train
-        self.index, self.config = context.index, config
+        self.index, self.config, self.context = context.index, config, context
         self.station = Station(context)
         self.finished = False
         plan = Plan(context)
         self.num_steps = plan.schema.num_steps
-        self.experience = self._make_experience(plan)
+        self.experience = plan.experience(self.station)
         self.distribution = acting_distribution(config.algorithm, context.spaces.action)
         self.is_continuous = np.issubdtype(action_leaf(context.spaces.action).dtype, np.floating)
         self.choices = space_choices(context.spaces.observation)
         life = (context.epoch << 16) + context.incarnation
         seeds = env_seeds(config.seed, context.index, life, config.actor.envs + 1)
-        self.acting = self._make_acting(plan, seeds[-1])
-        if config.engine != "inline":  # forked alike: environments that draw from global generators must differ
+        self.acting = plan.acting(self.distribution, seeds[-1])
+        if not context.shares_process:  # forked alike: environments that draw from global generators must differ
             random.seed(seeds[-1])
             np.random.seed(seeds[-1])
             torch.manual_seed(seeds[-1])
         self.teams = self._make_teams(seeds[:-1])
         self.turn = 0
         self.opened = self.experience.head  # trajectories that a team has entered
-
-    def _make_experience(self, plan: Plan) -> Experience:
-        if self.config.experience == "replay":
-            return ReplayExperience(plan.replay, plan.schema, self.index, self.station)
-        if self.config.experience == "gradients":
-            return GradientExperience(plan, self.index, self.station)
-        learner = self.config.learner_of(self.index)
-        stream = self.index - self.config.actors_of(learner).start
-        return SlotExperience(plan.ring(learner), plan.schema, stream, self.station)
-
-    def _make_acting(self, plan: Plan, seed: int) -> Acting:
-        replays = self.config.experience == "replay"
-        exploring = self._make_exploring(plan, seed) if replays else None
-        if self.config.acting.mode == "central":
-            return self._ask_centrally(plan, exploring)
-        policy = Policy(plan.model, with_action_values=replays and self.config.replay.prioritized)
-        return LocalActing(policy, plan.board(), self.config.actor.envs, seed, exploring)
-
-    def _make_exploring(self, plan: Plan, seed: int) -> Exploring:
-        """How its groups explore, each environment as its place in the run says."""
-        num_envs, groups = self.config.actor.envs, num_groups(self.config)
-        total, size = self.config.actor.num_actors * num_envs, num_envs // groups
-        firsts = range(self.index * num_envs, (self.index + 1) * num_envs, size)
-        explorers = [Explorer(self.config.algorithm, range(first, first + size), total) for first in firsts]
-        tally = plan.replay.tally()
-        return Exploring(explorers, lambda: tally.env_steps, self.distribution, seed)
-
-    def _ask_centrally(self, plan: Plan, exploring: Exploring | None) -> Acting:
-        context = plan.context
-        if self.config.acting.transport == "shm":
-            return CentralActing(plan.act_board(), context.index, context.incarnation, exploring)
-        layout = act_layout(context)
-        door_file = plan.door_file(layout.server_of(context.index))
-        secret = secret_of(context.session)
-        return RemoteActing(layout, door_file, context.index, context.incarnation, secret, exploring)
 
     def _make_teams(self, seeds: list[int]) -> list[Team]:
         num_teams, head = num_groups(self.config), self.experience.head
@@ -240,7 +245,7 @@ class Actor:
             env = team.columns.start + failure.index if failure.index >= 0 else failure.index
             text = f"actor {self.index}: environment {env} (seed {failure.seed}) raised at its step "
             self.station.report("env_restarted", f"{text}{failure.step} and was restarted: {failure.error}")
-            if self.config.engine != "inline":
+            if not self.context.shares_process:
                 print(failure.traceback, flush=True)  # into the actor's log
         team.group.failures.clear()
 

@@ -35,6 +35,7 @@ class Context:
     address: str
     run_dir: Path
     started_at: float  # by the monotonic clock, which all processes of a host share; minus the past of a resumed run
+    shares_process: bool = False  # with the other roles: then threads and random generators are not its own
     brought: Brought | None = None  # by the caller's program; there for roles of its own process alone
 
     def to_config(self, *, keep_objects: bool) -> dict[str, Any]:
@@ -51,6 +52,7 @@ class Context:
             "address": self.address,
             "run_dir": str(self.run_dir),
             "started_at": self.started_at,
+            "shares_process": self.shares_process,
             **({"brought": self.brought} if keep_objects else {}),
         }
 
@@ -69,6 +71,7 @@ class Context:
             address=config["address"],
             run_dir=Path(config["run_dir"]),
             started_at=config["started_at"],
+            shares_process=config["shares_process"],
             brought=config.get("brought"),
         )
 

@@ -10,13 +10,13 @@ import collections
 import time
 from typing import Any
 
-from echelon.engines.hosted import HostedEngine
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit
 from echelon.errors import EchelonError
 from echelon.roles.context import Context
 from echelon.roles.interrupts import Interrupts
+from echelon.roles.plan.parts import num_evaluations, restored_text, roles_of
 from echelon.roles.supervisor import Supervisor
 from echelon.runs.console import Console, Status
 from echelon.runs.metrics import MetricsWriter
@@ -25,7 +25,6 @@ from echelon.world.store_table import StoreTable
 
 LOOP_S = 0.05
 TOLD_ENV_RESTARTS = 5
-NUM_EVALUATIONS = 10  # of workers, whose mean is shown
 CONSOLE_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 5.0
 FAILED_STOP_TIMEOUT_S = 0.5  # of a run that failed: the user waits for the error, which is told when all have left
@@ -51,7 +50,7 @@ class Coordinator:
         self.row: dict[str, Any] = {}
         self.summary: dict[str, Any] | None = None
         # Returns of the newest evaluations; one of a worker is a single episode.
-        self.evaluations = collections.deque[float](maxlen=NUM_EVALUATIONS if self.config.has_workers else 1)
+        self.evaluations = collections.deque[float](maxlen=num_evaluations(self.config))
         self.env_restarts = 0
         self.stopping = False
         self.next_console = 0.0
@@ -107,14 +106,10 @@ class Coordinator:
 
     def _on_restored(self, checkpoint: str, env_steps: int, updates: int) -> None:
         """The learner was started again: tells from where, and what was lost since."""
-        several = len(self.config.learner_names) > 1
-        who = "the learners go on" if several else "the learner goes on"
         place = f"{checkpoint} ({env_steps:,} steps)" if checkpoint else "the beginning, there is no checkpoint yet"
         lost = self.row.get("updates", 0) - updates
-        again = f"{lost:,} updates"
-        if self.config.experience != "replay":  # where steps count when they are made, and stay
-            again = f"{max(self.row.get('env_steps', 0) - env_steps, 0):,} steps and {again}"
-        self.console.message(f"{who} from {place}" + (f"; {again} since then are learned anew" if lost > 0 else ""))
+        steps = self.row.get("env_steps", 0) - env_steps
+        self.console.message(restored_text(self.config, place, steps, lost))
 
     def _on_env_restarted(self, text: str) -> None:
         """Tells the first few as they are, and of the rest every hundredth: a broken environment fails often."""
@@ -160,31 +155,12 @@ class Coordinator:
             self.world.post("door", "over")
 
     def _start(self) -> None:
-        names = self.config.learner_names
-        for index, name in enumerate(names):
-            self.supervisor.start(name, "learner" if len(names) == 1 else "joint_learner", index)
-        if self.config.has_workers:
-            self.supervisor.start("door", "door", 0)
-            return
-        if self.config.experience == "replay" and self.config.replay.transport == "tcp":
-            self.supervisor.start("shards-0", "shards", 0)
-        for index in range(self.config.acting.servers if self.config.acting.mode == "central" else 0):
-            self.supervisor.start(f"inference-{index}", "inference", index)
-        for index in range(self.config.actor.num_actors):
-            self.supervisor.start(f"actor-{index}", "actor", index)
-        if self.config.evaluation.interval_s > 0:
-            self.supervisor.start("evaluator", "evaluator", 0, nice=10)
+        for role in roles_of(self.config):
+            self.supervisor.start(role.name, role.kind, role.index, nice=role.nice)
 
     def _loop(self) -> None:
-        next_look = 0.0
         while self.summary is None:
-            if isinstance(self.engine, InlineEngine | HostedEngine):
-                while self.engine.turn() and time.perf_counter() < next_look:
-                    pass
-                self.world.poll(0.0)
-            else:
-                self.world.poll(LOOP_S, [self.engine.descriptor])
-            next_look = time.perf_counter() + LOOP_S
+            self.engine.run(self.world, LOOP_S)
             if exits := self.engine.exits():
                 self.world.hear_out(LAST_WORDS_S)
             for gone in exits:
@@ -245,7 +221,7 @@ class Coordinator:
                 updates=row.get("updates", 0),
                 wall_s=wall_s,
                 dropped=row.get("dropped", 0),
-                experience="gradients" if self.config.experience == "gradients" else "trajectories",
+                experience=self.config.algorithm.slots,
                 roles=self.shares(),
                 workers=self.workers,
                 filling=self._filling(),

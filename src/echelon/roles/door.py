@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from echelon import config_io
-from echelon.config import OwnConfig, TrainConfig
+from echelon.config import TrainConfig
 from echelon.errors import ConfigError, Refused
 from echelon.roles.attendance import EVER, HEARD_S, Attendance, Knocking
 from echelon.roles.context import Context, Station
 from echelon.roles.handling import Handling
 from echelon.roles.intake import Intake
 from echelon.roles.journal import Entry, Evaluation, Journal
-from echelon.roles.plan import Plan
+from echelon.roles.plan.parts import Plan
 from echelon.schema import Spaces, space_choices, space_leaves
 from echelon.transport.door import Door, announce
 from echelon.transport.episode_wire import (
@@ -93,7 +93,7 @@ class EpisodeDoor:
         tell = functools.partial(self.station.report, "message")
         self.attendance, self.knocking = Attendance(self.journal, tell), Knocking(tell)
         self.station.world.serve("over", self._end)
-        own = plan.own_layout.to_json() if isinstance(self.config.algorithm, OwnConfig) else None
+        own = plan.own_layout.to_json() if self.config.algorithm.is_users else None
         self.task = Task(train=config_io.to_json(self.config), own=own)
         file = plan.workers_file
         address = file.read_text() if file.exists() else self.config.workers.address
@@ -105,7 +105,7 @@ class EpisodeDoor:
     def _command(self) -> str:
         """What starts a worker; a door that is open to all hosts is named by its own."""
         host, _, port = self.door.address.removeprefix("tcp://").rpartition(":")
-        own = " --env ENV --policy MODULE:NAME" if isinstance(self.config.algorithm, OwnConfig) else ""
+        own = " --env ENV --policy MODULE:NAME" if self.config.algorithm.is_users else ""
         return f"echelon worker --learner {sockets.gethostname() if host == '0.0.0.0' else host}:{port}{own}"
 
     def _end(self) -> None:
@@ -279,7 +279,7 @@ def check_protocol(protocol: int) -> None:
 
 def check_own(arrival: Arrive, config: TrainConfig) -> None:
     """Raises Refused where only one of both has a policy of the user's own."""
-    is_own = isinstance(config.algorithm, OwnConfig)
+    is_own = config.algorithm.is_users
     if arrival.own and not is_own:
         raise Refused(f"the learner trains {config.preset}, but the worker brings a policy of its own. Drop it.")
     if is_own and not arrival.own:

@@ -7,19 +7,26 @@ up for from what is there.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from echelon.roles.replay_plan import ReplayPlan
 from echelon.roles.replay_source import ReplaySource
 from echelon.schema import TransitionBatch
+
+if TYPE_CHECKING:
+    from echelon.roles.plan.replay import ReplayPlan
 
 
 class EpisodeSource(ReplaySource):
     """Batches for `workers.updates` updates of each episode; then the weights are published."""
 
+    rate_window_s = 30.0  # steps come as whole episodes, in lumps
+    counts_epochs = True
+
     def __init__(self, plan: ReplayPlan, device: torch.device) -> None:
         super().__init__(plan, device)
-        self.publish_every = plan.config.workers.updates
+        self.publish_every = plan.config.workers.updates  # one epoch
 
     def _is_due(self) -> bool:
         """Whether an update is due, by the episodes that are in."""

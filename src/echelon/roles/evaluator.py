@@ -18,7 +18,7 @@ from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
 from echelon.errors import EnvError
 from echelon.roles.context import Context, Station
-from echelon.roles.plan import Plan
+from echelon.roles.plan.parts import Plan
 from echelon.schema import space_leaves, unflatten
 
 EVALUATION_SEED = 1 << 20  # an actor number that no actor has: evaluation shares no seed with training

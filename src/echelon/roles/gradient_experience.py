@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from echelon.algorithms.a3c import A3c
 from echelon.algorithms.model import Model
-from echelon.config import A3cConfig
 from echelon.roles.acting import Answer
 from echelon.roles.context import Station
-from echelon.roles.experience import EpisodeLedger
+from echelon.roles.experience import UNSTAMPED, EpisodeLedger, Page, Row, Team
 from echelon.roles.gradient_slots import write
-from echelon.roles.plan import Plan
 from echelon.roles.queue_source import Staging
-from echelon.roles.team import UNSTAMPED, Page, Row, Team
+
+if TYPE_CHECKING:
+    from echelon.config import A3cConfig
+    from echelon.roles.plan.parts import Plan
 
 Array = np.ndarray[Any, Any]
 
@@ -32,15 +33,14 @@ Array = np.ndarray[Any, Any]
 class GradientExperience:
     """Gradients in the actor's slots; the learner admits each, and rings `free` when it does."""
 
-    def __init__(self, plan: Plan, actor: int, station: Station) -> None:
-        config = plan.context.train
-        assert isinstance(config.algorithm, A3cConfig), f"{config.algorithm.name} brings no gradients"
-        self.ring, self.actor, self.station, self.schema = plan.ring(), actor, station, plan.schema
-        self.acting: Model = plan.model  # follows the weights board, and can only be read
-        self.rule = A3c(config.algorithm, Plan(plan.context).model)
+    def __init__(self, plan: Plan, model: Model, station: Station) -> None:
+        """The model of `plan` acts and follows the weights board; `model`, alike, is for gradients at its weights."""
+        self.ring, self.actor, self.station, self.schema = plan.ring(), plan.context.index, station, plan.schema
+        self.acting = plan.model
+        self.rule = A3c(cast("A3cConfig", plan.context.train.algorithm), model)
         self.pieces = self.rule.pieces(self.schema.num_envs)
         self.rollout = Staging(self.schema, 1, torch.device("cpu"))
-        self.rollout.place(0, actor)
+        self.rollout.place(0, self.actor)
         self.rollout.move()
         self.views = {**self.rollout.arrays, "version": self.rollout.arrays["version"][:, 0]}
         self.ledger = EpisodeLedger(self.schema.num_envs)

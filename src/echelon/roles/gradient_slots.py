@@ -12,15 +12,10 @@ import numpy as np
 
 from echelon.algorithms.a3c import SHOWN, Gradient, num_statistics
 from echelon.algorithms.model import Model
-from echelon.config import A3cConfig, TrainConfig
+from echelon.config import ActorConfig
 from echelon.layout import Field, place, size_of, views_of
 
 Array = np.ndarray[Any, Any]
-
-
-def num_pieces(config: TrainConfig) -> int:
-    """Slots that a trajectory of an actor takes: one, or of its own gradients one each."""
-    return config.algorithm.minibatches if isinstance(config.algorithm, A3cConfig) else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +48,10 @@ class GradientSchema:
         object.__setattr__(self, "nbytes", size_of(fields))
 
     @classmethod
-    def of(cls, config: TrainConfig, model: Model) -> GradientSchema:
-        largest = -(-config.actor.envs // num_pieces(config))  # environments of a piece
-        return cls(model.parameters.numel(), num_statistics(model), config.actor.trajectory * largest)
+    def of(cls, actor: ActorConfig, num_pieces: int, model: Model) -> GradientSchema:
+        """That of an actor whose rollouts give `num_pieces` gradients each."""
+        largest = -(-actor.envs // num_pieces)  # environments of a piece
+        return cls(model.parameters.numel(), num_statistics(model), actor.trajectory * largest)
 
     def views(self, memory: memoryview | Array) -> dict[str, Array]:
         """Every field as an array over `memory` (one slot); nothing is copied."""

@@ -13,9 +13,9 @@ import torch
 
 from echelon.algorithms.a3c import SHOWN
 from echelon.config import TrainConfig
-from echelon.roles.account import diverged
+from echelon.errors import diverged
 from echelon.roles.gradient_slots import GradientSchema
-from echelon.roles.ring_source import RingSource
+from echelon.roles.queue_source import RingSource
 from echelon.schema import GradientBatch
 from echelon.transport.shared_memory import SlotRing
 
@@ -78,18 +78,15 @@ class GradientSource(RingSource[GradientStaging]):
         self.schema, self.learning_rate = schema, config.optimizer.learning_rate
         self.first_version: int | None = None  # that this learner published
         super().__init__(config, ring, device)
+        self.prefetches = False  # gradients are soon added up, and better taken late than early
 
     def _make_staging(self) -> GradientStaging:
         return GradientStaging(self.schema, self.batch_size, self.device, self.learning_rate)
 
-    def take(self, version: int) -> GradientBatch | None:
+    def _counted(self, version: int) -> GradientStaging | None:
         if self.first_version is None:
             self.first_version = version
-        batch: GradientBatch | None = super().take(version)
-        return batch
-
-    def prefetch(self, version: int) -> None:
-        """Gradients are soon added up, and better taken late than early."""
+        return super()._counted(version)
 
     def _is_late(self, slot: dict[str, Array], version: int) -> bool:
         assert self.first_version is not None

@@ -13,14 +13,10 @@ import torch
 from echelon.envs.make import env_seeds
 from echelon.roles.context import Context
 from echelon.roles.placement import pick_device, server_threads
-from echelon.roles.plan import Plan
+from echelon.roles.plan.parts import Plan
 from echelon.roles.serving import Serving
-from echelon.schema import space_choices
 from echelon.servers.inference import InferenceServer, PolicyAnswerer
-from echelon.transport.act_tcp import ActDoor, Bounds
 from echelon.transport.batcher import Batcher, BatchRule
-from echelon.transport.door import announce
-from echelon.transport.session import secret_of
 
 INFERENCE_SEED = 1 << 22  # an actor number that no actor has: what servers draw, nobody else draws
 
@@ -35,9 +31,8 @@ class Inference(Serving):
         torch.set_num_threads(1)  # the first weights must not depend on how many drew them
         super().__init__(context)
         plan, config = Plan(context), context.train
-        inline = config.engine == "inline"
-        # Nobody asks while somebody waits there, and a clock would decide what is answered together.
-        wait_us = 0.0 if inline else config.acting.max_wait_us
+        # In a shared process nobody asks while somebody waits, and a clock would decide what is answered together.
+        wait_us = 0.0 if context.shares_process else config.acting.max_wait_us
         rule = BatchRule(config.acting.batch, config.acting.max_batch, wait_us, config.acting.spin_us)
         self.server = self._make_server(context, plan, Batcher(plan.act_board(), context.index, rule))
 
@@ -48,10 +43,10 @@ class Inference(Serving):
         seed = env_seeds(config.seed, INFERENCE_SEED + context.index, life, 1)[0]
         device = pick_device(config.acting.device, plan.model.parameters.numel(), "--acting.device")
         if device == "cpu":
-            if config.engine != "inline":  # there the other roles compute in this process, too
+            if not context.shares_process:  # else the other roles compute with these threads, too
                 torch.set_num_threads(server_threads(config, plan.model))
             answerer = PolicyAnswerer(plan.model, batcher.board, weights, seed, with_value=config.acting.value)
-            return InferenceServer(batcher, answerer, self._open_door(plan, batcher))
+            return InferenceServer(batcher, answerer, plan.act_door(batcher))
         from echelon.servers.cuda import CudaAnswerer, CudaServer  # here alone: most runs never need it
 
         def tell(text: str) -> None:
@@ -61,23 +56,7 @@ class Inference(Serving):
         answerer_on_gpu = CudaAnswerer(
             model, batcher.board, weights, seed, groups=batcher.groups, tell=tell, with_value=config.acting.value
         )
-        return CudaServer(batcher, answerer_on_gpu, self._open_door(plan, batcher))
-
-    def _open_door(self, plan: Plan, batcher: Batcher) -> ActDoor | None:
-        """Where actors ask over TCP, if they do; a successor listens where the one before it did.
-
-        Opened last: who finds the address is answered.
-        """
-        acting = plan.context.train.acting
-        if acting.transport == "shm":
-            return None
-        file = plan.door_file(batcher.server)
-        address = file.read_text() if file.exists() else acting.address
-        found = space_choices(plan.context.spaces.observation)
-        choices = [Bounds(one.leaf, one.low, one.high) for one in found]
-        door = ActDoor(batcher.board, batcher.server, address, secret_of(plan.context.session), choices)
-        announce(file, door.address)
-        return door
+        return CudaServer(batcher, answerer_on_gpu, plan.act_door(batcher))
 
     def times(self) -> dict[str, float]:
         server = self.server

@@ -7,20 +7,22 @@ Shapes: L steps of a piece, M transitions, S frames of a stack, F frames of a pi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
 
-from echelon.config import OwnConfig
 from echelon.errors import Refused
 from echelon.layout import Leaf
 from echelon.replay.pieces import Spans, spans_of
 from echelon.replay.shard import ShardWriter
+from echelon.roles.frame_stacks import stack_leaves
 from echelon.roles.journal import DOOR
-from echelon.roles.replay_plan import ReplayPlan, stack_leaves
 from echelon.schema import action_leaf, space_choices, space_leaves
 from echelon.transport.episode_wire import Piece
+
+if TYPE_CHECKING:
+    from echelon.roles.plan.replay import ReplayPlan
 
 Array = np.ndarray[Any, Any]
 ROUNDING = 1e-5  # of a continuous action at its bound
@@ -38,7 +40,7 @@ class Intake:
         self.leaves, self.choices = space_leaves(spaces.observation), space_choices(spaces.observation)
         self.stacks = {leaf.path for leaf in stack_leaves(config, spaces)}
         self.action = action_leaf(spaces.action)
-        self.action_bounds = action_bounds(spaces.action, as_env=isinstance(config.algorithm, OwnConfig))
+        self.action_bounds = action_bounds(spaces.action, as_env=config.algorithm.is_users)
         self.ring_capacity = {ring.name: ring.capacity for ring in plan.layout.rings}
 
     @property

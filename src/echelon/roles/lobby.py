@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from echelon import config_io
 from echelon.algorithms.model import Model
-from echelon.config import OwnConfig, TrainConfig
+from echelon.config import TrainConfig
 from echelon.errors import ConfigError, Refused
 from echelon.roles.attendance import Knocking
 from echelon.roles.door import check_own, check_protocol, spaces_of
 from echelon.roles.own import StateLayout
-from echelon.roles.replay_plan import transition_layout
+from echelon.roles.plan.replay import transition_layout
 from echelon.schema import Spaces
 from echelon.transport.door import Door
 from echelon.transport.episode_wire import (
@@ -76,7 +76,7 @@ def _spaces_in(message: FromWorker, config: TrainConfig) -> Spaces | None:
     spaces = spaces_of(message)
     try:
         transition_layout(config, spaces)
-        if not isinstance(config.algorithm, OwnConfig):
+        if not config.algorithm.is_users:
             Model(config.network, spaces, config.algorithm, seed=config.seed)
     except ConfigError as error:
         raise Refused(f"the worker's environment does not fit: {error}") from error

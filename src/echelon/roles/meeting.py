@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from echelon.roles.learners import Learners
+from echelon.algorithms.peers import Peers
 from echelon.roles.source import RETURN_WINDOW, Counters, Offer, SharedSource
 
 COUNTED = ("env_steps", "episodes", "dropped", "lag_sum", "lag_steps")  # added up
@@ -25,7 +25,7 @@ NUM_WORDS = len(Offer._fields) + len(OTHERS) + len(COUNTED) + 2 * RETURN_WINDOW
 class Meeting:
     """One learner's seat in it."""
 
-    def __init__(self, peers: Learners, source: SharedSource, counters: Counters) -> None:
+    def __init__(self, peers: Peers, source: SharedSource, counters: Counters) -> None:
         """`counters` become those of all learners; the source keeps its own."""
         self.peers, self.source, self.counters = peers, source, counters
         self.is_over, self.elapsed_s = False, 0.0  # as the first learner says

@@ -13,8 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from echelon.algorithms.peers import ALONE
 from echelon.errors import ConfigError
 from echelon.layout import Field, place, size_of, views_of
+from echelon.roles.update import Acknowledge, AnyBatch, LossAccount, Tick
 from echelon.schema import TransitionBatch, Tree
 from echelon.transport.extensions import ARRAY_DTYPES
 
@@ -121,3 +123,44 @@ class StateLayout:
     @classmethod
     def from_json(cls, data: list[Any]) -> StateLayout:
         return cls(place([(name, tuple(shape), ARRAY_DTYPES[dtype]) for name, shape, dtype in data]))
+
+
+class UserTrainable:
+    """A policy object of the user's; it learns, and holds its optimizers, by itself."""
+
+    def __init__(self, policy: Any, layout: StateLayout) -> None:
+        self.policy, self.layout = policy, layout
+        self.device, self.learning_rate, self.peers = torch.device("cpu"), None, ALONE
+
+    def schedule(self, progress: float) -> None:
+        """Its own affair."""
+
+    def learn(self, batch: AnyBatch, account: LossAccount, tick: Tick, acknowledge: Acknowledge | None) -> None:
+        del acknowledge  # transitions are drawn uniformly
+        figures = self.policy.update(batch) or {}
+        tick()
+        account.note(tuple(figures), torch.tensor([float(value) for value in figures.values()]))
+
+    def parts(self) -> list[Array]:
+        return [self.layout.pack(state_of(self.policy))]
+
+    def is_finite(self) -> bool:
+        return all(bool(np.isfinite(array).all()) for array in state_of(self.policy).values())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(array) for name, array in state_of(self.policy).items()}
+
+    def load_weights(self, weights: dict[str, torch.Tensor], source: str) -> None:
+        mine = {name: tensor.shape for name, tensor in self.weights().items()}
+        theirs = {name: tensor.shape for name, tensor in weights.items()}
+        if mine != theirs:
+            raise ConfigError(
+                f"the state in {source} has {theirs}, the policy has {mine}. Give the policy it comes from."
+            )
+        load_state(self.policy, {name: tensor.numpy() for name, tensor in weights.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.weights()}
+
+    def load_state_dict(self, tree: Mapping[str, Any], source: str) -> None:
+        self.load_weights(tree["model"], source)

@@ -12,21 +12,6 @@ from echelon.config import LearnerConfig, TrainConfig
 from echelon.errors import ConfigError
 
 MIN_GPU_PARAMETERS = 200_000  # of a large network: worth a GPU, or every core
-MIN_REPLAY_PARAMETERS = 60_000  # of one that learns from replay, recorded: two layers of 256 gain ninefold
-
-
-def learner_device(config: TrainConfig, num_parameters: int, index: int = 0) -> str:
-    """Where a network of that size learns; gradients that actors bring are added up where they lie.
-
-    Several learners take the GPUs in turns; `index` says which learner it is.
-    """
-    if config.experience == "gradients" and config.learner.device == "auto":
-        return "cpu"
-    least = MIN_REPLAY_PARAMETERS if config.experience == "replay" else MIN_GPU_PARAMETERS
-    device = pick_device(config.learner.device, num_parameters, least=least)
-    if config.learner.num_learners == 1 or device != "cuda":
-        return device
-    return f"cuda:{index % torch.cuda.device_count()}"
 
 
 def have_own_gpus(config: LearnerConfig, device: torch.device) -> bool:

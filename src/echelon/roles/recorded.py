@@ -7,38 +7,16 @@ recorded once, for every variant of a batch that the rule knows, and launched to
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from echelon.algorithms.protocol import Algorithm
 from echelon.algorithms.replayed import Replayed
-from echelon.config import TrainConfig
-from echelon.roles.account import LossAccount
-from echelon.roles.update import Acknowledge, LocalUpdate, learn_once
+from echelon.roles.update import Acknowledge, LocalUpdate, LossAccount, Tick, learn_once
 from echelon.schema import TransitionBatch
 
 WARM_UP = 4  # batches before the first recording: libraries choose their kernels, optimizers make their state
-
-
-class Learning(Protocol):
-    """Learns from one batch, as `learn_once` does."""
-
-    def __call__(
-        self, batch: Any, account: LossAccount, tick: Callable[[], None], acknowledge: Acknowledge
-    ) -> None: ...
-
-
-def make_learning(config: TrainConfig, algorithm: Algorithm, update: LocalUpdate) -> Learning:
-    """Recorded where every batch is the same operations; a user's network, a schedule or a compiler may change them."""
-    is_fixed = config.network.name == "auto" and config.optimizer.schedule == "constant" and not config.learner.compile
-    is_fixed &= config.learner.num_learners == 1  # the parts of several differ in size from batch to batch
-    if isinstance(algorithm, Replayed) and algorithm.model.device.type == "cuda" and is_fixed:
-        return RecordedLearning(algorithm, update)
-
-    return lambda batch, account, tick, acknowledge: learn_once(algorithm, batch, update, account, tick, acknowledge)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +38,7 @@ class RecordedLearning:
         self.num_learned = 0
         self.pool: Any = None  # of memory, which the recordings share: one runs at a time
 
-    def __call__(self, batch: Any, account: LossAccount, tick: Callable[[], None], acknowledge: Acknowledge) -> None:
+    def __call__(self, batch: Any, account: LossAccount, tick: Tick, acknowledge: Acknowledge | None) -> None:
         """Learns from one batch, which must lie where the others did."""
         self.num_learned += 1
         if self.num_learned <= WARM_UP:
@@ -74,7 +52,8 @@ class RecordedLearning:
         self.algorithm.num_learned += 1
         tick()
         account.note(recording.names, recording.values)
-        acknowledge(batch.keys, recording.priorities)
+        if acknowledge is not None:
+            acknowledge(batch.keys, recording.priorities)
 
     def _record(self, batch: TransitionBatch) -> Recording:
         """Goes through a batch without computing anything."""

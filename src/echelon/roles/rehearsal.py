@@ -20,13 +20,15 @@ import numpy as np
 import torch
 
 from echelon.algorithms.model import Model, Policy
-from echelon.config import EnvConfig, ImpalaConfig, PpoConfig, TrainConfig
+from echelon.config import EnvConfig, TrainConfig
 from echelon.envs.loop import LoopGroup
 from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
 from echelon.roles.context import Context
-from echelon.roles.placement import learner_device, learner_threads, pick_device, server_threads
-from echelon.roles.plan import Plan, num_groups
+from echelon.roles.placement import learner_threads, pick_device, server_threads
+from echelon.roles.plan.layouts import num_groups, num_passes
+from echelon.roles.plan.parts import Plan
+from echelon.roles.plan.placement import learner_device
 from echelon.schema import Tree, map_tree, space_leaves, unflatten
 
 RESULT = "rehearsal.json"
@@ -233,18 +235,12 @@ class Rehearsal:
             return Cost(0.0, 0.0)
         rows = actor.envs * (actor.trajectory if act.cpu_s < SHORT_S else 1)
         [forward] = measure(self._forward(rows).evaluate)
-        cpu_s = LEARN_FORWARDS * _num_passes(self.config) * forward.cpu_s / rows
+        cpu_s = LEARN_FORWARDS * num_passes(self.config) * forward.cpu_s / rows
         return Cost(cpu_s / (learner_threads(learner, model) * learner.num_learners), cpu_s)
 
     def close(self) -> None:
         for troupe in self._troupes:
             troupe.group.close()
-
-
-def _num_passes(config: TrainConfig) -> float:
-    """How often a step is learned from."""
-    algorithm = config.algorithm
-    return algorithm.epochs if isinstance(algorithm, ImpalaConfig | PpoConfig) else config.replay.samples_per_insert
 
 
 def round_rows(config: TrainConfig) -> int:

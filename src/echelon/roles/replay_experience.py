@@ -13,24 +13,25 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from echelon.config import TrainConfig
-from echelon.errors import DivergedError
+from echelon.errors import DivergedError, diverged
 from echelon.objectives.values import initial_priorities
 from echelon.replay.frames import FrameWriter
 from echelon.replay.nstep import NStep, Transitions
 from echelon.replay.shard import ShardWriter
 from echelon.replay.sum_tree import MAX_PRIORITY
-from echelon.roles.account import diverged
 from echelon.roles.acting import Answer
 from echelon.roles.context import Station
-from echelon.roles.experience import EpisodeLedger
-from echelon.roles.replay_plan import ReplayPlan, stack_leaves
-from echelon.roles.team import Page, Row, Team
+from echelon.roles.experience import EpisodeLedger, Page, Row, Team
+from echelon.roles.frame_stacks import stack_leaves
 from echelon.schema import TrajectorySchema
+
+if TYPE_CHECKING:
+    from echelon.roles.plan.replay import ReplayPlan
 
 Array = np.ndarray[Any, Any]
 START_POLL_S = 0.02  # between looks at whether the learner has opened the run

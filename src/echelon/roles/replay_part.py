@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,24 +17,27 @@ import torch
 from echelon.algorithms.peers import Peers
 from echelon.replay.reader import Seen
 from echelon.replay.sampled import Keys, Mass, Sampled, apportion
-from echelon.roles.replay_plan import ReplayPlan
 from echelon.roles.replay_source import ReplaySource
-from echelon.roles.source import Offer
+from echelon.roles.source import Offer, SharedSource
 from echelon.roles.staging import TransitionStaging
 from echelon.schema import TransitionBatch
+
+if TYPE_CHECKING:
+    from echelon.roles.plan.replay import ReplayPlan
 
 NOTHING = np.zeros(0, np.int64)
 EMPTY = Sampled(Keys(NOTHING, NOTHING), np.zeros(0), 0.0, {})  # what a learner draws whose shards weigh too little
 
 
-class ReplayPart(ReplaySource):
+class ReplayPart(ReplaySource, SharedSource):
     """Parts of batches, drawn as often as the limiter allows all learners together."""
 
     counts_offers = False  # steps are counted when actors make them
 
     def __init__(self, plan: ReplayPlan, device: torch.device, peers: Peers) -> None:
         super().__init__(plan, device)
-        self.peers, self.is_first = peers, self.learner == 0
+        self.peers, self.is_first = peers, peers.rank == 0
+        self.prefetches = False  # what is drawn next depends on what the others have by then
         self.everything = Seen(plan.readers(), self.replay.alpha)
         if not self.is_first:
             life = (plan.config.seed, plan.context.epoch, self.learner, plan.context.incarnation)
@@ -79,9 +82,6 @@ class ReplayPart(ReplaySource):
             largest = float(self.peers.gather(torch.tensor(sampled.max_weight, dtype=torch.float64)).max())
             sampled = replace(sampled, weights=sampled.weights * (sampled.max_weight / largest))
         staging.put(sampled)
-
-    def prefetch(self, version: int) -> None:
-        """What is drawn next depends on what the others have by then."""
 
     def admit(self) -> None:
         if self.is_first:

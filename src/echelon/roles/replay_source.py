@@ -11,12 +11,13 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from echelon.config import ReplayConfig
+from echelon.errors import diverged
 from echelon.replay.archive import Archive
 from echelon.replay.ear import Ear
 from echelon.replay.layout import NothingLeft
@@ -24,21 +25,24 @@ from echelon.replay.reader import Seen
 from echelon.replay.sampled import Draft, Keys
 from echelon.replay.sharded import Replay
 from echelon.replay.sum_tree import MAX_PRIORITY
-from echelon.roles.account import diverged
 from echelon.roles.context import Station
-from echelon.roles.replay_plan import ReplayPlan
-from echelon.roles.source import Counters
-from echelon.roles.staging import BatchMemory, Reading, TransitionStaging
+from echelon.roles.source import Source
+from echelon.roles.staging import BatchMemory, TransitionStaging
+from echelon.roles.update import Reading
 from echelon.schema import TransitionBatch, Tree, space_leaves, unflatten
+
+if TYPE_CHECKING:
+    from echelon.roles.plan.replay import ReplayPlan
 
 Array = np.ndarray[Any, Any]
 FINISH_POLL_S = 0.1  # between two signs of life while the last snapshot is written
 
 
-class ReplaySource:
+class ReplaySource(Source):
     """Batches of transitions, drawn as often as the limiter allows."""
 
     def __init__(self, plan: ReplayPlan, device: torch.device) -> None:
+        super().__init__()
         config: ReplayConfig = plan.config.replay
         self.config, self.device, self.space = config, device, plan.context.spaces.observation
         self.batch_size, self.publish_every = config.batch, config.publish_every
@@ -48,13 +52,13 @@ class ReplaySource:
         self.ear = Ear(side.links, side.limiter.listen(self.learner)) if side.links else None
         self.replay = Replay(side.readers, config.alpha if config.prioritized else 0.0)
         self.everything: Replay | Seen = self.replay  # the shards of the whole run
+        self.content, self.acknowledge = self, self._acknowledge if self.replay.alpha > 0.0 else None
         self.drafts = collections.deque[Draft]()
         self.is_short, self.short_news = False, list[str]()  # whether the shards cannot fill a batch, and what to tell
         self.num_ahead = config.prefetch if side.links else 0
         self.rng = np.random.default_rng((plan.config.seed, plan.context.epoch))
-        self.beta, self.learning_rate = config.beta_start, plan.config.optimizer.learning_rate
-        self.counters = Counters()
-        self.fresh_lag: list[tuple[float, int]] = []  # lag mean and max of batches since the last report
+        self.learning_rate = plan.config.optimizer.learning_rate
+        self.prefetches = device.type != "cpu"
         self.seen = [self.tally.episodes_of(actor) for actor in range(plan.config.num_shards)]
         self.paths = [leaf.path for leaf in space_leaves(self.space)]
         on_cpu, layout = device.type == "cpu", plan.layout
@@ -66,7 +70,7 @@ class ReplaySource:
         self.prefetched: TransitionBatch | None = None
         self.unread = collections.deque[tuple[Keys, Reading]]()  # priorities that a GPU may still be computing
         self.archive = Archive(plan.archive) if config.checkpoint else None
-        self.is_inline = plan.config.engine == "inline"
+        self.waits_for_disk = plan.context.shares_process
 
     # Batches.
 
@@ -81,7 +85,7 @@ class ReplaySource:
 
     def prefetch(self, version: int) -> None:
         """Fetches the batch for a learner at `version`, its next, while the device still learns from this one."""
-        if self.prefetched is None and self.device.type != "cpu":
+        if self.prefetched is None and self.prefetches:
             self._give_back(1)  # the newest are of the batch that it learns from
             self.prefetched = self._fetch(version)
 
@@ -173,15 +177,16 @@ class ReplaySource:
         """Opens the run to the actors, which go on from where the counters stand; once."""
         self.tally.open(self.counters.env_steps, self.counters.episodes)
 
-    def schedule(self, progress: float) -> None:
-        """Sets how far importance weights correct, in a run that is `progress` (0 to 1) done."""
-        self.beta = self.config.beta_start + progress * (self.config.beta_end - self.config.beta_start)
+    @property
+    def beta(self) -> float:
+        """How far importance weights correct."""
+        return self.config.beta_start + self.progress * (self.config.beta_end - self.config.beta_start)
 
     # Priorities.
 
-    def acknowledge(self, keys: Keys, priorities: torch.Tensor) -> None:
+    def _acknowledge(self, keys: Keys, priorities: torch.Tensor) -> None:
         """Gives the transitions of a batch that was learned from their new priorities."""
-        if self.replay.alpha == 0.0 or len(keys) == 0:
+        if len(keys) == 0:
             return
         self.unread.append((keys, Reading(priorities)))
         if self.device.type == "cpu":
@@ -244,25 +249,25 @@ class ReplaySource:
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rng": self.rng.bit_generator.state, "top_priority": self.tally.known_top, "beta": self.beta}
+        return {"rng": self.rng.bit_generator.state, "top_priority": self.tally.known_top, "progress": self.progress}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
             self.rng.bit_generator.state = state["rng"]
             self.tally.raise_top(state["top_priority"], self.learner)
-            self.beta = state.get("beta", self.beta)
+            self.progress = state.get("progress", 0.0)  # missing where an earlier version wrote it: one batch differs
 
     def save(self, name: str) -> None:
         """Begins to write the replay's content as of now, unless that of an earlier checkpoint is still being written.
 
-        The inline engine waits for it: there nothing may depend on how fast a disk is.
+        Waits for it where all roles share one process: there nothing may depend on how fast a disk is.
         """
         if self.archive is None:
             return
         self._give_back()
         self.replay.advance()
         self.archive.begin(name, self.everything, self.limiter)
-        if self.is_inline:
+        if self.waits_for_disk:
             self.finish(lambda: None)
 
     def finish(self, tick: Callable[[], None]) -> None:

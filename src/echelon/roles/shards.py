@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from echelon.roles.context import Context
-from echelon.roles.replay_plan import ReplayPlan
+from echelon.roles.plan.replay import ReplayPlan
 from echelon.roles.serving import Serving
 from echelon.servers.shards import ShardServer
 from echelon.transport.door import announce

@@ -1,19 +1,20 @@
 """Sources: where the learner takes batches from, and what is counted of them.
 
-`QueueSource` takes trajectories, once and in order; `ReplaySource` draws transitions, again and again.
+`QueueSource` takes slots, once and in order; `ReplaySource` draws transitions, again and again.
 """
 
 from __future__ import annotations
 
 import collections
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
 from echelon.roles.context import Station
+from echelon.roles.update import Acknowledge
 
 RETURN_WINDOW = 100  # episodes
 
@@ -68,60 +69,74 @@ class Offer(NamedTuple):
     share: float = 0.0  # a number drawn at random; that of the first learner counts
 
 
-class Source(Protocol):
-    """Where the learner takes batches from."""
-
-    counters: Counters
-    fresh_lag: list[tuple[float, int]]
-    publish_every: int  # batches from one version of the weights to the next
-
-    def take(self, version: int) -> Any | None:
-        """The next batch for a learner at `version`, or None when it is not there yet."""
-
-    def prefetch(self, version: int) -> None:
-        """Fetches the batch for a learner at `version`, its next, while a GPU still learns from this one."""
-
-    def listen(self) -> None:
-        """From here on, what arrives ends a `wait`; look once more before waiting."""
-
-    def wait(self, station: Station, timeout_s: float) -> None:
-        """Sleeps until there may be a batch, at most `timeout_s`."""
-
-    def acknowledge(self, keys: Any, priorities: torch.Tensor) -> None:
-        """What there was to learn from the items of a batch."""
-
-    def admit(self) -> None:
-        """New weights are published: lets the actors go on."""
-
-    def schedule(self, progress: float) -> None:
-        """The run is `progress` (0 to 1) done."""
+class Content(Protocol):
+    """What a source keeps from batch to batch, and across restarts of the learner."""
 
     def figures(self) -> dict[str, Any]:
-        """What to tell of it besides the counters."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def save(self, name: str) -> None:
-        """Begins to write what it holds, for the checkpoint of that name."""
-
-    def finish(self, tick: Callable[[], None]) -> None:
-        """Waits until what `save` began is written; calls `tick` meanwhile."""
+        """How it stands, for the record."""
 
     def news(self) -> list[str]:
         """What the user should be told since the last time."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def save(self, name: str) -> None:
+        """Begins to write all of it, if that is asked for, for the checkpoint of that name."""
+
+    def finish(self, tick: Callable[[], None]) -> None:
+        """Waits until what `save` began is written; calls `tick` meanwhile."""
+
+
+class Source(ABC):
+    """Where the learner takes batches from."""
+
+    publish_every = 1  # batches from one version of the weights to the next
+    rate_window_s = 1.0  # that the recent rate of steps covers
+    counts_epochs = False  # whether the run is counted in epochs: episodes with their updates
+    progress = 0.0  # the part (0 to 1) of the run that is done, as the learner says after every batch it takes
+    content: Content | None = None  # none where everything is learned from once
+    acknowledge: Acknowledge | None = None  # told what there was to learn from the items of a batch
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self.fresh_lag: list[tuple[float, int]] = []  # lag mean and max of batches since the last report
+
+    @abstractmethod
+    def take(self, version: int) -> Any | None:
+        """The next batch for a learner at `version`, or None when it is not there yet."""
+
+    @abstractmethod
+    def prefetch(self, version: int) -> None:
+        """Fetches the batch for a learner at `version`, its next, while a GPU still learns from this one."""
+
+    @abstractmethod
+    def listen(self) -> None:
+        """From here on, what arrives ends a `wait`; look once more before waiting."""
+
+    @abstractmethod
+    def wait(self, station: Station, timeout_s: float) -> None:
+        """Sleeps until there may be a batch, at most `timeout_s`."""
+
+    @abstractmethod
+    def admit(self) -> None:
+        """New weights are published: lets the actors go on."""
+
+    @abstractmethod
     def close(self) -> None: ...
 
 
-class SharedSource(Source, Protocol):
+class SharedSource(Source):
     """Where one of several learners takes its part of every batch from."""
 
-    counts_offers: bool  # whether `offer` counts what it offers, before it is taken
+    counts_offers = True  # whether `offer` counts what it offers, before it is taken
 
+    @abstractmethod
     def offer(self, version: int) -> Offer:
         """What it has for the next batch; the learner is at `version`."""
 
+    @abstractmethod
     def take_part(self, version: int, offers: Sequence[Offer]) -> Any | None:
         """Its part of the next batch, or None if by everybody's `offers`, in order, there is none yet."""

@@ -69,21 +69,3 @@ class TransitionStaging(BatchMemory):
         count = len(self.keys)
         is_whole = count == len(self.block.rows)
         return tensors if is_whole else {name: tensor[:count] for name, tensor in tensors.items()}
-
-
-class Reading:
-    """Numbers on their way from the learner's device: nobody waits for it before they are read."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._copied = tensor.detach(), None
-        if tensor.device.type == "cuda":
-            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._tensor.copy_(tensor.detach(), non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
-
-    def read(self) -> Array:
-        if self._copied is not None:
-            self._copied.synchronize()
-        array: Array = self._tensor.numpy()
-        return array

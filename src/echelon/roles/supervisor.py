@@ -256,9 +256,9 @@ class Supervisor:
 
     def _record(self) -> None:
         """Writes down who runs as which process, whenever that changed."""
-        if isinstance(self.engine, InlineEngine):
+        if (server_pid := self.engine.server_pid) is None:
             return
-        processes = {"coordinator": {"pid": os.getpid()}, "forkserver": {"pid": self.engine.server_pid}}
+        processes = {"coordinator": {"pid": os.getpid()}, "forkserver": {"pid": server_pid}}
         for name, member in self.members.items():
             if (pid := self.engine.pid(name)) is not None:
                 processes[name] = {"pid": pid, "incarnation": member.context.incarnation}

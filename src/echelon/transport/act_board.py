@@ -32,7 +32,8 @@ import numpy as np
 from echelon.errors import TransportError
 from echelon.layout import ALIGNMENT, Leaf, place, size_of, views_of
 from echelon.transport.futex import NUM_MASKS, Word, fence
-from echelon.transport.segments import Doorbell, join_segment
+from echelon.transport.segments import join_segment
+from echelon.transport.shared_memory import Doorbell
 
 Array = np.ndarray[Any, Any]
 WORDS_PER_LINE = ALIGNMENT // 8

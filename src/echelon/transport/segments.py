@@ -1,14 +1,12 @@
-"""What processes of one host share: segments of memory and doorbells. Needs nothing heavier than numpy."""
+"""Segments of memory that processes of one host share. Needs nothing heavier than numpy."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
 import platform
 import secrets
-import select
 import weakref
 from pathlib import Path
 from typing import Any
@@ -86,33 +84,3 @@ def _map(descriptor: int, nbytes: int) -> Array:
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
     weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False  # what lives then still uses it
     return np.frombuffer(memoryview(memory), np.uint8)
-
-
-class Doorbell:
-    """A named FIFO that one process sleeps on and any process rings.
-
-    `ring` never blocks: a full pipe means that a wake-up is pending already. If the sleeper dies, rings are kept for
-    its successor; if a ringer dies, nobody else notices.
-    """
-
-    def __init__(self, path: Path) -> None:
-        with contextlib.suppress(FileExistsError):
-            os.mkfifo(path, 0o600)
-        self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-
-    def ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self.descriptor, b"\0")
-
-    def clear(self) -> None:
-        """Forgets past rings; call it before looking at what they announced, so that none is missed."""
-        with contextlib.suppress(BlockingIOError):
-            while len(os.read(self.descriptor, 65536)) == 65536:
-                pass
-
-    def wait(self, timeout_s: float) -> bool:
-        ready, _, _ = select.select([self.descriptor], [], [], timeout_s)
-        return bool(ready)
-
-    def close(self) -> None:
-        os.close(self.descriptor)

@@ -1,4 +1,4 @@
-"""Shared memory between actors and the learner: the slot ring and the weights board.
+"""Shared memory between actors and the learner: doorbells, the slot ring and the weights board.
 
 Every shared word has one writer at a time; nothing here takes a lock, so no dead process can keep one. Stores become
 visible in program order (x86), which `check_platform` makes sure of.
@@ -6,6 +6,9 @@ visible in program order (x86), which `check_platform` makes sure of.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,10 +17,40 @@ import numpy as np
 
 from echelon.errors import TransportError
 from echelon.layout import ALIGNMENT
-from echelon.transport.segments import Doorbell, join_segment
+from echelon.transport.segments import join_segment
 
 Array = np.ndarray[Any, Any]
 WORDS_PER_LINE = ALIGNMENT // 8
+
+
+class Doorbell:
+    """A named FIFO that one process sleeps on and any process rings.
+
+    `ring` never blocks: a full pipe means that a wake-up is pending already. If the sleeper dies, rings are kept for
+    its successor; if a ringer dies, nobody else notices.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(path, 0o600)
+        self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self.descriptor, b"\0")
+
+    def clear(self) -> None:
+        """Forgets past rings; call it before looking at what they announced, so that none is missed."""
+        with contextlib.suppress(BlockingIOError):
+            while len(os.read(self.descriptor, 65536)) == 65536:
+                pass
+
+    def wait(self, timeout_s: float) -> bool:
+        ready, _, _ = select.select([self.descriptor], [], [], timeout_s)
+        return bool(ready)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
 
 
 class SlotLayout(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,6 @@ from echelon.world.address import check_address, ipc_path, remove
 
 QUEUED_MESSAGES = 20_000  # per peer and direction
 LINGER_MS = 200  # how long `close` waits for what was sent last
-LONGEST_S = 3600.0  # one wait; libzmq counts milliseconds in 32 bits
 BURST = 1000  # messages taken from one socket before the others get their turn
 IGNORED_CONNECTIONS = 10_000  # the oldest are forgotten
 KNOCK_S = 1.0  # how long a listener may take to let us in or hang up
@@ -75,6 +73,8 @@ class Endpoint:
         self._links: dict[str, Socket] = {}
         self._ignored: dict[bytes, None] = {}
         self._gate = secure_server(self._door, self._secret) if self._secret is not None else None
+        self.watched: list[tuple[Any, int]] = []  # what to poll for messages
+        self._watch()
         try:
             self.address = _bind(self._door, address)
         except ConfigError:
@@ -88,7 +88,7 @@ class Endpoint:
 
     def send(self, address: str, frames: list[Buffer]) -> bool:
         """Queues a copy of `frames` for the peer at `address`; False when its queue is full."""
-        self._check_usable()
+        self.check_usable()
         link = self._links.get(address)
         if link is None:
             link = make_socket(self._context, zmq.DEALER, self.max_frame_bytes)
@@ -96,6 +96,7 @@ class Endpoint:
                 secure_client(link, self._secret)
             link.connect(address)
             self._links[address] = link
+            self._watch()
         try:
             link.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -107,19 +108,16 @@ class Endpoint:
         if not self.closed:
             self._door.send_multipart([connection, *frames], zmq.NOBLOCK)
 
-    def arrivals(self, timeout_s: float, fds: Sequence[int] = ()) -> Iterator[Arrival]:
-        """What has come in, after waiting up to `timeout_s` for it or for one of `fds` to be readable.
+    def take(self, ready: Sequence[Any]) -> Iterator[Arrival]:
+        """The messages that came to those of `watched` that are `ready`; other items are passed over.
 
         Whoever handles one arrival may send, drop links, close, or take arrivals itself.
         """
-        self._check_usable()
-        sources: dict[Any, str] = {self._door: "", **{link: address for address, link in self._links.items()}}
-        gate = self._gate.descriptors if self._gate else []
-        watched = [(item, zmq.POLLIN) for item in (*sources, *gate, *fds)]
-        for item, _ in zmq.zmq_poll(watched, math.ceil(min(timeout_s, LONGEST_S) * 1000)):
-            if item in gate and self._gate:
+        addresses = {link: address for address, link in self._links.items()}
+        for item in ready:
+            if self._gate and item in self._gate.descriptors:
                 self._gate.serve()
-            if item not in sources:
+            if item is not self._door and item not in addresses:
                 continue
             for _ in range(BURST):
                 if item.closed:
@@ -129,9 +127,13 @@ class Endpoint:
                 except zmq.Again:
                     break
                 if item is not self._door:
-                    yield Arrival(frames, address=sources[item])
+                    yield Arrival(frames, address=addresses[item])
                 elif frames[0] not in self._ignored:
                     yield Arrival(frames[1:], connection=frames[0])
+
+    def _watch(self) -> None:
+        gate = self._gate.descriptors if self._gate else []
+        self.watched = [(item, zmq.POLLIN) for item in (self._door, *self._links.values(), *gate)]
 
     def ignore(self, connection: bytes) -> None:
         """Takes nothing more from a connection that broke the rules."""
@@ -143,6 +145,7 @@ class Endpoint:
         """Closes the link to a peer and forgets what was queued for it."""
         if link := self._links.pop(address, None):
             link.close(linger=0)
+            self._watch()
 
     def close(self) -> None:
         """Closes everything, waiting a little for what was sent last; a forked copy does nothing."""
@@ -161,7 +164,7 @@ class Endpoint:
         if not self.shared:
             self._context.term()  # returns when everything is sent or has lingered long enough
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         if os.getpid() != self.pid:
             raise ConfigError(
                 f"the endpoint {self.address} was made in process {self.pid} and used in its fork {os.getpid()}. "

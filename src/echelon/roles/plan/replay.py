@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from echelon.config import EnvConfig, TrainConfig
+from echelon.config import TrainConfig
 from echelon.errors import ConfigError
-from echelon.layout import Leaf
 from echelon.replay.archive import Archive
 from echelon.replay.layout import ShardLayout, item_layout
 from echelon.replay.limiter import Limiter, LimiterRule
@@ -23,45 +23,13 @@ from echelon.replay.sharded import Replay
 from echelon.replay.snapshot import most_bytes
 from echelon.replay.wire import Wire
 from echelon.roles.context import Context
+from echelon.roles.frame_stacks import stack_leaves
 from echelon.roles.tally import Tally
 from echelon.room import check_room, free_memory
 from echelon.schema import Spaces, action_leaf, space_leaves
 from echelon.transport.session import secret_of
 
-MOST_FRAMES = 8  # of a stack whose images would be only 1, 3 or 4 pixels wide
 ARRIVAL_S = 60.0  # how long a learner waits for a shard server that is just starting
-
-
-def stack_leaves(config: TrainConfig, spaces: Spaces) -> list[Leaf]:
-    """The leaves of an observation that are stacks of images over their first axis."""
-    frames, leaves = config.replay.frames, space_leaves(spaces.observation)
-    found = [leaf for leaf in leaves if leaf.dtype == np.uint8 and len(leaf.shape) >= 3 and not _is_image(leaf)]
-    if frames != "stacked":
-        num_stacked = _num_stacked(config.env) if frames == "auto" else 0
-        return [leaf for leaf in found if leaf.shape[0] == num_stacked]
-    if not found:
-        shapes = ", ".join(f"{leaf.path} {leaf.shape} of {leaf.dtype}" for leaf in leaves)
-        raise ConfigError(
-            f"replay.frames=stacked, but no observation is a stack of uint8 images (frames, height, width): {shapes}. "
-            "Use --replay.frames whole, or stack frames in the environment, over the first axis."
-        )
-    return found
-
-
-def _is_image(leaf: Leaf) -> bool:
-    """Whether it is a single image with its colours last, (height, width, 1, 3 or 4), and not so many frames."""
-    return len(leaf.shape) == 3 and leaf.shape[2] in (1, 3, 4) and leaf.shape[0] > MOST_FRAMES
-
-
-def _num_stacked(env: EnvConfig) -> int:
-    """How many images an environment that is known to stack them stacks; 0: it is not known."""
-    id = env.id if isinstance(env.id, str) else f"{env.id.__module__}:{getattr(env.id, '__qualname__', '')}"
-    if id in ("echelon.envs.racing:Pixels", "echelon.envs.racing:PixelPool"):
-        return int(env.kwargs.get("stack", 4))
-    is_grey = env.kwargs.get("gray_scale", True)  # EnvPool lays the colours of all frames into one axis
-    if id.startswith("ALE/") or (id.startswith("envpool:") and is_grey):
-        return int(env.kwargs.get("stack_num", 4))
-    return 0
 
 
 def transition_layout(config: TrainConfig, spaces: Spaces) -> ShardLayout:
@@ -212,6 +180,11 @@ class ReplayPlan:
 
     def tally(self) -> Tally:
         return Tally.at(self.folder, self.config.num_shards, self.config.learner.num_learners)
+
+    def tally_steps(self) -> Callable[[], int]:
+        """Says how many steps the run has made."""
+        tally = self.tally()
+        return lambda: tally.env_steps
 
     @property
     def archive(self) -> Path:

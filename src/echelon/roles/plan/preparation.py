@@ -7,19 +7,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from echelon.config import OwnConfig, TrainConfig
+from echelon.config import TrainConfig
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.envs.make import probe_spaces
 from echelon.errors import ConfigError
 from echelon.names import absolute, describe_callable, text_of
 from echelon.roles.brought import Brought
-from echelon.roles.choice import Choice, choose_acting
 from echelon.roles.context import Context
 from echelon.roles.lobby import await_spaces
 from echelon.roles.own import StateLayout, state_of
-from echelon.roles.placement import learner_device, pick_device
-from echelon.roles.plan import Plan
+from echelon.roles.placement import pick_device
+from echelon.roles.plan.choice import Choice, choose_acting
+from echelon.roles.plan.parts import Plan
+from echelon.roles.plan.placement import learner_device
 from echelon.room import check_room, free_memory
 from echelon.runs.checkpoint import find_weights
 from echelon.runs.folder import check_new, default_run_dir
@@ -64,6 +65,7 @@ def prepare(
         address=f"ipc://{session}/world" if config.engine != "inline" else f"inproc://{session.name}",
         run_dir=run_dir.absolute(),
         started_at=started_at,
+        shares_process=config.engine == "inline",
         brought=brought,
     )
     if own is not None:
@@ -79,7 +81,7 @@ def _find_spaces(
     config: TrainConfig, own: StateLayout | None, brought: Brought | None, tell: Callable[[str], None]
 ) -> tuple[Spaces, TrainConfig]:
     """What is observed and done, and the configuration with the address that workers know by then."""
-    if isinstance(config.algorithm, OwnConfig) and own is None:
+    if config.algorithm.is_users and own is None:
         raise ConfigError(
             f"{config.run.dir or 'this run'} trains a policy of its user's own: run the program that brings it "
             "(AsyncLearningNode, with resume=True to go on)."

@@ -37,8 +37,9 @@ from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, ProcessSpec
 from echelon.errors import ConfigError
 from echelon.roles.context import Context
-from echelon.roles.placement import learner_device, pick_device
-from echelon.roles.plan import act_layout, num_groups
+from echelon.roles.placement import pick_device
+from echelon.roles.plan.layouts import act_layout, num_groups
+from echelon.roles.plan.placement import learner_device
 from echelon.roles.rehearsal import RESULT, Measured, round_rows
 from echelon.roles.supervisor import cause_of
 

@@ -1,0 +1,44 @@
+"""Which parts of an observation are stacks of images, whose frames the replay stores once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from echelon.config import EnvConfig, TrainConfig
+from echelon.errors import ConfigError
+from echelon.layout import Leaf
+from echelon.schema import Spaces, space_leaves
+
+MOST_FRAMES = 8  # of a stack whose images would be only 1, 3 or 4 pixels wide
+
+
+def stack_leaves(config: TrainConfig, spaces: Spaces) -> list[Leaf]:
+    """The leaves of an observation that are stacks of images over their first axis."""
+    frames, leaves = config.replay.frames, space_leaves(spaces.observation)
+    found = [leaf for leaf in leaves if leaf.dtype == np.uint8 and len(leaf.shape) >= 3 and not _is_image(leaf)]
+    if frames != "stacked":
+        num_stacked = _num_stacked(config.env) if frames == "auto" else 0
+        return [leaf for leaf in found if leaf.shape[0] == num_stacked]
+    if not found:
+        shapes = ", ".join(f"{leaf.path} {leaf.shape} of {leaf.dtype}" for leaf in leaves)
+        raise ConfigError(
+            f"replay.frames=stacked, but no observation is a stack of uint8 images (frames, height, width): {shapes}. "
+            "Use --replay.frames whole, or stack frames in the environment, over the first axis."
+        )
+    return found
+
+
+def _is_image(leaf: Leaf) -> bool:
+    """Whether it is a single image with its colours last, (height, width, 1, 3 or 4), and not so many frames."""
+    return len(leaf.shape) == 3 and leaf.shape[2] in (1, 3, 4) and leaf.shape[0] > MOST_FRAMES
+
+
+def _num_stacked(env: EnvConfig) -> int:
+    """How many images an environment that is known to stack them stacks; 0: it is not known."""
+    id = env.id if isinstance(env.id, str) else f"{env.id.__module__}:{getattr(env.id, '__qualname__', '')}"
+    if id in ("echelon.envs.racing:Pixels", "echelon.envs.racing:PixelPool"):
+        return int(env.kwargs.get("stack", 4))
+    is_grey = env.kwargs.get("gray_scale", True)  # EnvPool lays the colours of all frames into one axis
+    if id.startswith("ALE/") or (id.startswith("envpool:") and is_grey):
+        return int(env.kwargs.get("stack_num", 4))
+    return 0

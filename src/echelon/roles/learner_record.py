@@ -1,0 +1,152 @@
+"""What a learner reports and saves: rows of metrics, checkpoints, the final weights and the figures of the summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from echelon.runs.checkpoint import CheckpointWriter, save_weights, weights_sha256
+
+if TYPE_CHECKING:
+    from echelon.roles.learner import Learner
+
+# A row of metrics comes after 2 % of the time so far, within these bounds: a run of seconds has a curve, one of days a
+# file that can be read.
+MIN_REPORT_S, MAX_REPORT_S = 0.1, 2.0
+
+
+class LearnerRecord:
+    """The record of one learner; only the first of several reports its progress and saves."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner, self.context, self.station = learner, learner.context, learner.station
+        run = self.context.train.run
+        self.checkpoints = self.context.run_dir / "checkpoints"
+        self.writer = CheckpointWriter(self.checkpoints, run.keep_checkpoints, learner.tick)
+        self.born, self.next_report = time.perf_counter(), 0.0
+        self.interval_s = run.checkpoint_interval_s
+        self.next_checkpoint = time.monotonic() + self.interval_s
+
+    def report_place(self, checkpoint: str) -> None:
+        """Says where a successor starts from, with `checkpoint` "" at the beginning."""
+        counters = self.learner.counters
+        if self.context.incarnation > 0 and self.learner.is_first:
+            self.station.report("restored", checkpoint, counters.env_steps, counters.updates)
+
+    def report(self, now: float) -> None:
+        self.next_report = now + min(max(0.02 * (now - self.born), MIN_REPORT_S), MAX_REPORT_S)
+        if self.learner.is_first:
+            if self.learner.source.counts_epochs:  # workers' steps come whether a batch is due or not
+                self.learner.rate.note(now, self.learner.counters.env_steps)
+            self.station.report("train", self.row())
+        self._report_news()
+
+    def _report_news(self) -> None:
+        content = self.learner.source.content
+        for text in content.news() if content is not None else []:
+            self.station.report("message", text)
+
+    def row(self) -> dict[str, Any]:
+        """Where the run stands: one row of the metrics."""
+        learner, counters, lags = self.learner, self.learner.counters, self.learner.fresh_lag
+        row: dict[str, Any] = {
+            "env_steps": counters.env_steps,
+            "episodes": counters.episodes,
+            "updates": counters.updates,
+            "version": learner.version,
+            "wall_s": self.context.elapsed_s,
+            "env_steps_per_s": learner.rate.recent(),
+            "return_mean": counters.return_mean,
+            "return_max": counters.return_max,
+            "length_mean": sum(counters.lengths) / len(counters.lengths) if counters.lengths else None,
+            "lag_mean": sum(mean for mean, _ in lags) / len(lags) if lags else counters.lag_mean,
+            "lag_max": max(peak for _, peak in lags) if lags else counters.lag_max,
+            "dropped": counters.dropped,
+            "learning_rate": learner.trainable.learning_rate,
+            "progress": learner.progress(counters.env_steps),
+        }
+        if learner.source.counts_epochs:
+            row["epoch"] = learner.epochs
+        if learner.source.content is not None:
+            row["replay"] = learner.source.content.figures()
+        row["loss"] = learner.account.take()
+        lags.clear()
+        return row
+
+    def checkpoint(self) -> Path:
+        """Begins to write everything a successor needs; atomic, and never weights that are lost."""
+        learner, content = self.learner, self.learner.source.content
+        if not learner.trainable.is_finite():
+            raise learner.diverged(f"the weights became NaN or infinite at update {learner.counters.updates}")
+        self.next_checkpoint = time.monotonic() + self.interval_s
+        tree = {
+            **learner.trainable.state_dict(),
+            "counters": learner.counters.state_dict(),
+            "source": content.state_dict() if content is not None else {},
+            "version": learner.version,
+            "rng": torch.get_rng_state(),
+            "epoch": self.context.epoch,
+            "wall_s": self.context.elapsed_s,
+        }
+        path = self.writer.save(tree, step=learner.counters.env_steps)
+        if self.context.shares_process:  # there nothing may depend on how fast a disk is
+            self.writer.wait()
+        if content is not None:
+            content.save(path.name)
+        return path
+
+    def checkpoint_if_possible(self) -> None:
+        """A full disk does not end the training; the next checkpoint may find room again."""
+        self._report_failure(self.writer.wait)
+        self._report_failure(self.checkpoint)
+
+    def _report_failure(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            text = f"no checkpoint could be written to {self.checkpoints}: {error}. Training goes on; make room there."
+            self.station.report("message", text)
+
+    def finish(self) -> None:
+        """Leaves a final checkpoint, the weights and the summary's figures."""
+        now, learner, counters = time.perf_counter(), self.learner, self.learner.counters
+        row, content = self.row(), self.learner.source.content
+        if content is not None:
+            content.finish(learner.tick)  # of an earlier checkpoint: the last one comes with what it is made of
+        self._report_failure(self.writer.wait)  # and is written whatever became of that
+        checkpoint = self.checkpoint()
+        self.writer.wait()
+        if content is not None:
+            content.finish(learner.tick)
+        self._report_news()
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in learner.trainable.weights().items()}
+        told = {"env_steps": str(counters.env_steps)}
+        self.writer.begin(save_weights, self.context.run_dir / "weights.safetensors", weights, told)
+        self.writer.wait()
+        self.station.report("train", row)
+        self.station.report(
+            "finished",
+            {
+                "reason": learner.stop_reason() or "stopped",
+                "env_steps": counters.env_steps,
+                "episodes": counters.episodes,
+                "updates": counters.updates,
+                "env_steps_per_s": learner.rate.steady_state(now, counters.env_steps),
+                "return_mean": counters.return_mean,
+                "return_max": counters.return_max,
+                "lag_mean": counters.lag_mean,
+                "lag_max": counters.lag_max,
+                "dropped": counters.dropped,
+                "weights_sha256": weights_sha256(weights),
+                "checkpoint": str(checkpoint),
+                "device": str(learner.trainable.device),
+                **({"replay": content.figures()} if content is not None else {}),
+            },
+        )
+
+    def close(self) -> None:
+        self.writer.close()

@@ -1,0 +1,87 @@
+"""How large the shared structures of a run are: the slot ring, groups of environments, the board of act requests."""
+
+from __future__ import annotations
+
+from echelon.config import TrainConfig
+from echelon.errors import ConfigError
+from echelon.roles.context import Context
+from echelon.schema import action_leaf, space_leaves
+from echelon.transport.act_board import ActLayout
+
+
+def num_pieces(config: TrainConfig) -> int:
+    """Slots that a trajectory of an actor takes: one, or of its own gradients one each."""
+    return getattr(config.algorithm, "minibatches", 1) if config.algorithm.slots == "gradients" else 1
+
+
+def window(config: TrainConfig) -> int:
+    """Slots an actor may be ahead of the learner, which is also how many it has.
+
+    A bound on the lag decides it; without one it is `actor.slots` trajectories, or what it takes to fill a batch.
+    """
+    actor, lag, batch, pieces = config.actor, config.learner.max_lag, config.batch_trajectories, num_pieces(config)
+    if lag is None:
+        return max(actor.slots * pieces, -(-batch // actor.num_actors) + pieces)
+    if batch % actor.num_actors:
+        raise ConfigError(
+            f"learner.batch={batch} is not a multiple of the {actor.num_actors} actors, but learner.max_lag={lag} "
+            "needs every actor to bring the same share. Use a multiple, or 0 for one trajectory each."
+        )
+    share = batch // actor.num_actors
+    if share % pieces and lag * share < pieces - 1:  # an actor would wait for room with less than its share written
+        raise ConfigError(
+            f"algorithm.minibatches={pieces} gradients of a rollout are more than an actor may be ahead with "
+            f"learner.batch={batch} and learner.max_lag={lag}. Use --learner.batch {pieces * actor.num_actors}, or a "
+            "multiple of it."
+        )
+    return (lag + 1) * share
+
+
+def num_groups(config: TrainConfig) -> int:
+    """Groups that the environments of an actor are stepped in: with local acting one, else what was asked for.
+
+    Two by default, so that an actor steps one while the other's actions are chosen.
+    """
+    envs, groups = config.actor.envs, config.acting.groups
+    if config.acting.mode != "central":
+        return 1
+    if groups and envs % groups:
+        raise ConfigError(
+            f"acting.groups={groups} does not divide the actor.envs={envs} environments of an actor. Use a divisor, or "
+            "0 to have it chosen."
+        )
+    groups = groups or (1 if envs % 2 else 2)
+    if 0 < config.acting.max_batch < envs // groups:
+        raise ConfigError(
+            f"acting.max_batch={config.acting.max_batch} is below the {envs // groups} environments of one request "
+            f"(actor.envs={envs} in {groups} groups). Raise it, or --acting.groups, or use 0 for no limit."
+        )
+    return groups
+
+
+def act_layout(context: Context) -> ActLayout:
+    """The board of act requests of a run with central acting."""
+    config, spaces = context.train, context.spaces
+    servers, actors = config.acting.servers, config.actor.num_actors
+    if servers > actors:
+        raise ConfigError(
+            f"acting.servers={servers} exceeds actor.num_actors={actors}, and a server without an actor does nothing. "
+            "Lower it, or raise --actors."
+        )
+    groups = num_groups(config)
+    return ActLayout(
+        observation=tuple(space_leaves(spaces.observation)),
+        action=action_leaf(spaces.action),
+        state_shapes=context.state_shapes,
+        rows=config.actor.envs // groups,
+        num_clients=actors,
+        num_groups=groups,
+        num_servers=servers,
+    )
+
+
+def num_passes(config: TrainConfig) -> float:
+    """How often a step is learned from."""
+    if config.algorithm.experience == "replay":
+        return config.replay.samples_per_insert
+    return getattr(config.algorithm, "epochs", 1)
