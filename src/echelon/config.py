@@ -79,7 +79,7 @@ class LearnerConfig:
     num_learners: int = 1  # processes that share every batch; --learners
     patience_s: float = 2.0  # with max_lag >= 1: how long a batch waits for an actor that stalled
     device: str = "auto"  # auto, cpu, cuda, cuda:N
-    threads: int = 0  # torch threads of each learner; 0: for a large network on the CPU all cores, shared out, else 1
+    threads: int = 0  # torch threads of each learner; 0: chosen by the work of a batch and the cores that actors leave
     precision: Literal["float32", "bfloat16"] = "float32"
     compile: bool = False  # torch.compile of the loss
 

@@ -88,7 +88,7 @@ def resume(
     if steps or minutes or epochs or until_return is not None:
         config = replace(config, stop=StopConfig(steps, minutes, until_return, epochs))
     if learners is not None:
-        config = replace(config, learner=replace(config.learner, num_learners=learners))
+        config = replace(config, learner=replace(config.learner, num_learners=learners, threads=0))  # chosen anew
     past_epochs = counters["updates"] // config.workers.updates
     reason = stop_reason(config.stop, counters["env_steps"], counters["returns"], wall_s, past_epochs)
     if reason:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+import echelon
 from echelon.config import replace
 from echelon.errors import ConfigError
 from echelon.presets import preset
 from echelon.roles.placement import MIN_GPU_PARAMETERS, have_own_gpus, pick_device
-from echelon.roles.plan.placement import MIN_REPLAY_PARAMETERS, learner_device
+from echelon.roles.plan.layouts import minibatch_samples
+from echelon.roles.plan.placement import MIN_REPLAY_PARAMETERS, learner_device, learner_threads
+from echelon.training import resume
 
 
 def test_auto_takes_a_gpu_for_networks_that_gain_and_replay_gains_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,3 +64,50 @@ def test_learners_take_the_gpus_in_turns_and_nccl_where_each_has_its_own(
     assert [learner_device(one, 1, index) for index in range(2)] == ["cuda:0", "cuda:0"]
     assert not have_own_gpus(one.learner, torch.device("cuda:0")), "all share the one that was named"
     assert learner_device(replace(config, **{"learner.device": "auto"}), 1, 1) == "cpu"
+
+
+WIDE = {"actor.num_actors": 12, "actor.envs": 512}  # impala: 12 x 512 x 20 samples a batch
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "num_parameters", "cores", "threads"),
+    [
+        ("impala", WIDE, 9_184, 16, 4),  # as many as the actors leave
+        ("impala", WIDE, 9_184, 64, 5),  # as many as pay
+        ("impala", WIDE, 9_184, 8, 1),  # the actors leave none
+        ("impala", {}, 9_184, 16, 1),  # a small batch
+        ("impala", WIDE | {"algorithm.minibatches": 4}, 9_184, 64, 1),
+        ("impala", WIDE | {"learner.num_learners": 2}, 9_184, 16, 2),
+        ("impala", WIDE | {"learner.threads": 3}, 9_184, 16, 3),
+        ("impala", WIDE | {"learner.max_lag": 0}, 9_184, 16, 1),  # repeats exactly
+        ("impala", WIDE | {"engine": "inline"}, 9_184, 16, 1),
+        ("impala", {}, MIN_GPU_PARAMETERS, 16, 16),  # a large network
+        ("impala", {"learner.max_lag": 0}, MIN_GPU_PARAMETERS, 16, 16),
+        ("sac", {"replay.batch": 8_192, "replay.min_size": 8_192}, 67_344, 16, 2),
+        ("sac", {}, 67_344, 16, 1),
+        ("a3c", WIDE, 9_184, 64, 1),  # gradients, which the actors found
+    ],
+)
+def test_a_learner_has_the_threads_that_pay(
+    name: str, changes: dict[str, Any], num_parameters: int, cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    config = replace(preset(name, "Pendulum-v1" if name == "sac" else "CartPole-v1"), **changes)
+    config = replace(config, **{"learner.device": "cpu"})
+    assert learner_threads(config, num_parameters, minibatch_samples(config)) == threads
+
+
+def test_the_threads_of_a_learner_are_recorded_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded() -> int:
+        threads: int = json.loads((tmp_path / "run" / "config.json").read_text())["config"]["learner"]["threads"]
+        return threads
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+        fields = {"actor.num_actors": 1, "actor.envs": 128, "network.hidden": (256, 256), "stop.steps": 1}
+        fields |= {"run.dir": str(tmp_path / "run"), "evaluation.interval_s": 0.0, "acting.mode": "local"}
+        config = replace(preset("impala", "CartPole-v1"), **fields, **{"env.vector": "vector_entry_point"})
+        echelon.train(replace(config, **{"learner.batch": 2}), output=io.StringIO())
+    assert recorded() == 3
+    resume(tmp_path / "run", steps=20_000, output=io.StringIO())
+    assert recorded() == 3, "on a machine with fewer cores too"

@@ -37,16 +37,6 @@ def pick_device(name: str, num_parameters: int, option: str = "--device", *, lea
     return name
 
 
-def learner_threads(config: LearnerConfig, model: Model) -> int:
-    """Torch threads of a learner: what was asked for, or what pays.
-
-    A large network keeps all cores busy, and actors wait for it more often than it for them; the operations of a small
-    one are too short to share.
-    """
-    cores = max(1, len(os.sched_getaffinity(0)) // config.num_learners)
-    return config.threads or (cores if _is_shared(model) else 1)
-
-
 def server_threads(config: TrainConfig, model: Model) -> int:
     """Torch threads of an inference server: of a large network, its share of the cores that are not spoken for.
 

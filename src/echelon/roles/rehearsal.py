@@ -25,7 +25,7 @@ from echelon.envs.loop import LoopGroup
 from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
 from echelon.roles.context import Context
-from echelon.roles.placement import learner_threads, pick_device, server_threads
+from echelon.roles.placement import pick_device, server_threads
 from echelon.roles.plan.layouts import num_groups, num_passes
 from echelon.roles.plan.parts import Plan
 from echelon.roles.plan.placement import learner_device
@@ -236,7 +236,7 @@ class Rehearsal:
         rows = actor.envs * (actor.trajectory if act.cpu_s < SHORT_S else 1)
         [forward] = measure(self._forward(rows).evaluate)
         cpu_s = LEARN_FORWARDS * num_passes(self.config) * forward.cpu_s / rows
-        return Cost(cpu_s / (learner_threads(learner, model) * learner.num_learners), cpu_s)
+        return Cost(cpu_s / ((learner.threads or 1) * learner.num_learners), cpu_s)
 
     def close(self) -> None:
         for troupe in self._troupes:

@@ -23,7 +23,6 @@ from echelon.algorithms.peers import ALONE, Peers
 from echelon.algorithms.protocol import POLICY, Algorithm, Group, Loss
 from echelon.algorithms.replayed import Replayed
 from echelon.config import OptimizerConfig, TrainConfig
-from echelon.roles.placement import learner_threads
 from echelon.schema import Batch, GradientBatch, TransitionBatch
 
 Array = np.ndarray[Any, Any]
@@ -283,7 +282,7 @@ class ModelTrainable:
             torch.cuda.set_device(self.device.index or 0)
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.benchmark = True  # shapes stay the same from batch to batch
-        self.threads = learner_threads(config.learner, model)
+        self.threads = config.learner.threads or 1
         self.algorithm = build_algorithm(config.algorithm, model, config.seed, peers)
         self.update = LocalUpdate(config.optimizer, model, self.algorithm.groups, peers)
         # What a network of the user's keeps beside its parameters is known to it alone, so all learners have one's.

@@ -37,6 +37,16 @@ def window(config: TrainConfig) -> int:
     return (lag + 1) * share
 
 
+def minibatch_samples(config: TrainConfig) -> int:
+    """Samples that a step of the optimizer is made of, over all learners."""
+    if config.algorithm.experience == "replay":
+        return config.replay.batch
+    if config.algorithm.slots == "gradients":
+        return 1  # the actors have been through the samples
+    actor, pieces = config.actor, int(getattr(config.algorithm, "minibatches", 1))
+    return config.batch_trajectories * actor.trajectory * actor.envs // pieces
+
+
 def num_groups(config: TrainConfig) -> int:
     """Groups that the environments of an actor are stepped in: with local acting one, else what was asked for.
 

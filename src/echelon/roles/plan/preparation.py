@@ -19,8 +19,9 @@ from echelon.roles.lobby import await_spaces
 from echelon.roles.own import StateLayout, state_of
 from echelon.roles.placement import pick_device
 from echelon.roles.plan.choice import Choice, choose_acting
+from echelon.roles.plan.layouts import minibatch_samples
 from echelon.roles.plan.parts import Plan
-from echelon.roles.plan.placement import learner_device
+from echelon.roles.plan.placement import learner_threads
 from echelon.room import check_room, free_memory
 from echelon.runs.checkpoint import find_weights
 from echelon.runs.folder import check_new, default_run_dir
@@ -97,9 +98,11 @@ def _find_spaces(
 def _choose(
     context: Context, engine: InlineEngine | LocalEngine, tell: Callable[[str], None]
 ) -> tuple[Context, Choice]:
-    """Checks what depends on the model, and chooses who acts."""
+    """Checks what depends on the model, and chooses who acts and with how many threads the learner learns."""
     config, model = context.train, Plan(context).model
-    learner_device(config, model.parameters.numel())
+    threads = learner_threads(config, model.parameters.numel(), minibatch_samples(config))
+    config = replace(config, learner=replace(config.learner, threads=threads))
+    context = replace(context, train=config)
     if config.run.init_from and context.epoch == 0:
         model.load_weights(find_weights(config.run.init_from), config.run.init_from)
     if config.experience == "replay":
