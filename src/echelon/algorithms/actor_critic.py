@@ -129,8 +129,8 @@ class RewardScale:
         """Takes the returns of `batch` into the running deviation."""
         if not self.normalize:
             return
-        for columns in _in_order(batch.lanes.tolist()):
-            self._observe(batch, np.array(columns))
+        for columns in _in_order(batch.lanes.cpu().numpy()):
+            self._observe(batch, columns)
 
     def moments(self, batch: Batch) -> list[float]:
         """Those of the returns of `batch` alone, which are not taken into the deviation."""
@@ -139,7 +139,7 @@ class RewardScale:
         found, (self.count, self.mean, self.squares) = [self.count, self.mean, self.squares], past
         return found
 
-    def _observe(self, batch: Batch, columns: Array) -> None:
+    def _observe(self, batch: Batch, columns: Array | slice) -> None:
         """Takes in columns of different lanes."""
         lanes = batch.lanes.cpu().numpy()[columns]
         if int(lanes.max()) >= self.returns.numel():
@@ -181,13 +181,16 @@ class RewardScale:
         self.mean, self.squares = state["mean"], state["squares"]
 
 
-def _in_order(lanes: list[int]) -> list[list[int]]:
+def _in_order(lanes: Array) -> Iterator[Array | slice]:
     """Columns in rounds in which every lane occurs once: a batch may hold several trajectories of one, oldest first."""
-    rounds: list[list[int]] = []
-    seen: dict[int, int] = {}
-    for column, lane in enumerate(lanes):
-        turn = seen[lane] = seen.get(lane, -1) + 1
-        if turn == len(rounds):
-            rounds.append([])
-        rounds[turn].append(column)
-    return rounds
+    order = lanes.argsort(kind="stable")
+    same = lanes[order]
+    begins = np.flatnonzero(np.diff(same, prepend=same[0] - 1))  # where a lane's columns begin among the sorted ones
+    place = np.arange(len(lanes))
+    turn = np.empty_like(place)
+    turn[order] = place - begins.repeat(np.diff(begins, append=len(lanes)))
+    if not turn.any():
+        yield slice(None)  # all of them, and no copies
+        return
+    for number in range(int(turn.max()) + 1):
+        yield np.flatnonzero(turn == number)

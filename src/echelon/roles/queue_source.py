@@ -306,6 +306,6 @@ class QueueSource(RingSource[Staging]):
         lag, valid = version - arrays["version"], arrays["valid"]
         self._count_lag(lag, valid.reshape(*lag.shape, -1).sum(-1))  # valid steps per row of each trajectory
         length = arrays["episode_length"]
-        for t, lane in np.argwhere(length).tolist():
-            counters.episodes += 1
-            counters.note_episode(float(arrays["episode_return"][t, lane]), int(length[t, lane]))
+        ended = length.nonzero()
+        counters.episodes += len(ended[0])
+        counters.note_episodes(arrays["episode_return"][ended].tolist(), length[ended].tolist())

@@ -48,6 +48,13 @@ class Counters:
         self.lengths.append(length)
         self.return_max = value if self.return_max is None else max(self.return_max, value)
 
+    def note_episodes(self, values: list[float], lengths: list[int]) -> None:
+        """Episodes ended with these returns and lengths: many at once, as short ones of many environments do."""
+        self.returns.extend(values)
+        self.lengths.extend(lengths)
+        best = [] if self.return_max is None else [self.return_max]
+        self.return_max = max(best + values, default=None)
+
     def state_dict(self) -> dict[str, Any]:
         names = ("env_steps", "episodes", "updates", "dropped", "lag_sum", "lag_steps", "lag_max", "return_max")
         state: dict[str, Any] = {name: getattr(self, name) for name in names}
