@@ -17,6 +17,7 @@ from echelon.roles.context import Context, Station
 from echelon.roles.gradient_slots import GradientSchema
 from echelon.roles.journal import Journal
 from echelon.roles.own import StateLayout
+from echelon.roles.placement import keep_freed_memory
 from echelon.roles.plan.layouts import act_layout, num_groups, num_pieces, window
 from echelon.roles.plan.placement import learner_device
 from echelon.roles.plan.replay import ReplayPlan
@@ -165,6 +166,8 @@ class Plan:
 
         config = context.train
         device = learner_device(config, self.model.parameters.numel(), context.index)
+        if device == "cpu" and not context.shares_process and context.brought is None:  # a process of its own
+            keep_freed_memory()
         model = self.model if device == "cpu" else Plan(context, device=device).model
         return ModelTrainable(config, model, join_learners(context, node, model.device))
 
