@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from echelon.bounds import at_least, fractions
+from echelon.fields import Section, doc
 
 Distribution = Literal["stochastic", "greedy", "deterministic", "squashed"]  # how network outputs become actions
 Experience = Literal["queue", "replay"]  # learned from once and in order, or drawn again and again
 Slots = Literal["trajectories", "gradients"]  # what actors write
 
 
-@dataclass(frozen=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section, frozen=True):
     """The `algorithm` section of a run. A rule subclasses it in its module of `echelon.presets`, with its own values.
 
     A part is named by import path ("module:name"), so that nothing of it is imported before it is needed.
     """
 
-    classes: ClassVar[dict[str, type[AlgorithmConfig]]] = {}  # every rule's, by name
+    SECTION = "algorithm"
 
     builder: ClassVar[str] = ""  # builder(config, model, seed, peers); "": the user's program brings the rule
     network: ClassVar[str] = "echelon.algorithms.value_networks:actor_critic"  # network(network_config, spaces, config)
@@ -28,9 +26,8 @@ class AlgorithmConfig:
     experience: ClassVar[Experience] = "queue"
     slots: ClassVar[Slots] = "trajectories"
 
-    name: str = ""
-    discount: float = 0.99
-    reward_clip: float = 0.0  # of single rewards; 0: none; 1: to [-1, 1] as on Atari
+    name: Annotated[str, doc("the learning rule")] = ""
+    discount: Annotated[float, doc("weight of a reward one step later", ge=0, le=1)] = 0.99
 
     @property
     def is_users(self) -> bool:
@@ -42,9 +39,15 @@ class AlgorithmConfig:
         """Whether the deviation of rewards travels with the weights, as actors learn from rewards of their own."""
         return False
 
-    def __init_subclass__(cls) -> None:
-        AlgorithmConfig.classes[cls.name] = cls
+    @property
+    def reward_clip(self) -> float:
+        """The largest size of a single reward, 0 for any: a field of every rule."""
+        raise NotImplementedError
 
-    def __post_init__(self) -> None:
-        fractions(self, "algorithm", "discount")
-        at_least(self, "algorithm", reward_clip=0)
+    @classmethod
+    def classes(cls) -> dict[str, type[AlgorithmConfig]]:
+        """The config classes of all rules, by name."""
+        found: dict[str, type[AlgorithmConfig]] = {}
+        for rule in cls.__subclasses__():
+            found |= {rule().name: rule, **rule.classes()}
+        return found

@@ -1,254 +1,59 @@
-"""What a user can set: frozen dataclasses, one section a part; a field is read in one module."""
+"""What a user can set: a training run whole, of frozen sections; a field is read in one module."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import field
+from msgspec.structs import replace as replace_struct
 
 from echelon.algorithm_config import AlgorithmConfig as AlgorithmConfig
-from echelon.bounds import at_least, fractions, require, tcp_address
+from echelon.fields import AnySection, Section, doc, require
+from echelon.sections import ActingConfig as ActingConfig
+from echelon.sections import ActorConfig as ActorConfig
+from echelon.sections import EnvConfig as EnvConfig
+from echelon.sections import EvaluationConfig as EvaluationConfig
+from echelon.sections import LearnerConfig as LearnerConfig
+from echelon.sections import NetworkConfig as NetworkConfig
+from echelon.sections import OptimizerConfig as OptimizerConfig
+from echelon.sections import ReplayConfig as ReplayConfig
+from echelon.sections import RunConfig as RunConfig
+from echelon.sections import StopConfig as StopConfig
+from echelon.sections import SupervisionConfig as SupervisionConfig
+from echelon.sections import WorkersConfig as WorkersConfig
 
 
 def __getattr__(name: str) -> Any:
-    """The config classes of learning rules, which lie with their presets."""
-    import_module("echelon.presets")
-    for cls in AlgorithmConfig.classes.values():
-        if cls.__name__ == name:
-            return cls
+    """The config class of a learning rule, which lies with its presets."""
+    if name in (rules := _rules()):
+        return rules[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class EnvConfig:
-    """Which environment, and how it is made and stepped."""
-
-    id: str | Callable[..., Any] = "CartPole-v1"  # gymnasium id, "module:factory", "file.py:factory", "envpool:ID"
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    wrappers: tuple[str, ...] = ()  # "module:callable", applied in order to each environment
-    vector: Literal["auto", "loop", "vector_entry_point"] = "auto"  # auto: vectorised for Atari, else our loop
-    on_error: Literal["stop", "restart"] = "stop"  # what an environment that raises does to the run
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_rules()})
 
 
-@dataclass(frozen=True, slots=True)
-class ActorConfig:
-    """How experience is collected."""
-
-    num_actors: int = 2
-    envs: int = 16  # K, environments per actor
-    trajectory: int = 20  # T, steps per trajectory
-    slots: int = 4  # trajectories each actor may have written and unread
-
-    def __post_init__(self) -> None:
-        at_least(self, "actor", num_actors=1, envs=1, trajectory=1, slots=1)
+def _rules() -> dict[str, type[AlgorithmConfig]]:
+    import_module("echelon.presets")
+    return {cls.__name__: cls for cls in AlgorithmConfig.classes().values()}
 
 
-@dataclass(frozen=True, slots=True)
-class ActingConfig:
-    """Who chooses the actions: every actor with its own copy of the policy, or inference servers for all of them."""
-
-    mode: Literal["auto", "local", "central"] = "auto"  # auto: what measures faster at the start
-    servers: int = 1  # inference servers, which share the actors
-    groups: int = 0  # an actor steps one group of its environments while others wait for actions; 0: 2 if envs is even
-    batch: bool = True  # false: every request is answered alone
-    max_batch: int = 0  # environments per forward pass; 0: all that ask
-    max_wait_us: float = 200.0  # how long a request waits for those of the other actors
-    spin_us: float = 0.0  # how long a server looks for requests before it sleeps; for machines with idle cores
-    value: bool = False  # replies carry the value of what was seen, too; the rules here do without
-    device: str = "auto"  # where the servers compute: auto, cpu, cuda, cuda:N
-    transport: Literal["shm", "tcp"] = "shm"  # how requests travel: shared memory, or ZeroMQ over TCP
-    address: str = "tcp://127.0.0.1:0"  # where servers listen with tcp; off the loopback only with ECHELON_SECRET
-
-    def __post_init__(self) -> None:
-        at_least(self, "acting", servers=1, groups=0, max_batch=0, max_wait_us=0, spin_us=0)
-        tcp_address(self.address, "acting.address")
-        require(
-            self.servers == 1 or self.address.endswith(":0"),
-            f"acting.address={self.address} names one port for {self.servers} servers. Use port 0: any free ones.",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LearnerConfig:
-    """How batches become weights."""
-
-    batch: int = 0  # trajectories (a3c: gradients) per batch; 0: one from every actor
-    max_lag: int | None = None  # versions; 0: synchronous, None: bounded only by actor.slots
-    num_learners: int = 1  # processes that share every batch; --learners
-    patience_s: float = 2.0  # with max_lag >= 1: how long a batch waits for an actor that stalled
-    device: str = "auto"  # auto, cpu, cuda, cuda:N
-    threads: int = 0  # torch threads of each learner; 0: chosen by the work of a batch and the cores that actors leave
-    precision: Literal["float32", "bfloat16"] = "float32"
-    compile: bool = False  # torch.compile of the loss
-
-    def __post_init__(self) -> None:
-        require(self.num_learners >= 1, f"--learners {self.num_learners} (learner.num_learners) must be at least 1.")
-        require(self.batch >= 0, f"learner.batch={self.batch} must be 0 (one trajectory per actor) or more.")
-        require(self.max_lag is None or self.max_lag >= 0, f"learner.max_lag={self.max_lag} must be None, 0 or more.")
-        require(self.threads >= 0, f"learner.threads={self.threads} must be 0 (automatic) or more.")
-
-
-@dataclass(frozen=True, slots=True)
-class NetworkConfig:
-    """The shape of the policy and value network."""
-
-    name: str = "auto"  # auto: encoders chosen by the observation space; or "module:factory"
-    hidden: tuple[int, ...] = (64, 64)
-    activation: Literal["tanh", "relu"] = "tanh"
-    core: Literal["none", "lstm", "gru"] = "none"
-    core_size: int = 128
-    shared: bool = False  # one torso for policy and value (always so for images and recurrent cores)
-    normalize_observation: bool = False
-    initial_log_std: float = 0.0  # continuous actions, in units of half the action range
-
-    def __post_init__(self) -> None:
-        require(all(size >= 1 for size in self.hidden), f"network.hidden={self.hidden}: every layer needs 1 or more.")
-        at_least(self, "network", core_size=1)
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerConfig:
-    """How gradients become steps."""
-
-    name: Literal["adam", "rmsprop"] = "adam"
-    learning_rate: float = 5e-4
-    schedule: Literal["constant", "linear"] = "constant"  # linear: to 0 at the end of the run
-    epsilon: float = 1e-5
-    clip_norm: float = 0.5  # global gradient norm; 0: no clipping
-
-    def __post_init__(self) -> None:
-        require(self.learning_rate > 0, f"optimizer.learning_rate={self.learning_rate} must be above 0.")
-        at_least(self, "optimizer", epsilon=0, clip_norm=0)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayConfig:
-    """Where transitions lie, and how they are drawn for learning."""
-
-    capacity: int = 1_000_000  # transitions, over all shards; the oldest make room
-    min_size: int = 1_000  # learning waits below this
-    batch: int = 256  # transitions per update
-    n_step: int = 1  # rewards summed before the value of what follows
-    samples_per_insert: float = 256.0  # transitions drawn for each one stored; 0: as fast as the learner can
-    prioritized: bool = False  # draw by TD error
-    alpha: float = 0.6  # priority = error^alpha; 0: uniform
-    beta_start: float = 0.4  # how far importance weights undo the priorities, at first ...
-    beta_end: float = 1.0  # ... and at the end of the run
-    frames: Literal["auto", "stacked", "whole"] = "auto"  # stacked: frames lie once; auto: where known
-    publish_every: int = 1  # updates from one version of the weights to the next
-    checkpoint: bool = False  # its content is part of the checkpoints
-    transport: Literal["shm", "tcp"] = "shm"  # how the learner reads shards: in place, or through a shard server
-    address: str = "tcp://127.0.0.1:0"  # where that listens with tcp; off the loopback only with ECHELON_SECRET
-    prefetch: int = 2  # batches that are under way with tcp while the learner learns
-    lost_after_s: float = 10.0  # a shard server that is silent for so long is lost, with its shards
-
-    def __post_init__(self) -> None:
-        at_least(self, "replay", batch=1, n_step=1, samples_per_insert=0, publish_every=1, prefetch=0, lost_after_s=1)
-        tcp_address(self.address, "replay.address")
-        require(
-            self.transport == "shm" or not self.checkpoint,
-            "replay.checkpoint=true needs the shards on the learner's host, but replay.transport=tcp reads them from "
-            "others. Use --replay.transport shm, or --replay.checkpoint false.",
-        )
-        fractions(self, "replay", "alpha", "beta_start", "beta_end")
-        require(
-            self.min_size >= self.batch,
-            f"replay.min_size={self.min_size} is below replay.batch={self.batch}: the first batch could not be filled.",
-        )
-        require(
-            self.min_size <= self.capacity,
-            f"replay.min_size={self.min_size} exceeds replay.capacity={self.capacity}: the learner would wait forever. "
-            "Lower min_size or raise capacity.",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersConfig:
-    """Workers in place of actors: they come from anywhere, with whole episodes, and leave with the newest weights."""
-
-    address: str = ""  # where they come to, tcp://HOST:PORT; off the loopback only with ECHELON_SECRET; "": no workers
-    updates: int = 64  # per episode that is learned from; such an episode with its updates is an epoch
-    evaluation: float = 0.08  # the part of all episodes that is played greedily, logged and not learned from
-    max_steps: int = 5_000  # of one message; longer episodes come in pieces
-    spaces: Literal["learner", "worker"] = "learner"  # whose environment has them: one made here, or the first worker's
-
-    def __post_init__(self) -> None:
-        if self.address:
-            tcp_address(self.address, "workers.address")
-        at_least(self, "workers", updates=1, max_steps=1)
-        require(
-            0.0 <= self.evaluation < 1.0,
-            f"workers.evaluation={self.evaluation} must be at least 0 and below 1: some episodes must be learned from.",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationConfig:
-    """Greedy evaluation beside training, with seeds of its own."""
-
-    interval_s: float = 60.0  # 0: never
-    episodes: int = 10
-
-    def __post_init__(self) -> None:
-        at_least(self, "evaluation", interval_s=0, episodes=1)
-
-
-@dataclass(frozen=True, slots=True)
-class RunConfig:
-    """The run folder."""
-
-    dir: str = ""  # "": runs/<preset>-<env>-<time>
-    checkpoint_interval_s: float = 30.0
-    keep_checkpoints: int = 3
-    init_from: str = ""  # run folder or weights file to start from
-
-    def __post_init__(self) -> None:
-        at_least(self, "run", checkpoint_interval_s=0, keep_checkpoints=1)
-
-
-@dataclass(frozen=True, slots=True)
-class StopConfig:
-    """When to stop; the first condition that holds."""
-
-    steps: int = 0
-    minutes: float = 0.0
-    until_return: float | None = None  # mean return of the last 100 episodes
-    epochs: int = 0  # of a run with workers
-
-    def __post_init__(self) -> None:
-        at_least(self, "stop", steps=0, minutes=0, epochs=0)
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisionConfig:
-    """What the coordinator does about roles that die or hang."""
-
-    hang_timeout_s: float = 30.0
-    max_same_failures: int = 3  # the same exception this often ...
-    failure_window_s: float = 60.0  # ... within this time ends the run
-
-    def __post_init__(self) -> None:
-        require(self.hang_timeout_s > 0, f"supervision.hang_timeout_s={self.hang_timeout_s} must be above 0.")
-        at_least(self, "supervision", max_same_failures=1, failure_window_s=0)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainConfig:
+class TrainConfig(Section, frozen=True):
     """One training run, whole."""
 
-    preset: str = "impala"
-    engine: Literal["inline", "local"] = "local"
-    seed: int = 0
-    shm_dir: str = "/dev/shm"
+    preset: Annotated[str, doc("the preset that the values come from")] = "impala"
+    engine: Annotated[Literal["inline", "local"], doc("all roles in one process, or a process each")] = "local"
+    seed: Annotated[int, doc("seed of everything drawn", ge=0, le=(1 << 63) - 1)] = 0
+    shm_dir: Annotated[str, doc("where shared memory lives")] = "/dev/shm"
     env: EnvConfig = field(default_factory=EnvConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     acting: ActingConfig = field(default_factory=ActingConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    algorithm: AlgorithmConfig = field(default_factory=lambda: AlgorithmConfig.classes["impala"]())
+    algorithm: AlgorithmConfig = field(default_factory=lambda: AlgorithmConfig.classes()["impala"]())
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -257,6 +62,10 @@ class TrainConfig:
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_modes()
+
+    def _check_modes(self) -> None:
         require(
             self.engine != "inline" or self.acting.transport == "shm",
             "acting.transport=tcp needs processes: sockets of one process keep no fixed order. Use --engine local, or "
@@ -272,7 +81,6 @@ class TrainConfig:
             f"replay.lost_after_s={self.replay.lost_after_s:g} must be 2 or more below supervision.hang_timeout_s="
             f"{self.supervision.hang_timeout_s:g}: a learner that waits for a silent host would be taken for hung.",
         )
-        require(0 <= self.seed < 1 << 63, f"seed={self.seed} must be a number from 0 to 2**63 - 1.")
         require(
             self.experience != "replay" or self.learner.max_lag is None,
             f"learner.max_lag={self.learner.max_lag} is for trajectories, but {self.algorithm.name} replays. Use none.",
@@ -375,22 +183,22 @@ class TrainConfig:
         return self.learner.batch or self.actor.num_actors
 
 
-def replace(config: TrainConfig, **changes: Any) -> TrainConfig:
+def replace(config: AnySection, **changes: Any) -> AnySection:
     """`config` with dotted fields changed, all at once: replace(config, **{"actor.envs": 8, "seed": 1})."""
     sections: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         head, _, rest = path.partition(".")
         section = getattr(config, head, None)
-        known = getattr(section, "__dataclass_fields__", ())
-        is_there = hasattr(config, head) and (not rest or rest in known)
+        known = section.__struct_fields__ if isinstance(section, Section) else ()
+        is_there = head in config.__struct_fields__ and (not rest or rest in known)
         require(is_there, f"there is no field {path} in the configuration.")
         require(
-            bool(rest) or not dataclasses.is_dataclass(section) or dataclasses.is_dataclass(value),
+            bool(rest) or not isinstance(section, Section) or isinstance(value, Section),
             f"{path} is a section, not a value: {value!r} does not fit. Name one of its fields, as in {path}.FIELD.",
         )
         sections.setdefault(head, {})[rest] = value
     values = {}
     for head, fields in sections.items():
         section = fields.pop("", getattr(config, head))
-        values[head] = dataclasses.replace(section, **fields) if fields else section
-    return dataclasses.replace(config, **values)
+        values[head] = replace_struct(section, **fields) if fields else section
+    return replace_struct(config, **values)

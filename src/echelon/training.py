@@ -9,11 +9,11 @@ import functools
 import shutil
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from echelon.config import StopConfig, TrainConfig
+from echelon.config import StopConfig, TrainConfig, replace
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.errors import ConfigError, EchelonError

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from test_toys import Bandit, Chain, Cut, Masked, Step, Target
-from value_loop import Training, changed
+from value_loop import Training
 
+from echelon.config import replace
 from echelon.presets import REPLAY_PRESETS
 
 DISCRETE = {
@@ -72,7 +73,7 @@ def learn() -> Iterator[Learn]:
         if config.algorithm.name != "dqn":
             common |= {"algorithm.random_steps": 200, "algorithm.target_tau": 0.02}
             common |= {"algorithm.critic_learning_rate": 5e-3}
-        training = Training(changed(config, {**common, **rule, **fields}), num_envs=8, episodes=20)
+        training = Training(replace(config, **{**common, **rule, **fields}), num_envs=8, episodes=20)
         started.append(training)
         for point in training.run(steps, steps):
             training.greedy = point.greedy

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,16 +27,6 @@ from echelon.roles.update import LocalUpdate
 from echelon.schema import Spaces, TransitionBatch, action_leaf, space_leaves, unflatten
 
 Array = np.ndarray[Any, Any]
-
-
-def changed(config: TrainConfig, fields: dict[str, Any]) -> TrainConfig:
-    """`config` with dotted fields changed, all of a section at once: some only fit together."""
-    sections: dict[str, dict[str, Any]] = {}
-    for path, value in fields.items():
-        section, _, name = path.rpartition(".")
-        sections.setdefault(section, {})[name] = value
-    parts = {name: replace(getattr(config, name), **values) for name, values in sections.items() if name}
-    return replace(config, **parts, **sections.get("", {}))
 
 
 class Rows:

@@ -13,7 +13,7 @@ import torch
 
 from echelon.algorithms import Impala, Model, Ppo, build_algorithm
 from echelon.algorithms.ppo import Minibatch
-from echelon.config import ImpalaConfig, NetworkConfig, PpoConfig
+from echelon.config import ImpalaConfig, NetworkConfig, PpoConfig, replace
 from echelon.errors import ConfigError
 from echelon.schema import Batch, Spaces, map_tree
 
@@ -190,7 +190,7 @@ def test_impala_is_its_equations_and_its_gradient(normalize: bool, trace_lambda:
 
 
 def ppo_minibatch(config: PpoConfig, model: Model, batch: Batch) -> tuple[Ppo, Minibatch]:
-    ppo = Ppo(dataclasses.replace(config, epochs=1, minibatches=1), model, 0)
+    ppo = Ppo(replace(config, epochs=1, minibatches=1), model, 0)
     (minibatch,) = ppo.minibatches(batch)
     return ppo, minibatch
 
@@ -331,7 +331,7 @@ def test_the_entropy_bonus_raises_entropy(config: ImpalaConfig | PpoConfig) -> N
     entropies = {}
     for weight in (0.0, 5.0):
         model, batch = make_model(), on_policy(make_model(), make_batch())
-        algorithm = build_algorithm(dataclasses.replace(config, entropy_weight=weight), model, 0)
+        algorithm = build_algorithm(replace(config, entropy_weight=weight), model, 0)
         for _ in range(20):
             for minibatch in algorithm.minibatches(batch):
                 (loss,) = algorithm.losses(minibatch)

@@ -116,7 +116,7 @@ VALUES: dict[str, tuple[str, list[str]]] = {
     "nan": ("--optimizer.learning-rate nan", ["optimizer.learning_rate=nan", "finite"]),
     "no rate": ("--optimizer.learning-rate 0", ["optimizer.learning_rate=0", "above 0"]),
     "epsilon": ("--optimizer.epsilon -1", ["optimizer.epsilon=-1", "at least 0"]),
-    "seed": ("--seed -1", ["seed=-1", "from 0"]),
+    "seed": ("--seed -1", ["seed=-1", "between 0"]),
     "steps": ("--steps -5", ["stop.steps=-5", "at least 0"]),
     "lag": ("--learner.max-lag -1", ["learner.max_lag=-1"]),
     "layer": ("--network.hidden 64,0", ["network.hidden=(64, 0)"]),
@@ -307,7 +307,9 @@ def test_a_run_that_reached_its_end_is_not_resumed_without_a_new_one(run: Path, 
     assert_told(command("resume", "run", "--minutes", "1e-9"), 2, "has reached its end", "--minutes")
     assert_told(command("resume", "run", "--steps", "-3"), 2, "stop.steps=-3")
     assert_told(command("resume", "run", "--steps", "many"), 2, "'many'")
-    assert_told(command("resume", "run", "--steps", "200", "--learners", "0"), 2, "--learners 0", "at least 1")
+    assert_told(
+        command("resume", "run", "--steps", "200", "--learners", "0"), 2, "learner.num_learners=0", "--learners 1"
+    )
     assert_told(command("eval", "run", "--episodes", "0"), 2, "episodes=0")
     assert (run / "summary.json").read_bytes() == before
 

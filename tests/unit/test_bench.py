@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from echelon.bench.train import bench_train, limit, table
 from echelon.bench.watch import Sample, busy_seconds, cpu_seconds, usage
 from echelon.cli import bench
 from echelon.cli.main import main
-from echelon.config import EnvConfig, StopConfig, TrainConfig
+from echelon.config import EnvConfig, StopConfig, TrainConfig, replace
 from echelon.errors import ConfigError
 from echelon.presets import preset
 from echelon.runs.folder import RunFolder

@@ -54,7 +54,7 @@ def test_every_actor_has_one_learner_and_their_order_is_that_of_the_actors() -> 
         ({"actor.num_actors": 3}, "Use --learners 1 or 3; or, in a new run, --actors 2 or 4."),
         ({"learner.batch": 5}, "Use --learners 1; or, in a new run, --learner.batch 4 or 6."),
         ({"learner.batch": 1}, "Use --learners 1; or, in a new run, --learner.batch 2."),
-        ({"learner.num_learners": 0}, "--learners 0 (learner.num_learners) must be at least 1"),
+        ({"learner.num_learners": 0}, "learner.num_learners=0 must be at least 1"),
     ],
 )
 def test_shares_that_cannot_be_are_refused(fields: dict[str, Any], told: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 
 import toy_envs as toy
-from echelon.config import OwnConfig, TrainConfig
+from echelon.config import OwnConfig, TrainConfig, replace
 from echelon.roles.lobby import await_spaces
 from echelon.roles.own import StateLayout
 from echelon.schema import Spaces
@@ -66,7 +65,7 @@ def wait(config: TrainConfig, own: StateLayout | None, crowd: Crowd, misfits: Cr
 
 def test_the_first_worker_says_what_is_observed_and_done(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(toy.CounterEnv, "dqn", **FIELDS)
-    config = dataclasses.replace(stage.context.train, algorithm=OwnConfig())
+    config = replace(stage.context.train, algorithm=OwnConfig())
     layout = StateLayout.of({"w": np.zeros(3, np.float32)})
     crowd = Crowd([b"x"], list(pack(SCORE)), list(pack(Ask(PROTOCOL))), arrive(stage.context.spaces, own=True))
     spaces, address = await_spaces(config, layout, crowd.tell)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -396,7 +395,7 @@ def test_a_module_that_does_not_fit_is_named(zoo: Zoo, factory: Callable[[Spaces
 @pytest.mark.parametrize("name", ["resnet", "no_such_module:factory", "echelon.networks:nothing", ":x", "x:"])
 def test_a_name_that_leads_nowhere_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
-        build_network(dataclasses.replace(NetworkConfig(), name=name), SMALL, 3)
+        build_network(NetworkConfig(name=name), SMALL, 3)
 
 
 def test_the_wide_tanh_is_tanh_and_so_is_its_gradient() -> None:

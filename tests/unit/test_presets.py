@@ -21,22 +21,21 @@ from echelon.roles.plan.layouts import window
 
 ENVS = ["CartPole-v1", "ALE/Pong-v5", "Pendulum-v1", "module:factory"]
 NEW_RULE = """
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from echelon.config import TrainConfig, replace
+from echelon.fields import doc
 from echelon.presets.dqn import DqnConfig, dqn
 from echelon.presets.registry import register
 
 
-@dataclass(frozen=True)
-class NewConfig(DqnConfig):
+class NewConfig(DqnConfig, frozen=True):
     builder = "new:Rule"
-    name: Literal["new"] = "new"
-    quantiles: int = 51
+    name: Annotated[Literal["new"], doc("the learning rule")] = "new"
+    quantiles: Annotated[int, doc("of the return", ge=1)] = 51
 
 
-@register
+@register(NewConfig)
 def new_rule(env: str) -> TrainConfig:
     return replace(dqn(env), preset="new-rule", algorithm=NewConfig())
 """
@@ -98,12 +97,12 @@ def test_a_file_is_all_that_a_new_preset_takes(tmp_path: Path) -> None:
         [sys.executable, "-c", USE_NEW_RULE], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 0, ended.stderr
-    assert "--algorithm.quantiles int  (default 51)" in ended.stdout
+    assert "--algorithm.quantiles int  (default 51) of the return [at least 1]" in ended.stdout
 
 
-@pytest.mark.parametrize("name", [name for name in AlgorithmConfig.classes])
+@pytest.mark.parametrize("name", AlgorithmConfig.classes())
 def test_the_parts_that_a_rule_names_are_there(name: str) -> None:
-    rule = AlgorithmConfig.classes[name]
+    rule = AlgorithmConfig.classes()[name]
     assert rule().name == name
     for part in filter(None, (rule.builder, rule.network, rule.exploration)):
         assert callable(resolve(part)), part

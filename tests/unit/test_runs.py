@@ -134,13 +134,15 @@ def test_set_fields_refuses(path: str, text: str, message: str) -> None:
         set_fields(TrainConfig(), {path: text})
 
 
-def test_fields_of_lists_paths_types_values_and_comments() -> None:
+def test_fields_of_lists_paths_values_and_what_is_said_of_them() -> None:
     fields = {info.path: info for info in fields_of(UNUSUAL)}
-    assert fields["actor.num_actors"].default == 3
-    assert fields["actor.envs"].comment == "K, environments per actor"
-    assert fields["learner.max_lag"].type == "int or none"
-    assert fields["network.core"].type == "none|lstm|gru"
-    assert fields["algorithm.epochs"].default == 7
+    assert fields["actor.num_actors"].value == 3
+    assert fields["actor.envs"].field.text == "K, environments per actor [at least 1]"
+    assert fields["acting.spin_us"].field.text.endswith(" [µs, at least 0]")
+    assert fields["algorithm.discount"].field.bounds == "between 0 and 1"
+    assert fields["learner.max_lag"].field.type == "int or none"
+    assert fields["network.core"].field.type == "none|lstm|gru"
+    assert fields["algorithm.epochs"].value == 7
     assert "actor" not in fields and "algorithm.rho_clip" not in fields
 
 
@@ -150,7 +152,7 @@ def test_every_field_can_be_set_from_its_own_text() -> None:
             return json.dumps(value)
         return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
-    texts = {info.path: text(info.default) for info in fields_of(UNUSUAL)}
+    texts = {info.path: text(info.value) for info in fields_of(UNUSUAL)}
     assert len(texts) > 40
     assert set_fields(UNUSUAL, texts) == UNUSUAL
 

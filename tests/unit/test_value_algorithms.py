@@ -464,14 +464,14 @@ def test_exploration_falls_by_the_steps_of_the_run() -> None:
 @pytest.mark.parametrize(("make_config", "message"), [
     (lambda: DqnConfig(target_tau=0.1), r"target_period=500 and algorithm\.target_tau=0\.1.*Set one"),
     (lambda: DqnConfig(target_period=0), r"target_period=0 and algorithm\.target_tau=0\.0"),
-    (lambda: DqnConfig(epsilon_end=1.5), r"algorithm\.epsilon_end=1\.5 must lie between 0 and 1"),
+    (lambda: DqnConfig(epsilon_end=1.5), r"algorithm\.epsilon_end=1\.5 must be between 0 and 1"),
     (lambda: DdpgConfig(target_tau=0.0), r"algorithm\.target_tau=0\.0 must be above 0"),
     (lambda: DdpgConfig(noise=0.1, noise_ladder=0.2), r"noise_ladder=0\.2 exceeds algorithm\.noise=0\.1"),
     (lambda: SacConfig(temperature=0.0), r"algorithm\.temperature=0\.0 must be above 0"),
     (lambda: ReplayConfig(batch=64, min_size=32), r"replay\.min_size=32 is below replay\.batch=64"),
     (lambda: ReplayConfig(capacity=500, min_size=1_000), r"min_size=1000 exceeds replay\.capacity=500.*wait forever"),
     (lambda: ReplayConfig(n_step=0), r"replay\.n_step=0 must be at least 1"),
-    (lambda: ReplayConfig(alpha=1.1), r"replay\.alpha=1\.1 must lie between 0 and 1"),
+    (lambda: ReplayConfig(alpha=1.1), r"replay\.alpha=1\.1 must be between 0 and 1"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(make_config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

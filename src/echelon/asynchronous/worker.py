@@ -12,7 +12,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TextIO
 
 import gymnasium as gym
@@ -23,7 +22,7 @@ from echelon.asynchronous.acting import ModelActing, OwnActing, WorkerActing
 from echelon.asynchronous.lanes import Lanes, Stretch
 from echelon.asynchronous.line import Line, RunOver, address_of
 from echelon.asynchronous.trust import check_names
-from echelon.config import EnvConfig
+from echelon.config import EnvConfig, replace
 from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
 from echelon.errors import ConfigError

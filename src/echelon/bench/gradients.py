@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 
 from echelon.algorithms import build_algorithm
 from echelon.algorithms.a3c import A3c
-from echelon.config import A3cConfig
+from echelon.config import A3cConfig, replace
 from echelon.roles.gradient_slots import write
 from echelon.roles.gradient_source import GradientSource
 from echelon.roles.plan.parts import Plan

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from echelon.algorithms import build_algorithm
 from echelon.algorithms.protocol import Group
+from echelon.config import replace
 from echelon.replay.frames import FrameWriter
 from echelon.replay.shard import ShardWriter
 from echelon.roles.frame_stacks import stack_leaves

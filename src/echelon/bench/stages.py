@@ -5,10 +5,11 @@ Shapes: T steps of a trajectory, K environments of a group.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from echelon.algorithms.exploration import Explorer
 from echelon.algorithms.model import Policy
 from echelon.bench.gradients import GradientLearning
 from echelon.bench.replayed import ReplayLearning
-from echelon.config import TrainConfig
+from echelon.config import TrainConfig, replace
 from echelon.envs.make import env_seeds, make_group, probe_spaces
 from echelon.envs.vector import StepRows
 from echelon.networks import action_mask
@@ -86,7 +87,7 @@ def stage_context(config: TrainConfig, session: Path) -> Context:
         run_dir=session,
         started_at=time.monotonic(),
     )
-    return replace(context, state_shapes=Plan(context).model.network.state_shapes)
+    return dataclasses.replace(context, state_shapes=Plan(context).model.network.state_shapes)
 
 
 class Collecting:

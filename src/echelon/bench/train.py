@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +21,7 @@ from echelon.bench.load import loaded_cores
 from echelon.bench.machine import hardware
 from echelon.bench.stages import Cost, Stages, measure
 from echelon.bench.watch import OWN, Usage, Watch, usage
-from echelon.config import TrainConfig
+from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError
 from echelon.training import RunResult, train
 from echelon.transport.session import create_session

@@ -11,12 +11,12 @@ from echelon.presets import REPLAY_PRESETS
 DEFAULT_ADDRESS = "127.0.0.1:4444"
 NOT_HERE = ("actors", "envs-per-actor", "learners", "acting", "engine")
 OPTIONS = {
-    "address": ("workers.address", "HOST:PORT", f"where workers come to (default {DEFAULT_ADDRESS}; port 0: any)"),
-    "epochs": ("stop.epochs", "N", "stop after N episodes that were learned from"),
-    "update-steps": ("workers.updates", "N", "updates of every such episode"),
-    "batch-size": ("replay.batch", "N", "transitions of every update"),
-    "buffer-size": ("replay.capacity", "N", "transitions that are kept"),
-    "eval-freq": ("workers.evaluation", "PART", "the part of all episodes that is played greedily, and logged"),
+    "address": ("workers.address", "HOST:PORT"),
+    "epochs": ("stop.epochs", "N"),
+    "update-steps": ("workers.updates", "N"),
+    "batch-size": ("replay.batch", "N"),
+    "buffer-size": ("replay.capacity", "N"),
+    "eval-freq": ("workers.evaluation", "PART"),
     **{name: option for name, option in SHORT.items() if name not in NOT_HERE},
 }
 
@@ -25,7 +25,7 @@ def run(arguments: Sequence[str]) -> int:
     from echelon.training import train
 
     about = "Learn from the episodes that workers bring (`echelon worker --learner HOST:PORT`)."
-    parser = make_parser("echelon learner", about, arguments, OPTIONS, REPLAY_PRESETS)
+    parser = make_parser("echelon learner", about, arguments, OPTIONS, REPLAY_PRESETS, {"address": DEFAULT_ADDRESS})
     _refuse_actors(arguments)
     train(parse_config(parser, with_address(arguments), OPTIONS))
     return 0

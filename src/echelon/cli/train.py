@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from echelon.cli.main import Parser
 from echelon.config import TrainConfig
-from echelon.config_io import fields_of, set_fields
+from echelon.config_io import FieldInfo, fields_of, set_fields
 from echelon.errors import ConfigError
 from echelon.presets import PRESETS, preset
 
-Options = Mapping[str, tuple[str, str, str]]  # name: the field's path, what its value looks like, what it does
+Options = Mapping[str, tuple[str, str]]  # short name: the field's path, and what its value looks like
 SHORT: Options = {
-    "actors": ("actor.num_actors", "N", "actor processes"),
-    "envs-per-actor": ("actor.envs", "K", "environments each actor steps"),
-    "learners": (
-        "learner.num_learners",
-        "N",
-        "learner processes, which share every batch (default 1; N divides the actors, with replay N <= actors)",
-    ),
-    "acting": ("acting.mode", "auto|local|central", "who chooses actions: every actor, or inference servers"),
-    "engine": ("engine", "inline|local", "all roles in one process, or a process each"),
-    "seed": ("seed", "S", "seed of everything drawn"),
-    "steps": ("stop.steps", "N", "stop after N environment steps (at the end of a batch)"),
-    "minutes": ("stop.minutes", "M", "stop after M minutes"),
-    "until-return": ("stop.until_return", "R", "stop when the last 100 episodes return R on average"),
-    "run-dir": ("run.dir", "DIR", "the run folder (default: runs/PRESET-ENV-TIME)"),
-    "device": ("learner.device", "auto|cpu|cuda", "where the learner learns"),
-    "init-from": ("run.init_from", "RUN|FILE", "start from saved weights"),
-    "env-kwargs": ("env.kwargs", "JSON", "keyword arguments of the environment"),
-    "on-env-error": ("env.on_error", "stop|restart", "what an environment that raises does to the run"),
-    "shm-dir": ("shm_dir", "DIR", "where shared memory lives"),
+    "actors": ("actor.num_actors", "N"),
+    "envs-per-actor": ("actor.envs", "K"),
+    "learners": ("learner.num_learners", "N"),
+    "acting": ("acting.mode", "auto|local|central"),
+    "engine": ("engine", "inline|local"),
+    "seed": ("seed", "S"),
+    "steps": ("stop.steps", "N"),
+    "minutes": ("stop.minutes", "M"),
+    "until-return": ("stop.until_return", "R"),
+    "run-dir": ("run.dir", "DIR"),
+    "device": ("learner.device", "auto|cpu|cuda"),
+    "init-from": ("run.init_from", "RUN|FILE"),
+    "env-kwargs": ("env.kwargs", "JSON"),
+    "on-env-error": ("env.on_error", "stop|restart"),
+    "shm-dir": ("shm_dir", "DIR"),
 }
 
 
@@ -41,27 +38,35 @@ def make_parser(
     arguments: Sequence[str] = (),
     options: Options = SHORT,
     presets: Collection[str] = tuple(PRESETS),
+    defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> argparse.ArgumentParser:
-    """A parser with the positional arguments and `options` of a training; its help shows the preset it finds."""
+    """A parser with the positional arguments and `options` of a training; its help shows the preset it finds.
+
+    `defaults` are told of those options that have others than the fields they set.
+    """
     shown = next((word for word in arguments if word in presets), next(iter(presets)))
+    infos = fields_of(preset(shown, "CartPole-v1"))
     parser = Parser(
         prog=prog,
         description=description,
-        epilog=_fields_help(shown, [f"`{prog} {other} --help`" for other in presets if other != shown]),
+        epilog=_fields_help(shown, infos, [f"`{prog} {other} --help`" for other in presets if other != shown]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("preset", metavar="PRESET", help=", ".join(presets))
     parser.add_argument("env", metavar="ENV", help="gymnasium id, module:factory, file.py:factory or envpool:ID")
-    for name, (_, metavar, text) in options.items():
-        parser.add_argument(f"--{name}", metavar=metavar, help=text)
+    found = {info.path: info.field for info in infos}
+    for name, (path, metavar) in options.items():
+        default = f" (default {defaults[name]})" if name in defaults else ""
+        parser.add_argument(f"--{name}", metavar=metavar, help=found[path].meaning.replace("%", "%%") + default)
     return parser
 
 
-def _fields_help(name: str, others: Sequence[str]) -> str:
+def _fields_help(name: str, infos: Sequence[FieldInfo], others: Sequence[str]) -> str:
     lines = [f"every field, with the values of the {name} preset ({', '.join(others)} for the others):"]
-    for info in fields_of(preset(name, "CartPole-v1")):
-        lines.append(f"  --{info.path.replace('_', '-')} {info.type}  (default {info.default}) {info.comment}".rstrip())
+    for info in infos:
+        option = info.path.replace("_", "-")
+        lines.append(f"  --{option} {info.field.type}  (default {info.value}) {info.field.text}")
     return "\n".join(lines)
 
 
@@ -69,7 +74,7 @@ def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str], opti
     """The configuration that the preset and the options make together."""
     rest, texts = _take_fields(arguments, options)
     known = parser.parse_args(rest)
-    short = {path: value for name, (path, _, _) in options.items() if (value := vars(known)[name.replace("-", "_")])}
+    short = {path: value for name, (path, _) in options.items() if (value := vars(known)[name.replace("-", "_")])}
     config = preset(known.preset, known.env)
     stray = next((path for path in texts if path.startswith("replay.")), None)
     if stray is not None and config.experience != "replay":

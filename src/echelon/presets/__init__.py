@@ -12,7 +12,7 @@ from pkgutil import iter_modules
 
 from echelon.config import TrainConfig
 from echelon.errors import ConfigError
-from echelon.presets.registry import PRESETS, Preset
+from echelon.presets.registry import PRESETS, REPLAY_PRESETS, is_atari
 
 FIRST = ("impala", "ppo", "a3c", "dqn", "ddpg", "sac")  # as help lists them; the others follow by name
 
@@ -31,10 +31,6 @@ from echelon.presets.dqn import apex_dqn, dqn  # noqa: E402
 from echelon.presets.impala import impala  # noqa: E402
 from echelon.presets.ppo import async_ppo, ppo  # noqa: E402
 from echelon.presets.sac import sac  # noqa: E402
-
-REPLAY_PRESETS: dict[str, Preset] = {  # those that learn from replayed transitions
-    name: function for name, function in PRESETS.items() if function("").algorithm.experience == "replay"
-}
 
 
 def preset(name: str, env: str) -> TrainConfig:
@@ -56,6 +52,7 @@ __all__ = [
     "ddpg",
     "dqn",
     "impala",
+    "is_atari",
     "ppo",
     "preset",
     "sac",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from echelon.algorithm_config import AlgorithmConfig
-from echelon.bounds import at_least, fractions
 from echelon.config import (
     ActorConfig,
     EnvConfig,
@@ -14,36 +12,32 @@ from echelon.config import (
     OptimizerConfig,
     TrainConfig,
 )
+from echelon.fields import doc
 from echelon.presets.registry import is_atari, register
 
 
-@dataclass(frozen=True)
-class A3cConfig(AlgorithmConfig):
+class A3cConfig(AlgorithmConfig, frozen=True):
     """Advantage actor-critic (Mnih et al., 2016): actors bring the gradients of their own rollouts."""
 
     builder = "echelon.algorithms.a3c:GradientServer"
     slots = "gradients"
 
-    name: Literal["a3c"] = "a3c"
-    gae_lambda: float = 1.0  # 1: the paper's n-step returns
-    minibatches: int = 1  # pieces of each rollout, by environment; every one brings a gradient
-    reduce: Literal["mean", "sum"] = "mean"  # of the learner.batch gradients that make one step
-    value_weight: float = 0.5
-    entropy_weight: float = 0.01
-    normalize_advantage: bool = False
-    normalize_reward: bool = False
+    name: Annotated[Literal["a3c"], doc("the learning rule")] = "a3c"
+    gae_lambda: Annotated[float, doc("decay of advantage estimation; 1: the paper's n-step returns", ge=0, le=1)] = 1.0
+    minibatches: Annotated[int, doc("pieces of each rollout, by environment; each brings a gradient", ge=1)] = 1
+    reduce: Annotated[Literal["mean", "sum"], doc("of the learner.batch gradients that make one step")] = "mean"
+    value_weight: Annotated[float, doc("weight of the value loss", ge=0)] = 0.5
+    entropy_weight: Annotated[float, doc("weight of the entropy bonus")] = 0.01
+    normalize_advantage: Annotated[bool, doc("to mean 0 and deviation 1 in each piece")] = False
+    reward_clip: Annotated[float, doc("largest size of a single reward; 0: any, 1: as usual on Atari", ge=0)] = 0.0
+    normalize_reward: Annotated[bool, doc("divide rewards by the running deviation of returns")] = False
 
     @property
     def publishes_reward_scale(self) -> bool:
         return self.normalize_reward
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fractions(self, "algorithm", "gae_lambda")
-        at_least(self, "algorithm", minibatches=1, value_weight=0)
 
-
-@register
+@register(A3cConfig)
 def a3c(env: str = "CartPole-v1") -> TrainConfig:
     """Advantage actor-critic: actors learn from their own rollouts and bring gradients, each a step of the weights."""
     if is_atari(env):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from echelon.algorithm_config import AlgorithmConfig
-from echelon.bounds import above_zero, at_least, parts, require
 from echelon.config import (
     ActorConfig,
     EnvConfig,
@@ -16,11 +14,11 @@ from echelon.config import (
     TrainConfig,
     replace,
 )
+from echelon.fields import doc, require
 from echelon.presets.registry import is_atari, register
 
 
-@dataclass(frozen=True)
-class DdpgConfig(AlgorithmConfig):
+class DdpgConfig(AlgorithmConfig, frozen=True):
     """Deterministic policy gradients (Lillicrap et al., 2016); TD3 (Fujimoto et al., 2018) by its values."""
 
     builder = "echelon.algorithms.ddpg:Ddpg"
@@ -29,32 +27,31 @@ class DdpgConfig(AlgorithmConfig):
     exploration = "echelon.algorithms.exploration:ActionNoise"
     experience = "replay"
 
-    name: Literal["ddpg"] = "ddpg"
-    num_critics: int = 1  # TD3: 2, of which the lower counts
-    policy_delay: int = 1  # critic updates per policy update; TD3: 2
-    target_noise: float = 0.0  # on the actions that targets are computed from; TD3: 0.2
-    target_noise_clip: float = 0.5
-    target_tau: float = 0.005
-    critic_learning_rate: float = 1e-3  # the policy's is optimizer.learning_rate
-    huber: float = 0.0  # TD errors beyond it count linearly; 0: all are squared
-    noise: float = 0.1  # deviation of the noise that actors add, in units of half the action range
-    noise_ladder: float = 0.0  # else than 0: the noise falls to this from the first environment to the last
-    random_steps: int = 1_000  # environment steps with actions drawn at random, before the policy acts
-    publish_critic: bool = False  # actors get the critic too, for the priorities of what they store
+    name: Annotated[Literal["ddpg"], doc("the learning rule")] = "ddpg"
+    num_critics: Annotated[int, doc("critics, of which the lowest counts; TD3: 2", ge=1)] = 1
+    policy_delay: Annotated[int, doc("critic updates per policy update; TD3: 2", "updates", ge=1)] = 1
+    target_noise: Annotated[float, doc("noise on the actions of targets; TD3: 0.2", ge=0)] = 0.0
+    target_noise_clip: Annotated[float, doc("largest noise on the actions of targets", ge=0)] = 0.5
+    target_tau: Annotated[float, doc("part of the way that target networks go at every update", gt=0, le=1)] = 0.005
+    critic_learning_rate: Annotated[float, doc("step size of the critics; optimizer's is the policy's", gt=0)] = 1e-3
+    huber: Annotated[float, doc("TD errors beyond it count linearly; 0: all are squared", ge=0)] = 0.0
+    noise: Annotated[float, doc("deviation of the noise that actors add", "half the action range", ge=0)] = 0.1
+    noise_ladder: Annotated[
+        float, doc("not 0: noise falls to it from the first environment to the last", "half the action range", ge=0)
+    ] = 0.0
+    random_steps: Annotated[int, doc("steps with random actions, before the policy acts", "steps", ge=0)] = 1_000
+    publish_critic: Annotated[bool, doc("actors get the critic too, for the priorities of what they store")] = False
+    reward_clip: Annotated[float, doc("largest size of a single reward; 0: any, 1: as usual on Atari", ge=0)] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, "algorithm", num_critics=1, policy_delay=1, target_noise=0, target_noise_clip=0, huber=0)
-        at_least(self, "algorithm", noise=0, noise_ladder=0, random_steps=0)
-        above_zero(self, "algorithm", "critic_learning_rate")
-        parts(self, "algorithm", "target_tau")
         require(
             self.noise_ladder <= self.noise,
             f"algorithm.noise_ladder={self.noise_ladder} exceeds algorithm.noise={self.noise}, from which it falls.",
         )
 
 
-@register
+@register(DdpgConfig)
 def ddpg(env: str = "Pendulum-v1") -> TrainConfig:
     """Deterministic policy gradients with twin critics, delay and smoothing (TD3), one actor, uniform replay."""
     return TrainConfig(
@@ -70,7 +67,7 @@ def ddpg(env: str = "Pendulum-v1") -> TrainConfig:
     )
 
 
-@register
+@register(DdpgConfig)
 def apex_ddpg(env: str = "Pendulum-v1") -> TrainConfig:
     """The same rule with many actors, from much noise to little, that judge their transitions with the critic."""
     config = ddpg(env)

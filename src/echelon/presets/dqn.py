@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from echelon.algorithm_config import AlgorithmConfig
-from echelon.bounds import at_least, fractions, require
 from echelon.config import (
     ActorConfig,
     EnvConfig,
@@ -16,11 +14,11 @@ from echelon.config import (
     TrainConfig,
     replace,
 )
+from echelon.fields import doc, require
 from echelon.presets.registry import is_atari, register
 
 
-@dataclass(frozen=True)
-class DqnConfig(AlgorithmConfig):
+class DqnConfig(AlgorithmConfig, frozen=True):
     """Double Q-learning (van Hasselt et al., 2016), dueling (Wang et al., 2016)."""
 
     builder = "echelon.algorithms.dqn:Dqn"
@@ -29,21 +27,22 @@ class DqnConfig(AlgorithmConfig):
     exploration = "echelon.algorithms.exploration:EpsilonGreedy"
     experience = "replay"
 
-    name: Literal["dqn"] = "dqn"
-    double: bool = True
-    dueling: bool = True
-    huber: float = 1.0  # TD errors beyond it count linearly; 0: all are squared
-    target_period: int = 500  # updates between copies to the target network; 0: it follows by target_tau
-    target_tau: float = 0.0  # the part of the way that the target network goes at every update
-    epsilon_start: float = 1.0  # chance of a random action at the first step ...
-    epsilon_end: float = 0.05
-    epsilon_steps: int = 10_000  # ... falls in a straight line over so many environment steps
-    epsilon_ladder: bool = False  # environment i of N ends at 0.4^(1 + 7i/(N-1)) instead (Ape-X)
+    name: Annotated[Literal["dqn"], doc("the learning rule")] = "dqn"
+    double: Annotated[bool, doc("the online network picks the action whose target value counts")] = True
+    dueling: Annotated[bool, doc("a value stream and an advantage stream")] = True
+    huber: Annotated[float, doc("TD errors beyond it count linearly; 0: all are squared", ge=0)] = 1.0
+    target_period: Annotated[
+        int, doc("updates between copies to the target network; 0: it follows by target_tau", "updates", ge=0)
+    ] = 500
+    target_tau: Annotated[float, doc("part of the way that the target network goes at every update", ge=0, le=1)] = 0.0
+    epsilon_start: Annotated[float, doc("chance of a random action at the first step", ge=0, le=1)] = 1.0
+    epsilon_end: Annotated[float, doc("chance of a random action after epsilon_steps", ge=0, le=1)] = 0.05
+    epsilon_steps: Annotated[int, doc("steps over which the chance falls in a straight line", "steps", ge=0)] = 10_000
+    epsilon_ladder: Annotated[bool, doc("environment i of N ends at 0.4^(1 + 7i/(N-1)) instead (Ape-X)")] = False
+    reward_clip: Annotated[float, doc("largest size of a single reward; 0: any, 1: as usual on Atari", ge=0)] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fractions(self, "algorithm", "target_tau", "epsilon_start", "epsilon_end")
-        at_least(self, "algorithm", huber=0, target_period=0, epsilon_steps=0)
         require(
             (self.target_period > 0) != (self.target_tau > 0),
             f"algorithm.target_period={self.target_period} and algorithm.target_tau={self.target_tau}: the target "
@@ -51,7 +50,7 @@ class DqnConfig(AlgorithmConfig):
         )
 
 
-@register
+@register(DqnConfig)
 def dqn(env: str = "CartPole-v1") -> TrainConfig:
     """Double DQN with dueling streams, one actor, uniform replay."""
     if is_atari(env):
@@ -76,7 +75,7 @@ def dqn(env: str = "CartPole-v1") -> TrainConfig:
     )
 
 
-@register
+@register(DqnConfig)
 def apex_dqn(env: str = "CartPole-v1") -> TrainConfig:
     """The same rule with many actors: each explores as its place on the ladder says and sets its own priorities."""
     config = replace(

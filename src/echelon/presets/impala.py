@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from echelon.algorithm_config import AlgorithmConfig
-from echelon.bounds import at_least, fractions
 from echelon.config import (
     ActorConfig,
     EnvConfig,
     OptimizerConfig,
     TrainConfig,
 )
+from echelon.fields import doc
 from echelon.presets.registry import is_atari, register
 
 
-@dataclass(frozen=True)
-class ImpalaConfig(AlgorithmConfig):
+class ImpalaConfig(AlgorithmConfig, frozen=True):
     """V-trace actor-critic (Espeholt et al., 2018)."""
 
     builder = "echelon.algorithms.impala:Impala"
 
-    name: Literal["impala"] = "impala"
-    rho_clip: float = 1.0
-    c_clip: float = 1.0
-    trace_lambda: float = 1.0
-    epochs: int = 1  # passes over each batch; V-trace corrects for the later ones too
-    minibatches: int = 1  # pieces of each pass, by environment
-    value_weight: float = 0.5
-    entropy_weight: float = 0.01
-    normalize_advantage: bool = False
-    normalize_reward: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fractions(self, "algorithm", "trace_lambda")
-        at_least(self, "algorithm", epochs=1, minibatches=1, rho_clip=0, c_clip=0, value_weight=0)
+    name: Annotated[Literal["impala"], doc("the learning rule")] = "impala"
+    rho_clip: Annotated[float, doc("largest importance weight of a temporal difference", ge=0)] = 1.0
+    c_clip: Annotated[float, doc("largest importance weight that carries differences back", ge=0)] = 1.0
+    trace_lambda: Annotated[float, doc("decay of the traces", ge=0, le=1)] = 1.0
+    epochs: Annotated[int, doc("passes over each batch; V-trace corrects for the later ones too", ge=1)] = 1
+    minibatches: Annotated[int, doc("pieces of each pass, by environment", ge=1)] = 1
+    value_weight: Annotated[float, doc("weight of the value loss", ge=0)] = 0.5
+    entropy_weight: Annotated[float, doc("weight of the entropy bonus")] = 0.01
+    normalize_advantage: Annotated[bool, doc("to mean 0 and deviation 1 in each minibatch")] = False
+    reward_clip: Annotated[float, doc("largest size of a single reward; 0: any, 1: as usual on Atari", ge=0)] = 0.0
+    normalize_reward: Annotated[bool, doc("divide rewards by the running deviation of returns")] = False
 
 
-@register
+@register(ImpalaConfig)
 def impala(env: str = "CartPole-v1") -> TrainConfig:
     """V-trace actor-critic: actors never wait for the learner, which corrects for their lag."""
     if is_atari(env):

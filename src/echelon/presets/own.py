@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from echelon.algorithm_config import AlgorithmConfig
+from echelon.fields import doc
 
 
-@dataclass(frozen=True)
-class OwnConfig(AlgorithmConfig):
+class OwnConfig(AlgorithmConfig, frozen=True):
     """A rule that the user brings, as an object that acts and learns by itself (`AsyncLearningNode`)."""
 
     experience = "replay"
 
-    name: Literal["own"] = "own"
+    name: Annotated[Literal["own"], doc("the learning rule")] = "own"
+    reward_clip: Annotated[float, doc("largest size of a single reward; 0: any, 1: as usual on Atari", ge=0)] = 0.0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from echelon.algorithm_config import AlgorithmConfig
-from echelon.bounds import at_least, fractions, require
 from echelon.config import (
     ActorConfig,
     EnvConfig,
@@ -16,35 +14,32 @@ from echelon.config import (
     TrainConfig,
     replace,
 )
+from echelon.fields import doc
 from echelon.presets.registry import is_atari, register
 
 
-@dataclass(frozen=True)
-class PpoConfig(AlgorithmConfig):
+class PpoConfig(AlgorithmConfig, frozen=True):
     """Clipped PPO with GAE (Schulman et al., 2017)."""
 
     builder = "echelon.algorithms.ppo:Ppo"
 
-    name: Literal["ppo"] = "ppo"
-    gae_lambda: float = 0.95
-    clip: float = 0.2
-    value_clip: float = 0.0  # 0: off
-    epochs: int = 4
-    minibatches: int = 4
-    value_weight: float = 0.5
-    entropy_weight: float = 0.0
-    normalize_advantage: bool = True
-    normalize_reward: bool = False
-    correct_lag: bool = False  # V-trace targets and advantages in place of GAE, for data that lags
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fractions(self, "algorithm", "gae_lambda")
-        require(self.clip > 0, f"algorithm.clip={self.clip} must be above 0: no step would ever be learned from.")
-        at_least(self, "algorithm", epochs=1, minibatches=1, value_clip=0, value_weight=0)
+    name: Annotated[Literal["ppo"], doc("the learning rule")] = "ppo"
+    gae_lambda: Annotated[float, doc("decay of generalized advantage estimation", ge=0, le=1)] = 0.95
+    clip: Annotated[
+        float, doc("largest change of a probability ratio", gt=0, because="no step would ever be learned from")
+    ] = 0.2
+    value_clip: Annotated[float, doc("largest change of a value; 0: any", ge=0)] = 0.0
+    epochs: Annotated[int, doc("passes over each batch", ge=1)] = 4
+    minibatches: Annotated[int, doc("pieces of each pass", ge=1)] = 4
+    value_weight: Annotated[float, doc("weight of the value loss", ge=0)] = 0.5
+    entropy_weight: Annotated[float, doc("weight of the entropy bonus")] = 0.0
+    normalize_advantage: Annotated[bool, doc("to mean 0 and deviation 1 in each minibatch")] = True
+    reward_clip: Annotated[float, doc("largest size of a single reward; 0: any, 1: as usual on Atari", ge=0)] = 0.0
+    normalize_reward: Annotated[bool, doc("divide rewards by the running deviation of returns")] = False
+    correct_lag: Annotated[bool, doc("V-trace targets and advantages in place of GAE, for data that lags")] = False
 
 
-@register
+@register(PpoConfig)
 def ppo(env: str = "CartPole-v1") -> TrainConfig:
     """Clipped PPO, synchronous: actors wait while the learner learns."""
     if is_atari(env):
@@ -67,7 +62,7 @@ def ppo(env: str = "CartPole-v1") -> TrainConfig:
     )
 
 
-@register
+@register(PpoConfig)
 def async_ppo(env: str = "CartPole-v1") -> TrainConfig:
     """The same rule while actors run ahead by at most one version, corrected for that lag."""
     return replace(ppo(env), **{"preset": "async-ppo", "learner.max_lag": 1, "algorithm.correct_lag": True})

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from echelon.algorithm_config import AlgorithmConfig
-from echelon.bounds import above_zero, at_least, parts, require
 from echelon.config import (
     ActorConfig,
     EnvConfig,
@@ -16,11 +13,11 @@ from echelon.config import (
     ReplayConfig,
     TrainConfig,
 )
+from echelon.fields import doc
 from echelon.presets.registry import is_atari, register
 
 
-@dataclass(frozen=True)
-class SacConfig(AlgorithmConfig):
+class SacConfig(AlgorithmConfig, frozen=True):
     """Soft actor-critic with a learned temperature (Haarnoja et al., 2018), for continuous and discrete actions."""
 
     builder = "echelon.algorithms.sac:Sac"
@@ -29,28 +26,21 @@ class SacConfig(AlgorithmConfig):
     exploration = "echelon.algorithms.exploration:RandomStart"
     experience = "replay"
 
-    name: Literal["sac"] = "sac"
-    num_critics: int = 2
-    target_tau: float = 0.005
-    critic_learning_rate: float = 1e-3  # the policy's is optimizer.learning_rate
-    temperature: float = 1.0  # what entropy is worth; the first value where it is learned
-    learn_temperature: bool = True
-    temperature_learning_rate: float = 1e-3
-    target_entropy: float | None = None  # none: -(action components), or 0.98 of a uniform choice's if discrete
-    random_steps: int = 1_000  # environment steps with actions drawn at random, before the policy acts
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, "algorithm", num_critics=1, random_steps=0)
-        above_zero(self, "algorithm", "temperature", "critic_learning_rate", "temperature_learning_rate")
-        parts(self, "algorithm", "target_tau")
-        require(
-            self.target_entropy is None or math.isfinite(self.target_entropy),
-            f"algorithm.target_entropy={self.target_entropy} must be a finite number, or none for the usual one.",
-        )
+    name: Annotated[Literal["sac"], doc("the learning rule")] = "sac"
+    num_critics: Annotated[int, doc("critics, of which the lowest counts", ge=1)] = 2
+    target_tau: Annotated[float, doc("part of the way that target networks go at every update", gt=0, le=1)] = 0.005
+    critic_learning_rate: Annotated[float, doc("step size of the critics; optimizer's is the policy's", gt=0)] = 1e-3
+    temperature: Annotated[float, doc("what entropy is worth; the first value where it is learned", gt=0)] = 1.0
+    learn_temperature: Annotated[bool, doc("adapt the temperature to target_entropy")] = True
+    temperature_learning_rate: Annotated[float, doc("step size of the temperature", gt=0)] = 1e-3
+    target_entropy: Annotated[
+        float | None, doc("none: -(action components), or 0.98 of a uniform choice's if discrete")
+    ] = None
+    random_steps: Annotated[int, doc("steps with random actions, before the policy acts", "steps", ge=0)] = 1_000
+    reward_clip: Annotated[float, doc("largest size of a single reward; 0: any, 1: as usual on Atari", ge=0)] = 0.0
 
 
-@register
+@register(SacConfig)
 def sac(env: str = "Pendulum-v1") -> TrainConfig:
     """Soft actor-critic with a learned temperature, one actor, uniform replay."""
     return TrainConfig(

@@ -22,16 +22,17 @@ Where the two come out alike, local acting is chosen: it needs fewer processes, 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import select
 import signal
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from echelon.algorithms.model import Model
-from echelon.config import TrainConfig
+from echelon.config import TrainConfig, replace
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, ProcessSpec
@@ -161,7 +162,7 @@ def choose_acting(context: Context, engine: InlineEngine | LocalEngine, model: M
     if config.experience == "replay" and config.replay.prioritized:
         return Choice("local", "actors judge what they do, for the first priorities of their transitions")
     config = replace(config, acting=replace(config.acting, mode="central"))
-    context = replace(context, train=config)
+    context = dataclasses.replace(context, train=config)
     act_layout(context)
     num_parameters = model.parameters.numel()
     on_cpu = {
@@ -207,7 +208,7 @@ def _first_line(text: str) -> str:
 
 def _rehearse(context: Context, engine: LocalEngine) -> Exit | None:
     """How the rehearsal ended; None where it did not."""
-    context = replace(context, name=REHEARSAL)
+    context = dataclasses.replace(context, name=REHEARSAL)
     engine.start(ProcessSpec(REHEARSAL, "echelon.roles.rehearsal:rehearsal", context.to_config(keep_objects=False)))
     deadline = math.inf
     while time.monotonic() < deadline:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from echelon.config import TrainConfig
+from echelon.config import TrainConfig, replace
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.envs.make import probe_spaces
@@ -102,7 +102,7 @@ def _choose(
     config, model = context.train, Plan(context).model
     threads = learner_threads(config, model.parameters.numel(), minibatch_samples(config))
     config = replace(config, learner=replace(config.learner, threads=threads))
-    context = replace(context, train=config)
+    context = dataclasses.replace(context, train=config)
     if config.run.init_from and context.epoch == 0:
         model.load_weights(find_weights(config.run.init_from), config.run.init_from)
     if config.experience == "replay":
@@ -117,7 +117,7 @@ def _choose(
     if config.experience == "replay" and config.replay.transport == "tcp":
         check_secret(config.replay.address, secret_from_environment())
     config = replace(config, acting=replace(config.acting, mode=choice.mode))
-    return replace(context, train=config, state_shapes=model.network.state_shapes), choice
+    return dataclasses.replace(context, train=config, state_shapes=model.network.state_shapes), choice
 
 
 def _make_memory(context: Context, tell: Callable[[str], None]) -> None:

@@ -1,0 +1,206 @@
+"""The fields of the configuration. An annotation says all there is to say of one: type, bounds, unit and meaning.
+
+    envs: Annotated[int, doc("K, environments per actor", ge=1)] = 16
+
+Checks, options, help, files and documentation come from it. Checking is construction: a section with a value that does
+not fit cannot be made.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import operator
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+
+from echelon.errors import ConfigError
+
+WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def doc(
+    meaning: str,
+    unit: str = "",
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    because: str = "",
+) -> msgspec.Meta:
+    """What a field means, what it counts, and its bounds; `because` says in their error what would go wrong."""
+    bounds: dict[str, Any] = {"ge": ge, "gt": gt, "le": le, "lt": lt}
+    return msgspec.Meta(description=meaning, extra={"unit": unit, "because": because}, **bounds)
+
+
+class Section(msgspec.Struct, frozen=True):
+    """Fields that belong together. Values are checked, and get the type of their field: 3 may become 3.0."""
+
+    SECTION: ClassVar[str] = ""  # its path in the configuration
+
+    def __post_init__(self) -> None:
+        for field in fields(type(self)):
+            value = getattr(self, field.name)
+            fitting = field.fit(value)
+            if type(fitting) is not type(value):
+                msgspec.structs.force_setattr(self, field.name, fitting)
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One field, as its annotation says."""
+
+    name: str
+    path: str  # "actor.envs"
+    hint: Any  # without functions, which msgspec does not read
+    takes_functions: bool
+    meaning: str
+    unit: str
+    bounds: str  # "at least 1"
+    because: str  # of the bounds
+
+    @property
+    def is_section(self) -> bool:
+        return isinstance(self.hint, type) and issubclass(self.hint, Section)
+
+    @property
+    def type(self) -> str:
+        return type_text(self.hint) + (" or callable" if self.takes_functions else "")
+
+    @property
+    def text(self) -> str:
+        """Its meaning, unit and bounds: "T, steps per trajectory [steps, at least 1]"."""
+        limits = ", ".join(filter(None, (self.unit, self.bounds)))
+        return f"{self.meaning} [{limits}]" if limits else self.meaning
+
+    def fit(self, value: Any) -> Any:
+        """`value` as the field holds it; raises ConfigError if it does not fit."""
+        if self.is_section:
+            if not isinstance(value, self.hint):
+                raise ConfigError(f"{self.path}={value!r} is a section: it takes a {self.hint.__name__}.")
+            return value
+        if self.takes_functions and callable(value):
+            return value
+        try:
+            fitting = msgspec.convert(value, self.hint)
+        except msgspec.ValidationError as error:
+            raise self._misfit(value, str(error)) from None
+        if isinstance(fitting, float) and not math.isfinite(fitting):
+            raise self._misfit(value, ", got `inf`")
+        return fitting
+
+    def _misfit(self, value: Any, error: str) -> ConfigError:
+        choices, sequence = options(self.hint), isinstance(value, list | tuple)
+        if choices:
+            return no_choice(self.path, value, choices)
+        if ", got `" not in error and value == value:  # the type is right, and it is a number
+            because = f": {self.because}" if self.because else f" ({self.meaning})" if self.meaning else ""
+            return ConfigError(f"{self.path}={value}{': each' * sequence} must be {self.bounds}{because}.")
+        place = error.rpartition("`$[")[2].removesuffix("]`")
+        if sequence and place.isdecimal():  # one item is wrong
+            item = type_text(typing.get_args(unwrapped(self.hint))[0])
+            return ConfigError(f"{self.path}.{place}={value[int(place)]!r} does not fit: {item} is wanted.")
+        return ConfigError(f"{self.path}={value!r} does not fit: {self.type} is wanted.")
+
+
+@functools.cache
+def fields(cls: type[Section]) -> tuple[Field, ...]:
+    """The fields of a section, in the order of the source."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return tuple(_describe(name, cls, hints[name]) for name in cls.__struct_fields__)
+
+
+def _describe(name: str, cls: type[Section], hint: Any) -> Field:
+    metas = list(_metas(hint))
+    said = next((meta for meta in metas if meta.description), msgspec.Meta())
+    plain, extra = unwrapped(hint), said.extra or {}
+    read = [option for option in typing.get_args(plain) if typing.get_origin(option) is not Callable]
+    takes_functions = is_union(plain) and len(read) < len(typing.get_args(plain))
+    return Field(
+        name=name,
+        path=f"{cls.SECTION}.{name}".lstrip("."),
+        hint=functools.reduce(operator.or_, read) if takes_functions else hint,
+        takes_functions=takes_functions,
+        meaning=said.description or "",
+        unit=extra.get("unit", ""),
+        bounds=next(filter(None, map(_bounds_text, metas)), ""),
+        because=extra.get("because", ""),
+    )
+
+
+def _metas(hint: Any) -> Iterator[msgspec.Meta]:
+    if typing.get_origin(hint) is Annotated:
+        yield from (meta for meta in hint.__metadata__ if isinstance(meta, msgspec.Meta))
+    for inner in typing.get_args(unwrapped(hint)):
+        yield from _metas(inner)
+
+
+def _bounds_text(meta: msgspec.Meta) -> str:
+    if meta.ge is not None and meta.le is not None:
+        return f"between {meta.ge} and {meta.le}"
+    found = {words: getattr(meta, name) for name, words in WORDS.items()}
+    return " and ".join(f"{words} {bound}" for words, bound in found.items() if bound is not None)
+
+
+def unwrapped(hint: Any) -> Any:
+    """`hint` without what is said of it."""
+    return hint.__origin__ if typing.get_origin(hint) is Annotated else hint
+
+
+def is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+
+
+def options(hint: Any) -> list[str]:
+    """The words to choose from; none where it is no choice."""
+    plain = unwrapped(hint)
+    return [str(word) for word in typing.get_args(plain)] if typing.get_origin(plain) is Literal else []
+
+
+def type_text(hint: Any) -> str:
+    """A type as a user reads it: int, auto|cpu, int or none, comma-separated int."""
+    hint = unwrapped(hint)
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "|".join(options(hint))
+    if is_union(hint):
+        return " or ".join(map(type_text, inner))
+    if origin is tuple:
+        return f"comma-separated {type_text(inner[0])}"
+    if origin is dict:
+        return "JSON object"
+    names: dict[Any, str] = {types.NoneType: "none", bool: "true|false", float: "finite number"}
+    return names.get(hint) or str(hint.__name__)
+
+
+def no_choice(path: str, value: Any, choices: list[str]) -> ConfigError:
+    return ConfigError(f"{path}={value!r} does not fit: use {' or '.join(choices)}.{guess(str(value), choices)}")
+
+
+def guess(word: str, known: Mapping[str, str] | list[str]) -> str:
+    """ " Did you mean ...?" where something known is near to `word`; a mapping says what its words stand for."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    meant = known[close[0]] if close and isinstance(known, Mapping) else close and close[0]
+    return f" Did you mean {meant}?" if close else ""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def require_address(address: str, path: str) -> None:
+    """`address`, the value of `path`, must be tcp://HOST:PORT."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    require(
+        address.startswith("tcp://") and bool(host) and port.isdecimal() and int(port) < 65_536,
+        f"{path}={address} is no address. Write tcp://HOST:PORT; port 0 takes a free one.",
+    )
