@@ -1,0 +1,59 @@
+"""The page of the documentation that lists every field: python -m echelon.config_page > docs/configuration.md"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from echelon.config import AlgorithmConfig, TrainConfig
+from echelon.fields import Field, Section, fields
+
+HEAD = """# Configuration
+
+Every field that a run has. `echelon train` takes it as `--section.field VALUE`, Python as
+`echelon.config.replace(config, **{"section.field": value})`, and a run folder keeps it in `config.json`. Defaults are
+those of the classes; `echelon train PRESET --help` shows the values of a preset.
+
+This page is written by `python -m echelon.config_page > docs/configuration.md` from the annotations of
+`src/echelon/config.py`, `sections.py` and `presets/`.
+"""
+COLUMNS = "| field | type | default | bounds | unit | meaning |\n|---|---|---|---|---|---|"
+
+
+def page() -> str:
+    """The whole page, in Markdown."""
+    whole = TrainConfig()
+    parts = [HEAD, _table("## The run", whole)]
+    for field in fields(TrainConfig):
+        if field.name == "algorithm":
+            rules = AlgorithmConfig.classes().values()
+            parts += [_table(f"## `algorithm` with `name={rule().name}`", rule()) for rule in rules]
+        elif field.is_section:
+            parts.append(_table(f"## `{field.name}`", getattr(whole, field.name)))
+    return "\n".join(parts)
+
+
+def _table(title: str, section: Section) -> str:
+    rows = [_row(field, getattr(section, field.name)) for field in fields(type(section)) if not field.is_section]
+    return "\n".join([title, "", str(type(section).__doc__), "", COLUMNS, *rows, ""])
+
+
+def _row(field: Field, default: Any) -> str:
+    cells = [f"`{field.path}`", field.type, _text(default), field.bounds, field.unit, field.meaning]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _text(value: Any) -> str:
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return str(value).lower()
+        case tuple():
+            return ",".join(map(str, value))
+        case str():
+            return f"`{value}`" if value else ""
+    return f"{value:_}" if isinstance(value, int) and value >= 10_000 else str(value)
+
+
+if __name__ == "__main__":
+    print(page(), end="")
