@@ -85,7 +85,7 @@ class Field(msgspec.Struct, frozen=True):
         """`value` as the field holds it; raises ConfigError if it does not fit."""
         if self.is_section:
             if not isinstance(value, self.hint):
-                raise ConfigError(f"{self.path}={value!r} is a section: it takes a {self.hint.__name__}.")
+                raise ConfigError(f"{self.path}={value!r} is a section: write {self.hint.__name__}(...).")
             return value
         if self.takes_functions and callable(value):
             return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.config import ActorConfig, EnvConfig, ImpalaConfig, NetworkConfig, PpoConfig, TrainConfig
+from echelon.config import (
+    ActorConfig,
+    EnvConfig,
+    ImpalaConfig,
+    LearnerConfig,
+    NetworkConfig,
+    PpoConfig,
+    StopConfig,
+    TrainConfig,
+    WorkersConfig,
+    replace,
+)
 from echelon.config_io import fields_of, from_json, set_fields, to_json
 from echelon.errors import ConfigError
 from echelon.runs import folder as folder_module
@@ -110,6 +122,33 @@ def test_set_fields_parses_by_type() -> None:
     assert config.engine == "inline"
     back = set_fields(config, {"learner.max_lag": "none", "network.hidden": "", "learner.compile": "0"})
     assert (back.learner.max_lag, back.network.hidden, back.learner.compile) == (None, (), False)
+
+
+BAD_SECTIONS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: ActorConfig(envs="8"), "actor.envs='8' does not fit: int is wanted"),
+    (lambda: ActorConfig(envs=0), r"actor.envs=0 must be at least 1 \(K, environments per actor\)"),
+    (lambda: LearnerConfig(max_lag=-1), r"learner.max_lag=-1 must be at least 0 \(0: synchronous"),
+    (lambda: NetworkConfig(hidden=[64, 0]), r"network.hidden=\[64, 0\]: each must be at least 1"),
+    (lambda: NetworkConfig(core="rnn"), "network.core='rnn' does not fit: use none or lstm or gru"),
+    (lambda: WorkersConfig(evaluation=1.0), "workers.evaluation=1.0 must be at least 0 and below 1: some episodes"),
+    (lambda: PpoConfig(clip=0.0), "algorithm.clip=0.0 must be above 0: no step would ever be learned from"),
+    (lambda: TrainConfig(actor={"envs": 3}), "actor={'envs': 3} is a section: write ActorConfig"),
+    (lambda: TrainConfig(seed=1 << 63), "seed=9223372036854775808 must be between 0 and 9223372036854775807"),
+    (lambda: replace(ActorConfig(), envz=3), "there is no field envz"),
+    (lambda: replace(TrainConfig(), actor=3), "actor is a section, not a value: 3 does not fit"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD_SECTIONS)
+def test_a_section_with_a_value_that_does_not_fit_cannot_be_made(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_values_get_the_type_of_their_field() -> None:
+    assert NetworkConfig(hidden=[8, 4]).hidden == (8, 4)
+    assert type(StopConfig(minutes=3).minutes) is float
+    assert type(replace(TrainConfig(), **{"stop.minutes": 3}).stop.minutes) is float
 
 
 BAD_TEXT = [
