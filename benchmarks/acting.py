@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from echelon.bench.harness import in_turns
 from echelon.bench.watch import Usage, Watch, usage
 from peers import foreign_cpu_s, progress_points
 from steady import steady_rate
@@ -185,10 +186,9 @@ def steps_to_target(mode: str, seed: int) -> int:
 def compare_learning(seeds: int) -> dict[str, Any]:
     """Steps to the target with either acting."""
     steps: dict[str, list[int]] = {mode: [] for mode in MODES}
-    for seed in range(seeds):
-        for mode in MODES if seed % 2 == 0 else reversed(MODES):
-            steps[mode].append(steps_to_target(mode, seed))
-            print(f"  seed {seed}, {mode:8}{steps[mode][-1]:>12,} steps to {TARGET}", flush=True)
+    for seed, mode in in_turns(MODES, seeds):
+        steps[mode].append(steps_to_target(mode, seed))
+        print(f"  seed {seed}, {mode:8}{steps[mode][-1]:>12,} steps to {TARGET}", flush=True)
     medians = {mode: median(counts) for mode, counts in steps.items()}
     ratio = medians["central"] / medians["local"]
     print(f"\nmedian steps to {TARGET}: local {medians['local']:,}, central {medians['central']:,} ({ratio:.2f} times)")

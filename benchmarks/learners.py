@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import echelon
+from echelon.bench.harness import in_turns
 from echelon.config import replace
 from echelon.runs.metrics import read_metrics
 from steady import steady_rate
@@ -77,9 +78,8 @@ def main() -> int:
     if options.device == "cpu" and cores > 1:
         cases.insert(1, (1, min(cores, max(options.learners))))
     found: dict[tuple[int, int], list[dict[str, float]]] = {case: [] for case in cases}
-    for number in range(options.rounds):
-        for case in cases if number % 2 == 0 else reversed(cases):
-            found[case].append(measured(options, *case))
+    for _, case in in_turns(cases, options.rounds):
+        found[case].append(measured(options, *case))
     print(f"{options.preset} on {options.env}, {options.hidden}x{options.hidden}, {options.device}, {cores} cores")
     print(f"{'learners':>8} {'threads':>8} {'updates/s':>10} " + " ".join(f"{phase:>9}" for phase in PHASES))
     for (learners, threads), rounds in found.items():

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from echelon.bench.watch import cpu_seconds
 from echelon.replay.frames import FrameWriter
 from echelon.replay.layout import ShardLayout, item_layout
 from echelon.replay.limiter import Limiter, LimiterRule
@@ -73,12 +74,6 @@ def serve(folder: Path, wire: Wire, rule: LimiterRule) -> None:
     print(server.address, flush=True)
     while os.getppid() != 1:
         server.step(0.1)
-
-
-def processor_s(pid: int) -> float:
-    """The time that a process has computed, all its threads."""
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / float(os.sysconf("SC_CLK_TCK"))
 
 
 class Setting:
@@ -137,10 +132,10 @@ def measure(folder: Path, arguments: argparse.Namespace) -> None:
         server_s, items = 0.0, 0.0
         for _ in range(arguments.rounds):
             for setting in settings:
-                before = processor_s(server.pid)
+                before = cpu_seconds(server.pid) or 0.0
                 setting.round(arguments.seconds)
                 if setting.num_ahead or setting.replay is remote:
-                    server_s += processor_s(server.pid) - before
+                    server_s += (cpu_seconds(server.pid) or 0.0) - before
                     items += setting.rates[-1] * arguments.seconds
         link.close()
         server.kill()

@@ -26,7 +26,7 @@ import numpy as np
 import echelon
 from echelon.asynchronous.learner import AsyncLearningNode
 from echelon.asynchronous.worker import AsyncWorker
-from echelon.bench.machine import hardware
+from echelon.bench.harness import hardware
 from echelon.config import replace
 
 SLEEPY = f"{Path(__file__).resolve().parent / 'sleepy.py'}:Sleepy"

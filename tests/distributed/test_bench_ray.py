@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from echelon.bench.rpc import ray_actors
-from echelon.bench.rpc.setting import Setting
+from echelon.bench import rpc_ray
+from echelon.bench.rpc import RpcSetting
 from echelon.cli.main import main
 from running import wait_until
 
@@ -33,7 +33,7 @@ def ray_actors_left() -> list[str]:
             text = path.read_text()
         except OSError:  # it ended meanwhile
             continue
-        found += [text] if text.startswith(("ray::Agent", "ray::Observer")) else []
+        found += [text] if text.startswith(("ray::AgentActor", "ray::ObserverActor")) else []
     return found
 
 
@@ -42,14 +42,14 @@ def ray_actors_left() -> list[str]:
 @pytest.mark.filterwarnings("default")  # Ray's own
 @pytest.mark.parametrize("batch", [True, False])
 def test_a_real_run(shm_dir: Path, batch: bool) -> None:
-    setting = Setting(
+    setting = RpcSetting(
         transport="ray", world_size=4, episodes=2, steps=6, state_size="3-5", batch=batch, shm_dir=str(shm_dir)
     )
-    environment = {name: os.environ.get(name) for name in ray_actors.QUIET}
-    raw = ray_actors.run(setting, lambda done, total: None)
+    environment = {name: os.environ.get(name) for name in rpc_ray.QUIET}
+    raw = rpc_ray.run(setting, lambda done, total: None)
     assert raw.observer_latency_s.shape == (2, 12) and (raw.observer_latency_s > 0).all()
     assert raw.agent_batch.sum() == 24 and set(raw.agent_batch) == {2 if batch else 1}
     assert (raw.agent_latency_s > 0).all() and raw.elapsed_s > 0
-    assert {name: os.environ.get(name) for name in ray_actors.QUIET} == environment
+    assert {name: os.environ.get(name) for name in rpc_ray.QUIET} == environment
     wait_until(lambda: not ray_actors_left(), "the actors are gone")
     assert not list(shm_dir.iterdir())

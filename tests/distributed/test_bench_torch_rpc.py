@@ -11,16 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from echelon.bench.rpc import coordinator, torch_rpc
-from echelon.bench.rpc.coordinator import Coordinator
-from echelon.bench.rpc.setting import Progress, Raw, Setting, backend_of
+from echelon.bench import processes, rpc_processes, rpc_torch
+from echelon.bench.harness import Progress
+from echelon.bench.rpc import Raw, RpcSetting, transport_of
+from echelon.bench.rpc_processes import Coordinator
 from echelon.errors import ConfigError, EchelonError, RunError
 from running import parent_of, wait_until
 
 
-def setting_of(shm_dir: Path, **fields: object) -> Setting:
+def setting_of(shm_dir: Path, **fields: object) -> RpcSetting:
     small = {"world_size": 4, "episodes": 2, "steps": 6, "state_size": "3-5", "master_port": "0"}
-    return Setting(**{"transport": "torch-rpc", "shm_dir": str(shm_dir), **small, **fields})  # type: ignore[arg-type]
+    return RpcSetting(**{"transport": "torch-rpc", "shm_dir": str(shm_dir), **small, **fields})  # type: ignore[arg-type]
 
 
 def children_of(pid: int) -> list[int]:
@@ -36,7 +37,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def check(raw: Raw, setting: Setting) -> None:
+def check(raw: Raw, setting: RpcSetting) -> None:
     num_requests = setting.num_observers * setting.num_measured
     assert raw.observer_latency_s.shape == (setting.num_observers, setting.num_measured)
     assert (raw.observer_latency_s > 0).all() and (raw.agent_latency_s > 0).all()
@@ -46,13 +47,14 @@ def check(raw: Raw, setting: Setting) -> None:
     assert raw.elapsed_s >= raw.observer_latency_s.sum(axis=1).max()
 
 
+@pytest.mark.full
 def test_both_ways_of_answering_one_after_the_other_on_one_port(shm_dir: Path) -> None:
     before = children_of(os.getpid())
-    port = torch_rpc.free_port("127.0.0.1")
+    port = str(processes.free_port())
     for batch in (True, False):
         setting = setting_of(shm_dir, batch=batch, master_port=port)
         told: list[tuple[int, int]] = []
-        raw = backend_of("torch-rpc")(setting, lambda done, total, told=told: told.append((done, total)))  # type: ignore[misc]
+        raw = transport_of("torch-rpc")(setting, lambda done, total, told=told: told.append((done, total)))  # type: ignore[misc]
         check(raw, setting)
         assert raw.extra == {"tensorpipe_transports": "default"}
         assert {total for _, total in told} == {setting.num_requests}
@@ -61,6 +63,7 @@ def test_both_ways_of_answering_one_after_the_other_on_one_port(shm_dir: Path) -
     assert not list(shm_dir.iterdir())
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_ends_the_run_and_is_named(shm_dir: Path) -> None:
     before = children_of(os.getpid())
     ranks: list[int] = []
@@ -75,34 +78,36 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(shm_dir: Path) -> None:
             os.kill(ranks[2], signal.SIGKILL)
 
     with pytest.raises(RunError, match="observer2 was ended by SIGKILL"):
-        torch_rpc.run(setting_of(shm_dir, episodes=100_000), kill_one)
+        rpc_torch.run(setting_of(shm_dir, episodes=100_000), kill_one)
     assert len(ranks) == 4
     wait_until(lambda: not [rank for rank in ranks if is_alive(rank)], "the other ranks are gone")
     assert set(children_of(os.getpid())) <= set(before)  # what others left may end meanwhile
     assert not list(shm_dir.iterdir())
 
 
+@pytest.mark.full
 def test_where_too_many_ranks_meet_at_once_tcp_takes_them_in(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds: list[type[Coordinator] | None] = []
-    really_run = coordinator.run
+    kinds: list[type[Coordinator]] = []
+    really_run = rpc_processes.run
 
-    def run(setting: Setting, progress: Progress, kind: type[Coordinator] | None = None) -> Raw:
+    def run(setting: RpcSetting, progress: Progress, kind: type[Coordinator] = Coordinator) -> Raw:
         kinds.append(kind)
-        if kind is torch_rpc.RpcCoordinator:  # what PyTorch says of some 20 ranks and more, depending on the load
+        if kind is rpc_torch.TorchCoordinator:  # what PyTorch says of some 20 ranks and more, depending on the load
             raise RunError("observer19 failed: RuntimeError: connect: Resource temporarily unavailable")
         return really_run(setting, progress, kind)
 
-    monkeypatch.setattr(coordinator, "run", run)
+    monkeypatch.setattr(rpc_processes, "run", run)
     setting = setting_of(shm_dir)
-    raw = torch_rpc.run(setting, lambda done, total: None)
+    raw = rpc_torch.run(setting, lambda done, total: None)
     check(raw, setting)
-    assert kinds == [torch_rpc.RpcCoordinator, torch_rpc.OverTcp]
+    assert kinds == [rpc_torch.TorchCoordinator, rpc_torch.TorchCoordinatorOverTcp]
     assert raw.extra == {"tensorpipe_transports": "uv"}
 
 
+@pytest.mark.full
 def test_an_error_inside_a_rank_reaches_the_user(shm_dir: Path) -> None:
     with pytest.raises(EchelonError, match=r"(?i)cuda"):  # no machine has a hundred GPUs; the agent finds out
-        torch_rpc.run(setting_of(shm_dir, device="cuda:99"), lambda done, total: None)
+        rpc_torch.run(setting_of(shm_dir, device="cuda:99"), lambda done, total: None)
     assert not list(shm_dir.iterdir())
 
 
@@ -110,11 +115,11 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(shm_dir: Path) -
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         with pytest.raises(ConfigError, match=rf"{port}.*{re.escape('--master_port 0')}"):
-            torch_rpc.run(setting_of(shm_dir, master_port=port), lambda done, total: None)
+            rpc_torch.run(setting_of(shm_dir, master_port=port), lambda done, total: None)
     assert not list(shm_dir.iterdir())
 
 
 def test_a_pytorch_without_rpc_is_named(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_rpc.rpc, "is_available", lambda: False)
+    monkeypatch.setattr(rpc_torch.rpc, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"this build of PyTorch .* has no torch\.distributed\.rpc"):
-        torch_rpc.run(setting_of(shm_dir), lambda done, total: None)
+        rpc_torch.run(setting_of(shm_dir), lambda done, total: None)

@@ -15,31 +15,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echelon.bench.replay import buffers, frames, peer_writers, process, writers
-from echelon.bench.replay import setting as bench_setting
-from echelon.bench.replay import writer as bench_writer
-from echelon.bench.replay.buffers import EchelonBuffer, make_buffers
-from echelon.bench.replay.items import LARGEST, Chunk, Pool, checksum, shard_layout
-from echelon.bench.replay.report import FACTS
-from echelon.bench.replay.setting import Measure, Result, Setting, Spread
-from echelon.bench.replay.writer import Writer
-from echelon.cli import output
-from echelon.cli.bench_replay import make_parser, parse_settings
+from echelon.bench import replay_frames as frames
+from echelon.bench import replay_writers as writers
+from echelon.bench.harness import Measure
+from echelon.bench.processes import Processes
+from echelon.bench.replay import FACTS, ReplayBenchmark, ReplaySetting, Result
+from echelon.bench.replay_buffers import (
+    FILL,
+    LARGEST,
+    NUM_DRAWS,
+    OPERATIONS,
+    Chunk,
+    CpprbBuffer,
+    EchelonBuffer,
+    Pool,
+    Turns,
+    checksum,
+    shard_layout,
+)
 from echelon.cli.main import main
 from echelon.errors import RunError
 from echelon.replay.reader import ShardReader
-from echelon.replay.shard import Shard
-from echelon.replay.sharded import Replay
 
 Array = np.ndarray[Any, Any]
 SMALL = ["--capacity", "1024", "--batch", "32", "--chunk", "16", "--seconds", "0.02", "--rounds", "2"]
-TINY = Setting(capacity=1024, batch=32, chunk=16, seconds=0.02, rounds=2, peer="none")
-
-
-def settings_of(*arguments: str) -> tuple[list[Setting], list[str]]:
-    texts = vars(make_parser().parse_args(list(arguments)))
-    texts.pop("output")
-    return parse_settings(texts)
+TINY = ReplaySetting(capacity=1024, batch=32, chunk=16, seconds=0.02, rounds=2, peer="none")
 
 
 def ignore(num_done: int, total: int) -> None:
@@ -74,57 +74,12 @@ def fake_cpprb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     del sys.modules["cpprb"]
 
 
-class TestArguments:
-    def test_the_defaults_are_the_ones_that_are_talked_about(self) -> None:
-        (setting,), varied = settings_of()
-        assert setting == Setting() and not varied and setting.mode == "process"
-        assert (setting.capacity, setting.batch, setting.chunk, setting.observation) == (2**20, 512, 64, 8)
-        assert (setting.alpha, setting.rate, setting.peer, setting.num_shards) == (0.6, 25_000.0, "cpprb", 1)
-
-    def test_lists_are_combined(self) -> None:
-        settings, varied = settings_of("--batch", "64, 512", "--capacity", "65536,1048576", "--writers", "0,4")
-        assert varied == ["batch", "capacity", "writers"] and len(settings) == 8
-        assert {(s.batch, s.capacity, s.writers) for s in settings} == {
-            (batch, capacity, writers) for batch in (64, 512) for capacity in (65536, 1048576) for writers in (0, 4)
-        }
-        assert {(s.mode, s.num_shards) for s in settings} == {("process", 1), ("writers", 4)}
-
-    def test_every_argument_has_a_help(self) -> None:
-        actions = {action.dest: action for action in make_parser()._actions}
-        for field in dataclasses.fields(Setting):
-            assert str(field.default) in str(actions[field.name].help)
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--batch", "0"], "batch=0 must be at least 1"),
-            (["--batch", "x"], "batch='x' is not a number. Write --batch 512"),
-            (["--batch", "64,"], "batch='' is not a number"),
-            (["--rate", "0"], "rate=0.0 must be a number above 0"),
-            (["--seconds", "nan"], "seconds=nan must be a number above 0"),
-            (["--alpha", "0"], "alpha=0.0 must lie above 0"),
-            (["--peer", "x"], "peer='x' is not known; there are cpprb, none"),
-            (["--frames", "84x84"], "is not height x width x stack. Write it as in --frames 84x84x4"),
-            (["--frames", "0x84x4"], "is not height x width x stack"),
-            (["--frames", "2x3x4"], "smaller than 8 pixels"),
-            (["--writers", "4", "--shards", "2"], "every writer has a shard of its own"),
-            (["--frames", "84x84x4", "--writers", "2"], "in one process with one shard, not with writers=2"),
-            (["--capacity", "100"], "must hold a batch of 512 and a chunk of 64. Raise --capacity"),
-            (["--capacity", "2000", "--writers", "4"], "gives each of 4 shards 500 items"),
-            (["--shm-dir", "/nowhere", "--writers", "1"], "shm_dir=/nowhere is not a folder"),
-            (["--output", "/nowhere/r.json"], "--output /nowhere/r.json cannot be written"),
-            (["--capacity", "1000000000000", "--batch", "1"], "GB are free. Lower --capacity"),
-            (["--capacity", "1000000000000", "--frames", "84x84x4"], "GB in /dev/shm, where"),
-            (["--capacity", "1024,1000000000000", "--writers", "1"], "needs 1"),
-            (["--what", "1"], "unrecognized arguments"),
-        ],
-    )
-    def test_what_cannot_be_is_said_before_anything_runs(
-        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["bench", "replay", *arguments]) == 2
-        out, err = capsys.readouterr()
-        assert message in err and out == ""
+def test_the_defaults_are_the_ones_that_are_talked_about() -> None:
+    setting = ReplaySetting()
+    assert (setting.capacity, setting.batch, setting.chunk, setting.observation) == (2**20, 512, 64, 8)
+    assert (setting.alpha, setting.rate, setting.peer) == (0.6, 25_000.0, "cpprb")
+    assert (setting.mode, setting.num_shards) == ("process", 1)
+    assert (ReplaySetting(writers=4).mode, ReplaySetting(writers=4).num_shards) == ("writers", 4)
 
 
 class TestItems:
@@ -139,7 +94,7 @@ class TestItems:
         assert (first.priorities > 0).all()
 
     def test_large_observations_make_few_chunks(self) -> None:
-        assert len(Pool(Setting(observation=1 << 18), 64).chunks) == 2
+        assert len(Pool(ReplaySetting(observation=1 << 16), 64).chunks) == 2
 
 
 class Counter:
@@ -152,6 +107,8 @@ class Counter:
 
     def perf_counter(self) -> float:
         return self.now
+
+    process_time = perf_counter
 
     def _take(self, what: str, seconds: float) -> None:
         self.calls.append(what)
@@ -172,15 +129,14 @@ class Counter:
 class TestInOneProcess:
     def test_rates_are_items_over_the_time_of_the_operation(self, monkeypatch: pytest.MonkeyPatch) -> None:
         buffer = Counter()
-        monkeypatch.setattr(process, "time", buffer)
-        monkeypatch.setattr(process, "FILL", 512)
-        turns = process.Turns(TINY, buffer)
-        assert buffer.calls == ["insert", "insert"]  # 1024 items, 512 at once
+        monkeypatch.setattr("echelon.bench.harness.time", buffer)
+        turns = Turns(dataclasses.replace(TINY, capacity=2 * FILL), buffer)
+        assert buffer.calls == ["insert", "insert"]
         assert turns.measure("insert", 2.0) == 16 / 0.25
         assert turns.measure("sample", 2.0) == 32 / 0.5
         buffer.calls.clear()
         assert turns.measure("update", 3.0) == 32 / 1.0  # what is drawn for it is not timed
-        assert buffer.calls == ["sample"] * process.NUM_DRAWS + ["update"] * 3
+        assert buffer.calls == ["sample"] * NUM_DRAWS + ["update"] * 3
         assert turns.measure("sample+update", 3.0) == 32 / 1.5
         buffer.calls.clear()
         assert turns.measure("mixed", 3.0) == 32 / 1.75
@@ -189,11 +145,11 @@ class TestInOneProcess:
     @pytest.mark.parametrize("shards", [1, 3])
     def test_our_buffer_is_full_and_takes_part_in_everything(self, shards: int) -> None:
         setting = dataclasses.replace(TINY, shards=shards)
-        buffer = EchelonBuffer(setting)
-        turns = process.Turns(setting, buffer)
+        buffer = EchelonBuffer.alone(setting)
+        turns = Turns(setting, buffer)
         assert buffer.replay.sizes == [1024 // shards] * shards
         mass, heads = buffer.replay.mass, [buffer.replay.window(shard)[1] for shard in range(shards)]
-        for name in process.OPERATIONS:
+        for name in OPERATIONS:
             assert turns.measure(name, 1e-6) > 0
         assert buffer.replay.mass.total != mass.total
         after = [buffer.replay.window(shard)[1] for shard in range(shards)]
@@ -202,18 +158,18 @@ class TestInOneProcess:
     def test_without_the_peer_a_line_says_so_and_the_rest_runs(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(buffers, "find_spec", lambda name: None)
+        monkeypatch.setattr("echelon.bench.replay.find_spec", lambda name: None)
         assert main(["bench", "replay", *SMALL]) == 0
         out, err = capsys.readouterr()
         assert err.startswith("cpprb is not installed") and "echelon[bench-replay]" in err
-        assert all(f"{name} " in out for name in process.OPERATIONS) and "ratio" not in out
+        assert all(f"{name} " in out for name in OPERATIONS) and "ratio" not in out
         assert main(["bench", "replay", *SMALL, "--peer", "none"]) == 0
         assert capsys.readouterr().err == ""
 
     def test_the_peer_gets_the_same_items(self, fake_cpprb: Any) -> None:
         setting = dataclasses.replace(TINY, peer="cpprb")
-        ours, peer = make_buffers(setting)
-        assert isinstance(peer, buffers.CpprbBuffer) and peer.name == "cpprb 1.2.3" and ours.name == "echelon"
+        peer = CpprbBuffer(setting)
+        assert setting.has_peer and not TINY.has_peer and peer.name == "cpprb 1.2.3"
         assert (peer.buffer.size, peer.buffer.alpha) == (1024, 0.6)
         assert peer.buffer.env_dict["observation"] == {"shape": (8,), "dtype": np.float32}
         assert peer.buffer.env_dict["action"] == {"shape": 1, "dtype": np.int64}
@@ -235,16 +191,11 @@ class TestInOneProcess:
         report = json.loads(path.read_text())
         assert report["bench"] == "replay" and report["setting"]["capacity"] == 1024 and report["hardware"]["cores"]
         (run,) = report["runs"]
-        assert [m["name"] for m in run["measures"]] == list(process.OPERATIONS)
+        assert [m["name"] for m in run["measures"]] == list(OPERATIONS)
         for measure in run["measures"]:
             assert set(measure["by"]) == {"echelon", "cpprb 1.2.3"} and measure["unit"] == "items/s"
             for spread in measure["by"].values():
                 assert 0 < spread["low"] <= spread["median"] <= spread["high"]
-
-    def test_the_ratio_compares_neighbours_in_time(self) -> None:
-        measure = Measure.of("insert", "items/s", {"echelon": [2.0, 30.0, 8.0], "cpprb": [1.0, 10.0, 4.0]})
-        assert measure.ratio == 2.0 and measure.by["echelon"] == Spread(8.0, 5.0, 19.0)
-        assert Measure.of("insert", "items/s", {"echelon": [2.0]}).ratio is None
 
 
 class TestWriters:
@@ -271,7 +222,7 @@ class TestWriters:
     def test_a_writer_of_the_peer_that_fails_is_told(self, fake_cpprb: Any) -> None:
         setting = dataclasses.replace(TINY, writers=1, peer="cpprb", alpha=0.125)
         with pytest.raises(RunError, match=r"a writer of cpprb 1\.2\.3 left with code 1"):
-            peer_writers.measure_peer(setting, ignore)
+            writers.measure_peer(setting, ignore)
         assert multiprocessing.active_children() == []
 
     def test_torn_items_are_counted_and_fail_the_run(
@@ -280,34 +231,34 @@ class TestWriters:
         result = Result(
             (Measure.of("sample+update", "items/s", {"echelon": [1.0]}),), {"num_checked": 9, "num_torn": 2}
         )
-        monkeypatch.setattr(bench_setting, "run", lambda setting, progress: result)
+        monkeypatch.setattr(ReplayBenchmark, "measure", lambda self, setting, progress: result)
         assert main(["bench", "replay", *SMALL, "--writers", "1"]) == 1
         assert "2 items were torn" in capsys.readouterr().err
 
     def test_what_does_not_belong_together_is_torn(self, shm_dir: Path) -> None:
         setting = dataclasses.replace(TINY, writers=1)
-        writer = Writer({"setting": dataclasses.asdict(setting), "session": str(shm_dir), "index": 0})
+        writer = writers.Writer({"setting": dataclasses.asdict(setting), "session": str(shm_dir), "index": 0})
         while writer.writer.head < setting.capacity:
             assert writer.step(0.0)
         layout = shard_layout(setting, checked=True)
-        learning = writers.ReplayLearning(setting, Replay([ShardReader(Shard.at(shm_dir, 0, layout))]))
+        buffer = writers.SharedBuffer(setting, [ShardReader.at(shm_dir, 0, layout)])
         for _ in range(3):
-            learning.learn(np.ones(32))
-            learning.look()
-        assert learning.num_checked == 96 and learning.num_torn == 0 and learning.num_inserted == 1024
+            buffer.update(buffer.sample(), np.ones(32))
+            buffer.look()
+        assert buffer.num_checked == 96 and buffer.num_torn == 0
         writer.writer.shard.items.columns["next_observation"][:, 3] += 1  # as if overwritten half-way
-        learning.learn(np.ones(32))
-        learning.look()
-        assert learning.num_checked == 128 and learning.num_torn == 32
+        buffer.sample()
+        buffer.look()
+        assert buffer.num_checked == 128 and buffer.num_torn == 32
 
     def test_a_writer_fills_its_shard_and_then_keeps_its_rate(
         self, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         clock = SimpleNamespace(now=100.0, slept=[])
         fake = SimpleNamespace(monotonic=lambda: clock.now, sleep=clock.slept.append)
-        monkeypatch.setattr(bench_writer, "time", fake)
+        monkeypatch.setattr(writers, "time", fake)
         setting = dataclasses.replace(TINY, writers=1, rate=1600.0)  # a chunk every 10 ms
-        writer = Writer({"setting": dataclasses.asdict(setting), "session": str(shm_dir), "index": 0})
+        writer = writers.Writer({"setting": dataclasses.asdict(setting), "session": str(shm_dir), "index": 0})
         for _ in range(1024 // 16):
             assert writer.step(0.1)
         assert writer.step(0.1) and not writer.step(0.1)
@@ -317,12 +268,11 @@ class TestWriters:
         assert writer.writer.head == 1024 + 4 * 16
 
     def test_a_writer_that_fails_is_told(self, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(
-            writers, "_start", lambda setting, session, engine: engine.start(
-                writers.ProcessSpec("writer-0", "echelon.bench.replay.writer:Writer", {"setting": {}, "index": 0})
-            )
-        )  # fmt: skip
-        with pytest.raises(RunError, match="writer-0 failed: KeyError: 'session'"):
+        def start_writers(setting: ReplaySetting, processes: Processes) -> None:
+            processes.start("writer-0", "echelon.bench.replay_writers:Writer", {"setting": {}})
+
+        monkeypatch.setattr(writers, "start_writers", start_writers)
+        with pytest.raises(RunError, match="writer-0 failed: KeyError: 'index'"):
             writers.run(dataclasses.replace(TINY, writers=1, shm_dir=str(shm_dir)), ignore)
         assert list(shm_dir.iterdir()) == []
 
@@ -365,19 +315,3 @@ class TestFrames:
         environments = frames.Environments((4, 3, 4))
         stepped = np.array([environments.step() for _ in range(frames.EPISODE + 1)])
         assert (~stepped).sum(0).tolist() == [1] * frames.NUM_ENVS and (~stepped).sum(1).max() == 1
-
-
-def test_progress_without_a_terminal_is_a_line_now_and_then(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with output.progress_bar("frames (1/1)", "transitions") as show:
-        for second in range(26):
-            now[0] = float(second)
-            show(second * 100_000, 2_600_000)
-    out, err = capsys.readouterr()
-    assert out == "" and err.splitlines() == [
-        "frames (1/1): 1,000,000 of 2,600,000 transitions",
-        "frames (1/1): 2,000,000 of 2,600,000 transitions",
-    ]

@@ -1,14 +1,9 @@
-"""`echelon bench rpc` without its processes: arguments, the policy, the percentiles, the report and the lines."""
+"""`echelon bench rpc` without its processes: settings, policy, agent and observer, percentiles, report and lines."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import re
-import subprocess
-import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.bench.rpc.policy import AgentPolicy
-from echelon.bench.rpc.report import METRICS, Report, metrics_of
-from echelon.bench.rpc.setting import TRANSPORTS, Raw, Setting, backend_of
-from echelon.cli.bench import BENCHES
-from echelon.cli.bench_rpc import make_parser, parse_settings
-from echelon.cli.main import main
-from echelon.cli.output import progress_bar
+from echelon.bench.harness import Runs, Sweep
+from echelon.bench.rpc import METRICS, TRANSPORTS, Raw, RpcBenchmark, RpcSetting, metrics_of, transport_of
+from echelon.bench.rpc_agent import AgentPolicy, CallAgent
+from echelon.bench.rpc_processes import MEASURE, WARM_UP, Observer, Results
+from echelon.cli.bench import make_parser
 from echelon.errors import ConfigError
 
 SEED_ARGUMENTS = {
@@ -37,127 +30,58 @@ SEED_ARGUMENTS = {
 }
 
 
-def only(*arguments: str) -> Setting:
-    settings, x_axis_name = parse_settings(arguments)
-    assert x_axis_name == "" and len(settings) == 1
-    return settings[0]
+def sweep_of(*arguments: str) -> Sweep[RpcSetting]:
+    texts = vars(make_parser(RpcBenchmark()).parse_args(list(arguments)))
+    return Sweep.parse(RpcSetting, texts, RpcBenchmark.swept, RpcBenchmark.max_varied)
 
 
 class TestArguments:
     def test_the_defaults_are_those_of_the_benchmark_it_follows(self) -> None:
-        values = dataclasses.asdict(only())
+        values = sweep_of().common
         assert values == values | SEED_ARGUMENTS | {"episodes": 10, "steps": 100, "transport": "shm", "device": "cpu"}
         assert list(values)[: len(SEED_ARGUMENTS)] == list(SEED_ARGUMENTS)
 
     @pytest.mark.parametrize("spelling", ["--world_size", "--world-size", "-world_size"])
     def test_names_are_taken_with_dashes_and_underscores(self, spelling: str) -> None:
-        assert only(f"{spelling}=4").world_size == only(spelling, "4").world_size == 4
-
-    def test_every_argument_has_all_three_spellings_and_a_help(self) -> None:
-        actions = {action.dest: action for action in make_parser()._actions}
-        for field in dataclasses.fields(Setting):
-            spellings = {f"--{field.name}", f"--{field.name.replace('_', '-')}", f"-{field.name}"}
-            assert set(actions[field.name].option_strings) == spellings
-            assert str(field.default) in str(actions[field.name].help)
+        for words in ([f"{spelling}=4"], [spelling, "4"]):
+            assert sweep_of(*words).settings == (RpcSetting(world_size=4),)
 
     def test_derived_sizes(self) -> None:
-        setting = only("--world_size", "7", "--state_size", "2-3-4", "--episodes", "2", "--steps", "10")
-        assert (setting.num_observers, setting.dims, setting.num_inputs) == (5, (2, 3, 4), 24)
+        setting = RpcSetting(world_size=7, state_size="2-3-4", episodes=2, steps=10)
+        assert (setting.num_observers, setting.num_inputs) == (5, 24)
         assert (setting.num_warm_up, setting.num_measured, setting.num_requests) == (10, 20, 150)
 
     @pytest.mark.parametrize(
         ("argument", "texts", "values"),
         [
-            ("world_size", "10,20", [10, 20]),
             ("state_size", "10-20-10,4", ["10-20-10", "4"]),
             ("nlayers", "0,1,2", [0, 1, 2]),
-            ("out_features", "5, 10", [5, 10]),
             ("batch", "True,False", [True, False]),
-            ("transport", "shm,torch-rpc", ["shm", "torch-rpc"]),
             ("device", "cpu,cuda:0", ["cpu", "cuda:0"]),
-            ("steps", "1,2", [1, 2]),
-            ("episodes", "3,4", [3, 4]),
             ("max_wait_us", "100,1e4", [100.0, 1e4]),
         ],
     )
     def test_one_list_becomes_the_x_axis(self, argument: str, texts: str, values: list[Any]) -> None:
-        settings, x_axis_name = parse_settings([f"--{argument}={texts}"])
-        assert x_axis_name == argument
-        assert [getattr(setting, argument) for setting in settings] == values
-        assert settings == [dataclasses.replace(Setting(), **{argument: value}) for value in values]
-
-    @pytest.mark.parametrize("word", ["yes", "True", "t", "Y", "1"])
-    def test_words_for_true(self, word: str) -> None:
-        assert only("--batch", word).batch is True
-
-    @pytest.mark.parametrize("word", ["no", "False", "f", "N", "0"])
-    def test_words_for_false(self, word: str) -> None:
-        assert only("--batch", word).batch is False
+        sweep = sweep_of(f"--{argument}={texts}")
+        assert sweep.varied == (argument,)
+        assert list(sweep.settings) == [dataclasses.replace(RpcSetting(), **{argument: value}) for value in values]
 
     def test_a_comma_in_a_path_is_no_list(self) -> None:
-        assert only("--output_file_path", "a,b.json").output_file_path == "a,b.json"
+        (setting,) = sweep_of("--output_file_path", "a,b.json").settings
+        assert setting.output_file_path == "a,b.json"
 
-    @pytest.mark.parametrize(
-        ("arguments", "complaint"),
-        [
-            (
-                "--world_size 10,20 --batch True,False",
-                "Only 1 x axis graph variable allowed.*world_size=10,20 and batch",
-            ),
-            ("--batch maybe", "batch='maybe': Boolean value expected"),
-            ("--world_size 2", "world_size=2 leaves no observer.*3"),
-            ("--world_size 10,2", "world_size=2 leaves no observer"),
-            ("--world_size ten", "world_size='ten' is not a number"),
-            ("--world_size 10,", "world_size='' is not a number"),
-            ("--nlayers -1", "nlayers"),
-            ("--nlayers=-1", "nlayers=-1 must be at least 0"),
-            ("--out_features 0", "out_features=0 must be at least 1"),
-            ("--state_size 10x20", "state_size='10x20'.*10-20-10"),
-            ("--state_size 10-0", "state_size='10-0'"),
-            ("--steps 0", "steps=0"),
-            ("--episodes 0", "episodes=0"),
-            ("--transport pigeon", "transport='pigeon' is not known; there are shm, tcp, torch-rpc, ray"),
-            ("--device tpu", "device='tpu' is not known"),
-            ("--max_wait_us 0", "max_wait_us=0"),
-            ("--max_wait_us nan", "max_wait_us=nan"),
-            ("--master_port http", "master_port='http' is not a port"),
-            ("--master_port 65536", "master_port='65536' is not a port"),
-            ("--world 10", "unrecognized arguments"),
-            ("--output_file_path nowhere/report.json", "--output_file_path nowhere/report.json cannot be written"),
-            ("--output_file_path .", "cannot be written"),
-        ],
-    )
-    def test_mistakes_are_told_before_anything_runs(
-        self, arguments: str, complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("echelon.cli.bench_rpc.backend_of", lambda transport: pytest.fail("it ran"))
-        assert main(["bench", "rpc", *arguments.split()]) == 2
-        out, err = capsys.readouterr()
-        assert re.search(complaint, err) and out == ""
-
-
-def test_every_benchmark_and_every_transport_names_a_function_that_exists() -> None:
-    for _, entry in BENCHES.values():
-        module, _, function = entry.partition(":")
-        assert callable(getattr(import_module(module), function)), entry
-    for transport in ("shm", "tcp", "torch-rpc"):
-        assert callable(backend_of(transport))
-    assert set(TRANSPORTS) == {"shm", "tcp", "torch-rpc", "ray"}
-
-
-def test_observers_and_the_coordinator_need_no_torch() -> None:
-    modules = "echelon.bench.rpc.observer, echelon.bench.rpc.coordinator, echelon.cli.bench_rpc, sys"
-    program = f"import {modules}\nassert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    def test_every_transport_names_a_function_that_exists(self) -> None:
+        assert set(TRANSPORTS) == {"shm", "tcp", "torch-rpc", "ray"}
+        assert all(callable(transport_of(name)) for name in TRANSPORTS)
 
 
 class TestPolicy:
-    def states(self, count: int, setting: Setting) -> np.ndarray[Any, Any]:
+    def states(self, count: int, setting: RpcSetting) -> np.ndarray[Any, Any]:
         return np.random.default_rng(0).random((count, setting.num_inputs), np.float32)
 
     @pytest.mark.parametrize("nlayers", [0, 2])
     def test_actions_come_as_often_as_the_softmax_over_actions_says(self, nlayers: int) -> None:
-        setting = Setting(state_size="2-3", nlayers=nlayers, out_features=4)
+        setting = RpcSetting(state_size="2-3", nlayers=nlayers, out_features=4)
         policy = AgentPolicy(setting)
         assert len(policy.weights) == nlayers + 1
         policy.weights[-1].mul_(8.0)  # far from uniform
@@ -174,7 +98,7 @@ class TestPolicy:
         assert expected.max() > 0.5  # so that uniform actions would fail
 
     def test_results_are_written_over_and_only_batch_sizes_are_remembered(self) -> None:
-        setting = Setting(state_size="4", out_features=3)
+        setting = RpcSetting(state_size="4", out_features=3)
         policy = AgentPolicy(setting)
         first = policy.choose(self.states(2, setting))
         for count in (1, 2, 3) * 10:
@@ -185,7 +109,54 @@ class TestPolicy:
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, so nothing is refused")
     def test_a_gpu_that_is_not_there_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="device=cuda is not there"):
-            AgentPolicy(Setting(device="cuda"))
+            AgentPolicy(RpcSetting(device="cuda"))
+
+
+SMALL = RpcSetting(world_size=4, state_size="3", out_features=5, episodes=2, steps=4)
+
+
+class Answer:
+    """A pending call."""
+
+    def __init__(self) -> None:
+        self.action: int | None = None
+
+    def set_result(self, action: int) -> None:
+        self.action = action
+
+
+class TestAgentAndObserver:
+    """What the transports that call share."""
+
+    def test_a_round_is_answered_when_all_have_asked(self, tmp_path: Path) -> None:
+        results = Results(tmp_path, SMALL, create=True)
+        agent, answers = CallAgent(SMALL, results), [Answer(), Answer()]
+        for phase, num_rounds in ((WARM_UP, 0), (MEASURE, 1)):
+            results.begin(phase)
+            answers = [Answer(), Answer()]
+            agent.join_round(1, np.ones(3, np.float32), answers[1])
+            assert answers[1].action is None
+            agent.join_round(0, np.zeros(3, np.float32), answers[0])
+            assert all(answer.action in range(5) for answer in answers)
+            assert results.agent[2] == num_rounds, "the warm-up is not recorded"
+        assert (agent.states == [[0, 0, 0], [1, 1, 1]]).all()
+        assert agent.answer(np.ones(3, np.float32)) in range(5)
+        assert results.agent[2] == 2 and results.round_size[:2].tolist() == [2, 1]
+        assert (results.round_latency_ns[:2] > 0).all()
+
+    def test_an_observer_asks_with_new_states_and_times_what_is_measured(self, tmp_path: Path) -> None:
+        results, state, seen = Results(tmp_path, SMALL, create=True), np.zeros(3, np.float32), list[tuple[float, ...]]()
+        observers = [Observer(SMALL, results, index) for index in range(2)]
+        for phase, num_asked in ((WARM_UP, 4), (MEASURE, 12)):
+            for observer in observers:
+                assert not observer.finished
+                observer.observe(phase, state, lambda: seen.append(tuple(state)))
+            assert results.num_answered.tolist() == [num_asked] * 2
+            assert results.all_warm and results.all_ended == (phase == MEASURE)
+        assert len(set(seen)) == 24 and all(observer.finished for observer in observers)
+        raw = results.raw(note="x")
+        assert raw.observer_latency_s.shape == (2, 8) and (raw.observer_latency_s > 0).all()
+        assert raw.elapsed_s >= raw.observer_latency_s.sum(1).max() and raw.extra == {"note": "x"}
 
 
 def sample(num_observers: int = 2, **extra: Any) -> Raw:
@@ -212,26 +183,17 @@ class TestReport:
         assert metrics["observer throughput"][50] == math.floor((1 / 0.010 + 1 / 0.011) / 2)
         assert metrics["observer throughput"][95] > metrics["observer throughput"][50]  # the fast tail
 
-    def test_a_sweep_has_its_values_in_the_results_and_not_above_them(self, tmp_path: Path) -> None:
-        settings, x_axis_name = parse_settings(["--world_size", "4,5"])
-        report = Report(settings, x_axis_name)
-        for setting in settings:
-            report.add(setting, sample(setting.num_observers))
-        report.write(tmp_path / "report.json")
-        written = json.loads((tmp_path / "report.json").read_text())
-        assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
-        assert written["x_axis_name"] == "world_size" and "world_size" not in written
-        assert {key: written[key] for key in SEED_ARGUMENTS if key in written} == {
-            key: value for key, value in SEED_ARGUMENTS.items() if key != "world_size"
-        }
-        assert [set(result) for result in written["benchmark_results"]] == [{*METRICS, "world_size"}] * 2
-        assert [result["world_size"] for result in written["benchmark_results"]] == [4, 5]
-        for result in written["benchmark_results"]:
-            assert all(list(result[metric]) == ["50", "75", "90", "95"] for metric in METRICS)
-        own = written["echelon"]
-        assert set(own) == {"hardware", "versions", "warm_up", "runs"}
-        assert own["warm_up"]["measured"] is False and own["versions"]["torch"] and own["hardware"]["cores"] >= 1
-        assert own["runs"][1] == {
+    def test_a_sweep_has_its_values_in_the_results_and_not_above_them(self) -> None:
+        sweep = sweep_of("--world_size", "4,5")
+        runs = Runs(sweep, [sample(setting.num_observers) for setting in sweep.settings])
+        report = RpcBenchmark().report(runs)
+        assert report["x_axis_name"] == "world_size" and "world_size" not in report
+        assert report == report | {key: value for key, value in SEED_ARGUMENTS.items() if key != "world_size"}
+        assert [set(result) for result in report["benchmark_results"]] == [{*METRICS, "world_size"}] * 2
+        assert [result["world_size"] for result in report["benchmark_results"]] == [4, 5]
+        assert list(report["echelon"]) == ["hardware", "versions", "warm_up", "runs"]
+        assert report["echelon"]["warm_up"] == {"episodes": 1, "measured": False}
+        assert report["echelon"]["runs"][1] == {
             "world_size": 5,
             "transport": "shm",
             "num_observers": 3,
@@ -243,31 +205,20 @@ class TestReport:
         }
 
     def test_without_a_sweep_every_argument_stands_above_the_results(self) -> None:
-        report = Report([Setting()])
-        report.add(Setting(), sample(note="of the backend"))
-        written = report.to_json()
-        assert written == written | SEED_ARGUMENTS and "x_axis_name" not in written
-        assert set(written["benchmark_results"][0]) == set(METRICS)
-        assert written["echelon"]["runs"][0]["note"] == "of the backend"
+        report = RpcBenchmark().report(Runs(sweep_of(), [sample(note="of the transport")]))
+        assert report == report | SEED_ARGUMENTS and "x_axis_name" not in report
+        assert set(report["benchmark_results"][0]) == set(METRICS)
+        assert report["echelon"]["runs"][0]["note"] == "of the transport"
 
     def test_the_lines_on_the_screen(self) -> None:
-        settings, x_axis_name = parse_settings(["--world_size", "10,20"])
-        report = Report(settings, x_axis_name)
-        head = report.head().splitlines()
+        benchmark, sweep = RpcBenchmark(), sweep_of("--world_size", "10,20")
+        head = benchmark.head(sweep).splitlines()
         assert head[0] == head[2] == "-" * 62 == "-" * len(head[1])
         assert head[3:10] == [f"{key} : {value}" for key, value in SEED_ARGUMENTS.items() if key != "world_size"]
         assert head[-1] == "x_axis_name : world_size"
-        report.add(settings[0], sample())
-        lines = report.last().splitlines()
+        lines = benchmark.newest(Runs(sweep, [sample()])).splitlines()
         assert lines[:3] == ["---------", "Benchmark", "world_size : 10"]
         assert lines[3].startswith("agent latency -- {50: 0.003, 75: ") and lines[3].endswith("}")
         for metric, line, blank in zip(METRICS, lines[3::2], lines[4::2], strict=False):
             assert line.startswith(f"{metric} -- {{50: ") and blank == ""
         assert lines[11] == "in all -- 40 requests/s, 1.75 to a batch"
-
-
-def test_the_progress_bar_stays_off_the_output(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_bar("world_size 10 (1/2)", "requests") as progress:
-        progress(1, 2)
-        progress(2, 2)
-    assert capsys.readouterr() == ("", "")

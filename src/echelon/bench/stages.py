@@ -5,38 +5,43 @@ Shapes: T steps of a trajectory, K environments of a group.
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from echelon.algorithms import build_algorithm
-from echelon.algorithms.exploration import Explorer
-from echelon.algorithms.model import Policy
-from echelon.bench.gradients import GradientLearning
-from echelon.bench.replayed import ReplayLearning
-from echelon.config import TrainConfig, replace
+from echelon.algorithms.a3c import A3c
+from echelon.algorithms.protocol import Group
+from echelon.bench.harness import repeat
+from echelon.config import A3cConfig, TrainConfig
+from echelon.config import replace as replace_fields
 from echelon.envs.make import env_seeds, make_group, probe_spaces
 from echelon.envs.vector import StepRows
 from echelon.networks import action_mask
-from echelon.roles.acting import Acting, Exploring, Question
-from echelon.roles.actor import LocalActing
+from echelon.replay.frames import FrameWriter
+from echelon.replay.shard import ShardWriter
+from echelon.roles.acting import Question
 from echelon.roles.context import Context
-from echelon.roles.plan.layouts import window
+from echelon.roles.frame_stacks import stack_leaves
+from echelon.roles.gradient_slots import write
+from echelon.roles.gradient_source import GradientSource
 from echelon.roles.plan.parts import Plan
-from echelon.roles.queue_source import QueueSource
-from echelon.roles.update import LocalUpdate, LossAccount, learn_once
-from echelon.schema import TrajectorySchema
+from echelon.roles.queue_source import QueueSource, Staging
+from echelon.roles.replay_source import ReplaySource
+from echelon.roles.source import Source
+from echelon.roles.update import LocalUpdate, LossAccount, make_learning
 
 Array = np.ndarray[Any, Any]
 LATE = 1 << 40  # environment steps: after those that only explore
 BENCH_ACTOR = 1 << 21  # an actor number that no actor has: the stages share no seed with training
+RATE = 1e-12  # hardly a learning rate: the same data again would drive the weights to where arithmetic is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,29 +52,61 @@ class Cost:
     wall_us: float
 
 
-def measure(stages: Mapping[str, Callable[[], float]], *, num_chunks: int, chunk_s: float) -> dict[str, Cost]:
-    """The cost of every stage; a stage does some work and returns how many environment steps that was.
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A piece of work, and how many environment steps it stands for."""
+
+    work: Callable[[], object]
+    num_steps: float
+
+
+def measure(stages: Mapping[str, Stage], *, num_chunks: int, chunk_s: float) -> dict[str, Cost]:
+    """The cost of every stage.
 
     The stages take turns, chunk by chunk, so that a slow moment of the machine falls on all of them alike.
     """
     chunks: dict[str, list[Cost]] = {name: [] for name in stages}
     for stage in stages.values():
-        stage()  # the first call allocates and compiles
+        stage.work()  # the first call allocates and compiles
     for _ in range(num_chunks):
         for name, stage in stages.items():
-            chunks[name].append(_chunk(stage, chunk_s))
+            done = repeat(stage.work, chunk_s)
+            scale = 1e6 / (done.count * stage.num_steps)
+            chunks[name].append(Cost(scale * done.cpu_s, scale * done.wall_s))
     return {
         name: Cost(statistics.median(c.cpu_us for c in costs), statistics.median(c.wall_us for c in costs))
         for name, costs in chunks.items()
     }
 
 
-def _chunk(stage: Callable[[], float], chunk_s: float) -> Cost:
-    steps, start, start_cpu = 0.0, time.perf_counter(), time.process_time()
-    while (elapsed_s := time.perf_counter() - start) < chunk_s or not steps:
-        steps += stage()
-    cpu_s = time.process_time() - start_cpu
-    return Cost(1e6 * cpu_s / steps, 1e6 * elapsed_s / steps)
+class Stages:
+    """Everything that is measured, made as `config` says, in the memory of `session`; learning happens on `device`.
+
+    Where experience is replayed, `samples_per_step` are drawn for every environment step; nobody is held back here.
+    """
+
+    def __init__(self, config: TrainConfig, session: Path, device: str, samples_per_step: float = 0.0) -> None:
+        changes = {"replay.samples_per_insert": 0.0, "replay.transport": "shm", "replay.checkpoint": False}
+        changes["optimizer.learning_rate"] = RATE
+        context = stage_context(replace_fields(config, **changes), session)
+        if device != "cpu":
+            torch.set_float32_matmul_precision("high")  # as the learner does
+        self.collecting = Collecting(Plan(context))
+        plan, views = Plan(context, device=device), self.collecting.views
+        self.learning = make_learning_stage(plan, views, samples_per_step)
+
+    def by_name(self) -> dict[str, Stage]:
+        collecting, learning = self.collecting, self.learning
+        steps = collecting.schema.num_steps * collecting.schema.num_envs
+        return {
+            "env": Stage(collecting.step, steps),
+            "act": Stage(collecting.act, steps),
+            "learn": Stage(learning.learn, learning.num_steps),
+        }
+
+    def close(self) -> None:
+        self.collecting.close()
+        self.learning.close()
 
 
 def stage_context(config: TrainConfig, session: Path) -> Context:
@@ -85,9 +122,9 @@ def stage_context(config: TrainConfig, session: Path) -> Context:
         session=session,
         address="",
         run_dir=session,
-        started_at=time.monotonic(),
+        started_at=time.time(),
     )
-    return dataclasses.replace(context, state_shapes=Plan(context).model.network.state_shapes)
+    return replace(context, state_shapes=Plan(context).model.network.state_shapes)
 
 
 class Collecting:
@@ -96,26 +133,28 @@ class Collecting:
     def __init__(self, plan: Plan) -> None:
         config = plan.context.train
         seeds = env_seeds(config.seed, BENCH_ACTOR, 0, config.actor.envs + 1)
-        self.acting = _acting(plan, seeds[-1])
+        self.acting = plan.local_acting(seeds[-1], lambda: LATE)
         self.distribution = plan.model.distribution
         self.group = make_group(config.env, seeds[:-1])
-        self.schema = plan.schema
-        self.views = plan.schema.views(np.zeros(plan.schema.nbytes, np.uint8))
-        self.rows = [_step_rows(self.schema, self.views, t) for t in range(self.schema.num_steps)]
-        names, space = self.schema.observation_names, self.schema.spaces.observation
-        self.questions = [
-            Question.of(space, [self.views[name][t] for name in names], self.views["first"][t])
-            for t in range(self.schema.num_steps)
-        ]
+        schema = self.schema = plan.schema
+        views = self.views = schema.views(np.zeros(schema.nbytes, np.uint8))
+        names, space = schema.observation_names, schema.spaces.observation
+        self.rows, self.questions = list[StepRows](), list[Question]()
+        for t in range(schema.num_steps):
+            later = [views[name][t + 1] for name in names]
+            flags = [views[name][t] for name in ("terminated", "truncated", "valid")]
+            self.rows.append(StepRows(later, views["reward"][t], *flags))
+            self.questions.append(Question.of(space, [views[name][t] for name in names], views["first"][t]))
         self.is_masked = action_mask(self.questions[0].observation) is not None
         self.random_actions = [] if self.is_masked else self._draw_actions()
-        shape = (self.schema.num_steps, self.schema.num_envs, self.distribution.num_params)
+        shape = (schema.num_steps, schema.num_envs, self.distribution.num_params)
         self.scores = torch.rand(shape, generator=torch.Generator().manual_seed(seeds[-1]))  # of masked actions
-        self.views["first"][0] = True
-        self.group.reset([self.views[name][0] for name in names])
+        views["first"][0] = True
+        self.group.reset([views[name][0] for name in names])
         self._roll_out()
 
     def _draw_actions(self) -> list[Array]:
+        """Random actions of all environments for every step."""
         space, schema = self.group.spaces.action, self.schema
         return [np.stack([space.sample() for _ in range(schema.num_envs)]) for _ in range(schema.num_steps)]
 
@@ -134,7 +173,7 @@ class Collecting:
         self.views["log_prob"][t] = answer.log_prob
         return self.distribution.to_env(answer.action)
 
-    def env(self) -> int:
+    def step(self) -> None:
         """T steps of every environment under random actions, resets included.
 
         Where the environments mask actions, drawing allowed ones is part of it: some 20 us for all of them together.
@@ -145,108 +184,143 @@ class Collecting:
         for t, row in enumerate(self.rows):
             self.group.step(self._allowed(t) if self.is_masked else self.random_actions[t], row)
         self.group.failures.clear()
-        return self.schema.num_steps * self.schema.num_envs
 
     def _allowed(self, t: int) -> Array:
         """Random actions that the masks of row `t` allow: those whose scores are highest."""
         mask = action_mask(self.questions[t].observation)
         return self.distribution.to_env(self.distribution.mode(self.scores[t], mask).numpy())
 
-    def act(self) -> int:
+    def act(self) -> None:
         """T times the actions for every environment, written down and made ready for the environments."""
         for t in range(self.schema.num_steps):
             self._act(t)
-        return self.schema.num_steps * self.schema.num_envs
 
     def close(self) -> None:
         self.group.close()
 
 
-def _acting(plan: Plan, seed: int) -> Acting:
-    """What an actor acts with, all of its environments as one group."""
-    config = plan.context.train
-    num_envs = config.actor.envs
-    if config.experience != "replay":
-        return LocalActing(Policy(plan.model), plan.board(), num_envs, seed)
-    explorer = Explorer(config.algorithm, range(num_envs), num_envs * config.actor.num_actors)
-    policy = Policy(plan.model, with_action_values=config.replay.prioritized)
-    exploring = Exploring([explorer], lambda: LATE, plan.model.distribution, seed)
-    return LocalActing(policy, plan.board(), num_envs, seed, exploring)
-
-
-def _step_rows(schema: TrajectorySchema, views: dict[str, Array], t: int) -> StepRows:
-    observation = [views[name][t + 1] for name in schema.observation_names]
-    return StepRows(observation, views["reward"][t], views["terminated"][t], views["truncated"][t], views["valid"][t])
-
-
 class Learning:
-    """The learner's work on slots that are always full: gather a batch, learn from it, publish, admit."""
+    """What a learner does with a batch, again and again: take it, learn from it, publish and admit.
 
-    def __init__(self, plan: Plan, views: dict[str, Array]) -> None:
-        config = plan.context.train
-        self.config, self.window = config, window(config)
-        self.algorithm = build_algorithm(config.algorithm, plan.model, config.seed)
-        # Hardly a learning rate: the same data again and again would drive the weights to where arithmetic is slow.
-        self.update = LocalUpdate(replace(config.optimizer, learning_rate=1e-12), plan.model)
-        self.model, self.ring, self.board = plan.model, plan.ring(), plan.board()
-        self.source = QueueSource(config, plan.schema, self.ring, plan.model.device)
-        for slot in (slot for stream in self.ring.slots for slot in stream):
-            for name, array in views.items():
-                slot[name][...] = array
-        self.board.publish(self.model.parts(), self.board.version + 1)
-        self.steps_per_batch = config.batch_trajectories * plan.schema.num_steps * plan.schema.num_envs
-
-    def _fill(self) -> None:
-        """Commits what the actors would have: all they are admitted to, stamped with the newest version."""
-        for stream, ahead in enumerate(self.source.ahead):
-            while self.ring.num_ready(stream) < self.window - ahead:
-                self.ring.writable(stream)["version"].fill(self.board.version)
-                self.ring.commit(stream)
-
-    def learn(self) -> int:
-        """One batch."""
-        self._fill()
-        self.ring.ready.clear()
-        version = self.board.version
-        batch = self.source.take(version)
-        assert batch is not None, f"{self.window} trajectories of every stream made no batch"
-        account = LossAccount()
-        self.update.schedule(0.0)
-        learn_once(self.algorithm, batch, self.update, account)
-        self.source.prefetch(version + 1)
-        account.newest.tolist()  # the learner looks at it, which is where it waits for a GPU
-        self.board.publish(self.model.parts(), version + 1)
-        self.source.admit()
-        return self.steps_per_batch
-
-    def close(self) -> None:
-        self.ring.close()
-
-
-class Stages:
-    """Everything that is measured, made as `config` says, in the memory of `session`; learning happens on `device`.
-
-    Where experience is replayed, `samples_per_step` are drawn for every environment step; nobody is held back here.
+    `feed` brings experience for one batch before every turn, so that nobody waits. Where actors bring gradients, it
+    brings those of one rollout, and all batches that they make are learned from.
     """
 
-    def __init__(self, config: TrainConfig, session: Path, device: str, samples_per_step: float = 0.0) -> None:
-        replay = replace(config.replay, samples_per_insert=0.0, transport="shm", checkpoint=False)
-        context = stage_context(replace(config, replay=replay), session)
-        if device != "cpu":
-            torch.set_float32_matmul_precision("high")  # as the learner does
-        self.collecting = Collecting(Plan(context))
-        plan, views = Plan(context, device=device), self.collecting.views
-        self.learning: Learning | ReplayLearning | GradientLearning
-        if config.experience == "replay":
-            self.learning = ReplayLearning(plan, views, samples_per_step)
-        elif config.experience == "gradients":
-            self.learning = GradientLearning(plan, views)
-        else:
-            self.learning = Learning(plan, views)
+    def __init__(self, plan: Plan, source: Source, feed: Callable[[], None], num_steps: float) -> None:
+        config = plan.context.train
+        self.source, self.feed, self.num_steps = source, feed, num_steps
+        self.is_one_batch = not isinstance(source, GradientSource)
+        self.model, self.board, self.account = plan.model, plan.board(), LossAccount()
+        self.algorithm = build_algorithm(config.algorithm, plan.model, config.seed)
+        groups = {name: Group(group.module, RATE) for name, group in self.algorithm.groups.items()}
+        self.update = LocalUpdate(config.optimizer, plan.model, groups)
+        self.learn_batch = make_learning(config, self.algorithm, self.update)
+        self.num_learned = 0
+        self._publish()
 
-    def callables(self) -> dict[str, Callable[[], float]]:
-        return {"env": self.collecting.env, "act": self.collecting.act, "learn": self.learning.learn}
+    def learn(self) -> None:
+        self.feed()
+        while (batch := self.source.take(self.board.version)) is not None:
+            self._learn(batch)
+            if self.is_one_batch:
+                return
+        assert not self.is_one_batch, "experience that is always there made no batch"
+
+    def _learn(self, batch: Any) -> None:
+        self.update.schedule(0.0)
+        self.learn_batch(batch, self.account, lambda: None, self.source.acknowledge)
+        self.num_learned += 1
+        self.account.close_batch(self.num_learned)
+        is_publishing = self.num_learned % self.source.publish_every == 0
+        self.source.prefetch(self.board.version + is_publishing)
+        # As the learner does: it looks at the losses, which is where it waits for a GPU, but for the newest ones.
+        self.account.find_lost(keep=int(self.model.device.type == "cuda" and not is_publishing))
+        if is_publishing:
+            self.account.take()
+            self._publish()
+
+    def _publish(self) -> None:
+        self.board.publish(self.model.parts(), self.board.version + 1)
+        self.source.admit()
 
     def close(self) -> None:
-        self.collecting.close()
-        self.learning.close()
+        self.source.close()
+
+
+def make_learning_stage(plan: Plan, views: dict[str, Array], samples_per_step: float) -> Learning:
+    """Learning as the run's experience has it, from the trajectory `views`."""
+    config, schema = plan.context.train, plan.schema
+    plan.make()
+    source, num_steps = plan.source(plan.model.device), schema.num_steps * schema.num_envs
+    match source:
+        case ReplaySource():
+            for index in range(config.num_shards):
+                _fill_shard(plan, index, views)
+            return Learning(plan, source, lambda: None, config.replay.batch / samples_per_step)
+        case GradientSource():
+            return Learning(plan, source, _gradients(plan, views), num_steps)
+        case QueueSource():
+            return Learning(plan, source, _trajectories(plan, source, views), config.batch_trajectories * num_steps)
+    raise AssertionError(f"nothing here brings experience to a {type(source).__name__}")
+
+
+def _trajectories(plan: Plan, source: QueueSource, views: dict[str, Array]) -> Callable[[], None]:
+    """Slots that all hold the same trajectory."""
+    ring, board = source.ring, plan.board()
+    for slot in (slot for stream in ring.slots for slot in stream):
+        for name, array in views.items():
+            slot[name][...] = array
+
+    def feed() -> None:
+        """Commits what the actors would have: all they are admitted to, in the newest version."""
+        for stream, ahead in enumerate(source.ahead):
+            while ring.num_ready(stream) < ring.num_slots - ahead:
+                ring.writable(stream)["version"].fill(board.version)
+                ring.commit(stream)
+        ring.ready.clear()
+
+    return feed
+
+
+def _gradients(plan: Plan, views: dict[str, Array]) -> Callable[[], None]:
+    """Finds the gradients of one rollout, as the actors do in turn."""
+    config, ring, board = plan.context.train, plan.ring(), plan.board()
+    rule = A3c(cast(A3cConfig, config.algorithm), Plan(plan.context).model)
+    streams = itertools.cycle(range(ring.num_streams))
+    rollout = Staging(plan.schema, 1, torch.device("cpu"))
+    rollout.put(0, 0, views)
+    rollout.move()
+
+    def feed() -> None:
+        stream = next(streams)
+        views["version"].fill(board.version)
+        for columns, gradient in zip(rule.pieces(rollout.num_envs), rule.gradients(rollout.batch), strict=True):
+            write(ring.writable(stream), gradient, views, columns)
+            ring.commit(stream)
+        ring.ready.clear()
+
+    return feed
+
+
+def _fill_shard(plan: Plan, index: int, views: dict[str, Array]) -> None:
+    """Appends the steps of a trajectory to a shard as transitions, until its part of the smallest replay is there."""
+    config, schema = plan.context.train, plan.schema
+    writer, limiter = ShardWriter(plan.replay.shard(index)), plan.replay.limiter()
+    leaves = stack_leaves(config, plan.context.spaces)
+    frames = {leaf.path: FrameWriter(writer, leaf.path, schema.num_envs) for leaf in leaves}
+    ones = np.ones(schema.num_envs)
+
+    def observed(t: int) -> dict[str, Array]:
+        seen = {name: views[name][t] for name in schema.observation_names}
+        return seen | {path: frame.store(seen[path]) for path, frame in frames.items()}
+
+    while writer.head < config.replay.min_size / config.num_shards:
+        seen = observed(0)
+        for t in range(schema.num_steps):
+            after = observed(t + 1)
+            fields = {**seen, **{f"next_{name}": leaf for name, leaf in after.items()}}
+            fields |= {"action": views["action"][t], "version": np.zeros(schema.num_envs, np.int64)}
+            fields |= {"reward": views["reward"][t], "discount": 0.99 * ones}
+            writer.append(fields, ones)
+            seen = after
+    limiter.note_inserted(index, writer.head)

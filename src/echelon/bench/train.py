@@ -7,9 +7,9 @@ training's rate over the limit; what is missing to 1 is waiting, handing over da
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from echelon.bench.harness import machine
 from echelon.bench.load import loaded_cores
-from echelon.bench.machine import hardware
+from echelon.bench.processes import one_thread, session_in
 from echelon.bench.stages import Cost, Stages, measure
 from echelon.bench.watch import OWN, Usage, Watch, usage
 from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError
 from echelon.training import RunResult, train
-from echelon.transport.session import create_session
 
 Costs = dict[str, Cost]
 Tell = Callable[[str], None]
@@ -52,7 +52,7 @@ def bench_train(
     num_cores = len(os.sched_getaffinity(0))
     if config.engine == "inline":  # one process: a second core is used only where the learner was given more threads
         num_cores = config.learner.threads or 1
-        config = replace(config, learner=replace(config.learner, threads=num_cores))
+        config = replace(config, **{"learner.threads": num_cores})
     tell(f"training {config.preset} on {_env_text(config)} for {seconds:g} s")
     result, used = _train(config, seconds, num_cores, tell)
     device = str(result.summary["device"])
@@ -92,12 +92,8 @@ def _train(config: TrainConfig, seconds: float, num_cores: int, tell: Tell) -> t
     """The training itself, without evaluation; its folder is kept only where one was named."""
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
         run_dir = Path(config.run.dir or f"{folder}/run")
-        config = replace(
-            config,
-            evaluation=replace(config.evaluation, interval_s=0.0),
-            stop=replace(config.stop, minutes=seconds / 60),
-            run=replace(config.run, dir=str(run_dir)),
-        )
+        changes = {"evaluation.interval_s": 0.0, "stop.minutes": seconds / 60, "run.dir": str(run_dir)}
+        config = replace(config, **changes)
         watch = Watch(run_dir, tell)
         watch.start()
         try:
@@ -118,24 +114,15 @@ def _costs(
     config: TrainConfig, result: RunResult, num_cores: int, chunks: dict[str, Any], tell: Tell
 ) -> dict[str, Costs]:
     """The stages' costs, alone and while the other cores are busy."""
-    import torch
-
-    session, threads = create_session(config.shm_dir), torch.get_num_threads()
-    torch.set_num_threads(1)
     duration_s = 3 * chunks["num_chunks"] * chunks["chunk_s"]
-    try:
+    with session_in(config.shm_dir) as session, one_thread():
         stages = Stages(config, session, str(result.summary["device"]), _samples_per_step(result))
-        try:
+        with contextlib.closing(stages):
             tell(f"measuring env, act and learn alone, about {duration_s:.0f} s")
-            alone = measure(stages.callables(), **chunks)
+            alone = measure(stages.by_name(), **chunks)
             tell(f"measuring them while the other cores are busy ({num_cores - 1}), about {duration_s:.0f} s")
             with loaded_cores(num_cores - 1):
-                return {"alone": alone, "loaded": measure(stages.callables(), **chunks)}
-        finally:
-            stages.close()
-    finally:
-        torch.set_num_threads(threads)
-        shutil.rmtree(session, ignore_errors=True)
+                return {"alone": alone, "loaded": measure(stages.by_name(), **chunks)}
 
 
 def _env_text(config: TrainConfig) -> str:
@@ -145,15 +132,13 @@ def _env_text(config: TrainConfig) -> str:
 def _setting(config: TrainConfig, seconds: float, device: str, num_cores: int) -> dict[str, Any]:
     """What was measured, and on what."""
     from echelon import config_io
-    from echelon.runs.folder import versions
 
     return {
         "config": config_io.to_json(config, _env_text(config)),
         "seconds": seconds,
         "device": device,
         "num_cores": num_cores,
-        "hardware": hardware(device),
-        "versions": versions(),
+        **machine(device),
     }
 
 
@@ -195,8 +180,8 @@ def table(report: dict[str, Any]) -> str:
     if report["samples_per_s"] != report["env_steps_per_s"]:
         rows.append(f"{'learned from, samples/s':<30}{report['samples_per_s']:>10,.0f}")
     rows.append(f"{'efficiency':<30}{efficiency['alone']:>10.1%}{efficiency['loaded']:>10.1%}")
-    machine = report["hardware"]
-    where = f"{report['num_cores']} of {machine['cores']} cores of {machine['processor']}"
+    hardware = report["hardware"]
+    where = f"{report['num_cores']} of {hardware['cores']} cores of {hardware['processor']}"
     restarts = f" {report['restarts']} roles were restarted." if report["restarts"] else ""
-    rows += ["", f"{where}{', ' + machine['gpu'] if machine['gpu'] else ''}.{restarts}", report["rest"]]
+    rows += ["", f"{where}{', ' + hardware['gpu'] if hardware['gpu'] else ''}.{restarts}", report["rest"]]
     return "\n".join(rows)

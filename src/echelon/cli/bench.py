@@ -2,42 +2,144 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
+from echelon.bench.harness import Benchmark, Runs, Sweep, write_report
+from echelon.cli.main import Parser
+from echelon.cli.output import check_writable, progress_bar
+from echelon.cli.train import make_parser as make_train_parser
+from echelon.cli.train import parse_config
 from echelon.errors import ConfigError
 
-# What each is, and the function that runs it; its module is imported only then.
+# What each is; the module of a benchmark is imported only when it runs.
 BENCHES = {
-    "train": (
-        "a training's steps per second beside the machine's limit: echelon bench train PRESET ENV",
-        "echelon.cli.bench_train:run",
-    ),
-    "rpc": (
-        "latency and throughput of act requests over each transport: echelon bench rpc",
-        "echelon.cli.bench_rpc:run",
-    ),
-    "replay": (
-        "replay: inserts, draws, new priorities and memory: echelon bench replay",
-        "echelon.cli.bench_replay:run",
-    ),
-    "world": (
-        "calls between two processes, beside torch.distributed.rpc: echelon bench world",
-        "echelon.cli.bench_world:run",
-    ),
-    "plot": ("the figures of a report of `rpc` or `replay`: echelon bench plot REPORT", "echelon.cli.bench_plot:run"),
-    "act": ("actions per second of the inference server: echelon bench act", "echelon.cli.bench_act:run"),
+    "train": "a training's steps per second beside the machine's limit: echelon bench train PRESET ENV",
+    "rpc": "latency and throughput of act requests over each transport: echelon bench rpc",
+    "replay": "replay: inserts, draws, new priorities and memory: echelon bench replay",
+    "world": "calls between two processes, beside torch.distributed.rpc: echelon bench world",
+    "plot": "the figures of a report of `rpc` or `replay`: echelon bench plot REPORT",
+    "act": "actions per second of the inference server: echelon bench act",
+}
+SWEPT = {
+    "rpc": "echelon.bench.rpc:RpcBenchmark",
+    "replay": "echelon.bench.replay:ReplayBenchmark",
+    "world": "echelon.bench.world:WorldBenchmark",
+    "act": "echelon.bench.act:ActBenchmark",
 }
 
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one benchmark; returns the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        lines = [f"  {name:<8} {text}" for name, (text, _) in BENCHES.items()]
+        lines = [f"  {name:<8} {text}" for name, text in BENCHES.items()]
         print("\n".join(["benchmarks:", *lines, "", "`echelon bench NAME --help` says more."]))
         return 0
-    if arguments[0] not in BENCHES:
-        raise ConfigError(f"there is no benchmark {arguments[0]!r}; there are {', '.join(BENCHES)}.")
-    module, _, function = BENCHES[arguments[0]][1].partition(":")
-    code: int = getattr(import_module(module), function)(arguments[1:])
-    return code
+    name, *rest = arguments
+    if name not in BENCHES:
+        raise ConfigError(f"there is no benchmark {name!r}; there are {', '.join(BENCHES)}.")
+    if name in SWEPT:
+        return run_benchmark(make_benchmark(name), rest)
+    return run_train(rest) if name == "train" else run_plot(rest)
+
+
+def make_benchmark(name: str) -> Benchmark[Any, Any]:
+    module, _, kind = SWEPT[name].partition(":")
+    benchmark: Benchmark[Any, Any] = getattr(import_module(module), kind)()
+    return benchmark
+
+
+def make_parser(benchmark: Benchmark[Any, Any]) -> argparse.ArgumentParser:
+    """An option for every field of the benchmark's setting, and one for the report."""
+    prog, formatter = f"echelon bench {benchmark.name}", argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=prog, description=benchmark.text, formatter_class=formatter, allow_abbrev=False)
+    options = benchmark.setting.options()
+    for name, option in options.items():
+        help = f"{option.help} ({option.shown})" if option.shown else option.help
+        spellings, metavar = benchmark.spellings(name), benchmark.metavar(name)
+        parser.add_argument(*spellings, dest=name, default=option.default, metavar=metavar, help=help)
+    if benchmark.output not in options:
+        parser.add_argument(f"--{benchmark.output}", default="", metavar="FILE", help=benchmark.output_help)
+    return parser
+
+
+def run_benchmark(benchmark: Benchmark[Any, Any], arguments: Sequence[str]) -> int:
+    """Measures every setting that the arguments ask for, prints and writes what was found; returns the exit code."""
+    texts: dict[str, str] = vars(make_parser(benchmark).parse_args(list(arguments)))
+    options = benchmark.setting.options()
+    chosen = {name: text for name, text in texts.items() if name in options}
+    sweep = Sweep.parse(benchmark.setting, chosen, benchmark.swept, benchmark.max_varied)
+    path = Path(texts[benchmark.output]) if texts[benchmark.output] else None
+    if path is not None:
+        check_writable(path, f"--{benchmark.output}")
+    benchmark.prepare(sweep.settings)
+    runs: Runs[Any, Any] = Runs(sweep)
+    _say(benchmark.head(sweep))
+    for number, setting in enumerate(sweep.settings, 1):
+        varied = ", ".join(f"{name} {value}" for name, value in sweep.values(setting).items())
+        label = f"{varied or benchmark.label(setting)} ({number}/{len(sweep.settings)})"
+        with progress_bar(label, benchmark.unit(setting)) as progress:
+            runs.results.append(benchmark.measure(setting, progress))
+        _say(benchmark.newest(runs))
+        if path is not None:
+            write_report(path, benchmark.report(runs))  # after every run: a later one may fail
+    _say(benchmark.summary(runs))
+    if path is not None:
+        drawn = f"; `echelon bench plot {path}` draws it" if benchmark.is_drawn(sweep) else ""
+        print(f"the report is in {path}{drawn}", file=sys.stderr)
+    fault = benchmark.fault(runs)
+    if fault:
+        print(f"echelon: {fault}", file=sys.stderr)
+    return 1 if fault else 0
+
+
+def _say(text: str) -> None:
+    if text:
+        print(text, flush=True)
+
+
+def run_train(arguments: Sequence[str]) -> int:
+    """`echelon bench train PRESET ENV`: the options of a training, and two of its own."""
+    prog = "echelon bench train"
+    text = "Train for a fixed time, without evaluation, and compare with what this machine could do."
+    own, parser = Parser(prog=prog, add_help=False, allow_abbrev=False), make_train_parser(prog, text, arguments)
+    for each in (own, parser):  # its own options are taken first; the training's parser shows them in its help
+        each.add_argument("--seconds", type=float, default=20.0, metavar="S", help="time to train, start included (20)")
+        each.add_argument("--json", default="", metavar="FILE", help="write the whole report here too")
+    known, rest = own.parse_known_args(list(arguments))
+    config = parse_config(parser, rest)
+    path = Path(known.json) if known.json else None
+    if path is not None:
+        check_writable(path, "--json")
+
+    from echelon.bench.train import bench_train, table
+
+    report = bench_train(config, seconds=known.seconds)
+    print(table(report))
+    if path is not None:
+        write_report(path, report)
+    return 0
+
+
+def run_plot(arguments: Sequence[str]) -> int:
+    """`echelon bench plot REPORT`: the files that it drew, one a line."""
+    text = """\
+Draw a sweep of `echelon bench rpc`, or a report of `echelon bench replay`: figures as PNG, and one HTML page with all
+of it.
+"""
+    parser = Parser(prog="echelon bench plot", description=text, allow_abbrev=False)
+    parser.add_argument("report", metavar="REPORT", help="the JSON file that the benchmark wrote")
+    parser.add_argument(
+        "--output-dir", "--output_dir", metavar="DIR", help="where the files go (the folder of the report)"
+    )
+    known = parser.parse_args(list(arguments))
+
+    from echelon.bench.plot import draw_report
+
+    for path in draw_report(Path(known.report), Path(known.output_dir) if known.output_dir else None):
+        print(path)
+    return 0

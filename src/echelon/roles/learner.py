@@ -95,7 +95,7 @@ class Learner:
         self.finished = False
         plan = Plan(context)
         self.trainable = plan.trainable(self.station.world)
-        self.board, self.source = plan.board(), plan.source(self.trainable)
+        self.board, self.source = plan.board(), plan.source(self.trainable.device, self.trainable.peers)
         self.peers, self.is_first = self.trainable.peers, context.index == 0
         self.counters = self.source.counters if self.peers.size == 1 else Counters()  # of all learners
         self.rate, self.account = Rate(self.source.rate_window_s), LossAccount()

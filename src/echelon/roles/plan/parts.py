@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from echelon.algorithms.exploration import Explorer
 from echelon.algorithms.model import Model, Policy
+from echelon.algorithms.peers import ALONE
 from echelon.config import TrainConfig
 from echelon.objectives.distributions import Distribution
 from echelon.roles.context import Context, Station
@@ -28,7 +29,11 @@ from echelon.transport.session import make_secret, secret_of
 from echelon.transport.shared_memory import SlotRing, WeightsBoard
 
 if TYPE_CHECKING:
+    import torch
+
+    from echelon.algorithms.peers import Peers
     from echelon.roles.acting import Acting, Exploring
+    from echelon.roles.actor import LocalActing
     from echelon.roles.experience import Experience
     from echelon.roles.source import Source
     from echelon.roles.update import Trainable
@@ -171,9 +176,9 @@ class Plan:
         model = self.model if device == "cpu" else Plan(context, device=device).model
         return ModelTrainable(config, model, join_learners(context, node, model.device))
 
-    def source(self, trainable: Trainable) -> Source:
-        """Where the batches of the learner come from."""
-        config, device, learner = self.context.train, trainable.device, self.context.index
+    def source(self, device: torch.device, peers: Peers = ALONE) -> Source:
+        """Where the batches come from of a learner that learns on `device`, with `peers`."""
+        config, learner = self.context.train, self.context.index
         if config.has_workers:
             from echelon.roles.episode_source import EpisodeSource
 
@@ -182,8 +187,7 @@ class Plan:
             from echelon.roles.replay_part import ReplayPart
             from echelon.roles.replay_source import ReplaySource
 
-            is_one = trainable.peers.size == 1
-            return ReplaySource(self.replay, device) if is_one else ReplayPart(self.replay, device, trainable.peers)
+            return ReplaySource(self.replay, device) if peers.size == 1 else ReplayPart(self.replay, device, peers)
         if config.algorithm.slots == "gradients":
             from echelon.roles.gradient_source import GradientSource
 
@@ -211,22 +215,29 @@ class Plan:
 
     def acting(self, distribution: Distribution, seed: int) -> Acting:
         """Who chooses the actions of the actor."""
+        config = self.context.train
+        replays = config.algorithm.experience == "replay"
+        env_steps = self.replay.tally_steps() if replays else lambda: 0
+        if config.acting.mode == "central":
+            return self._central_acting(self._exploring(distribution, seed, env_steps))
+        return self.local_acting(seed, env_steps)
+
+    def local_acting(self, seed: int, env_steps: Callable[[], int]) -> LocalActing:
+        """The actor's own copy of the policy, which explores by the `env_steps` of the run."""
         from echelon.roles.actor import LocalActing
 
         config = self.context.train
-        exploring = None
-        if config.algorithm.experience == "replay":
-            exploring = self.exploring(distribution, seed, self.replay.tally_steps())
-        if config.acting.mode == "central":
-            return self._central_acting(exploring)
+        exploring = self._exploring(self.model.distribution, seed, env_steps)
         policy = Policy(self.model, with_action_values=exploring is not None and config.replay.prioritized)
         return LocalActing(policy, self.board(), config.actor.envs, seed, exploring)
 
-    def exploring(self, distribution: Distribution, seed: int, env_steps: Callable[[], int]) -> Exploring:
-        """How the actor's groups explore, each environment as its place in the run says."""
+    def _exploring(self, distribution: Distribution, seed: int, env_steps: Callable[[], int]) -> Exploring | None:
+        """How the actor's groups explore, each environment as its place in the run says; None: as the policy does."""
         from echelon.roles.acting import Exploring
 
         config, index = self.context.train, self.context.index
+        if config.algorithm.experience != "replay":
+            return None
         num_envs = config.actor.envs
         total, size = config.actor.num_actors * num_envs, num_envs // num_groups(config)
         firsts = range(index * num_envs, (index + 1) * num_envs, size)

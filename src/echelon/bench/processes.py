@@ -1,0 +1,97 @@
+"""The processes of a benchmark, the memory they share, and what is told when one of them ends too early."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon import errors
+from echelon.engines.local import LocalEngine
+from echelon.engines.process import Failure, ProcessSpec
+from echelon.errors import EchelonError, RunError
+from echelon.transport.segments import check_platform
+from echelon.transport.session import create_session
+
+LOG_TAIL_BYTES = 4_000
+
+
+@contextlib.contextmanager
+def session_in(shm_dir: str) -> Iterator[Path]:
+    """A folder for everything that one measurement puts into shared memory; it goes when the block ends."""
+    check_platform()
+    session = create_session(shm_dir)
+    try:
+        yield session
+    finally:
+        shutil.rmtree(session, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread as long as the block runs."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Processes:
+    """Starts the roles of one measurement in `session`; a context manager that ends those still there."""
+
+    def __init__(self, session: Path, preload: Sequence[str] = ()) -> None:
+        self.engine = LocalEngine(str(session), preload=preload)
+        self.session, self.log = session, session / "log"
+        self.working: set[str] = set()
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close(0.0)
+
+    def start(self, name: str, entry: str, config: dict[str, Any]) -> None:
+        """Starts the role `entry` ("module:class"), which finds the session in its config."""
+        shared = {"session": str(self.session), **config}
+        self.engine.start(ProcessSpec(name, entry, shared, log=str(self.log)))
+        self.working.add(name)
+
+    def check(self) -> None:
+        """Raises the error of a process that failed or died; one that ended by itself has done its work."""
+        for gone in self.engine.exits():
+            if gone.failure is not None:
+                raise error_of(gone.name, gone.failure)
+            if gone.code or gone.signal:
+                text = ended(f"{gone.name} (process {gone.pid})", -gone.signal if gone.signal else gone.code)
+                tail = self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace") if self.log.exists() else ""
+                raise RunError(f"{text}\n{tail}".strip())
+            self.working.discard(gone.name)
+
+
+def error_of(name: str, failure: Failure) -> EchelonError:
+    """What a process failed with: one of Echelon's own errors as it was, any other with its traceback."""
+    if failure.expected:
+        kind: type[EchelonError] = getattr(errors, failure.kind)
+        return kind(failure.message)
+    return RunError(f"{name} failed: {failure.kind}: {failure.message}\n\n{failure.traceback}")
+
+
+def ended(name: str, code: int) -> str:
+    """How a process ended; a negative `code` is a signal's."""
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
+    return f"{name} {how}, so the run is over."
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,226 @@
+"""The agent of `echelon bench rpc`: its policy, the same over every transport, and how it answers requests.
+
+The policy has linear layers without activations and a softmax over actions, of which one is drawn. Nothing learns and
+nothing is kept between calls but memory for the results, which is made once per batch size. `SeatAgent` is the
+inference server of a training with this policy behind it (`shm`, `tcp`); `CallAgent` answers calls of other libraries.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic_ns
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from echelon.bench.rpc import RpcSetting
+from echelon.bench.rpc_processes import JOIN, WARM_UP, Results, layout_of
+from echelon.errors import ConfigError
+from echelon.servers.inference import InferenceServer
+from echelon.transport.act_board import ActBoard
+from echelon.transport.act_tcp import ActDoor
+from echelon.transport.batcher import Batcher, BatchRule, Round
+from echelon.transport.secret import secret_from_environment
+
+Array = np.ndarray[Any, Any]
+SEED = 1
+SPIN_US = 200.0  # about what the observers of a small batch take for their next states
+
+
+class AgentPolicy:
+    """Chooses an action for each of n flat states: Linear(num_inputs, out), then `nlayers` times Linear(out, out)."""
+
+    def __init__(self, setting: RpcSetting) -> None:
+        device = torch.device(setting.device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"device={setting.device} is not there: torch sees no GPU. Use --device cpu.")
+        torch.set_num_threads(1)  # layers this small only lose by threads, and the cores are the observers'
+        torch.manual_seed(SEED)
+        sizes = [setting.num_inputs, *[setting.out_features] * (setting.nlayers + 1)]
+        layers = [torch.nn.Linear(i, o, device=device) for i, o in itertools.pairwise(sizes)]
+        self.device, self.num_inputs, self.num_actions = device, setting.num_inputs, setting.out_features
+        self.weights = [layer.weight.detach() for layer in layers]
+        self.biases = [layer.bias.detach() for layer in layers]
+        self._choosers: dict[int, Callable[[Array], Array]] = {}  # by batch size, so no more than there are observers
+
+    def choose(self, states: Array) -> Array:
+        """Actions (n,) for `states` (n, num_inputs) of float32; valid until the next call with as many states."""
+        chooser = self._choosers.get(len(states))
+        if chooser is None:
+            make = self._chooser_on_gpu if self.device.type == "cuda" else self._chooser
+            chooser = self._choosers[len(states)] = make(len(states))
+        return chooser(states)
+
+    def _chooser(self, count: int) -> Callable[[Array], Array]:
+        with torch.inference_mode():
+            draw, actions = self._draw(count), torch.empty(count, dtype=torch.int64)
+        answer = actions.numpy()
+
+        def choose(states: Array) -> Array:
+            with torch.inference_mode():
+                draw(torch.from_numpy(states), actions)
+            return answer
+
+        return choose
+
+    def _chooser_on_gpu(self, count: int) -> Callable[[Array], Array]:
+        """The same through memory of the GPU, recorded once as a CUDA graph."""
+        draw = self._draw(count)
+        staged = torch.empty(count, self.num_inputs, pin_memory=True)
+        states_there = torch.empty(count, self.num_inputs, device=self.device)
+        actions_there = torch.empty(count, dtype=torch.int64, device=self.device)
+        actions = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        staged_array, answer = staged.numpy(), actions.numpy()
+
+        def work() -> None:
+            states_there.copy_(staged, non_blocking=True)
+            draw(states_there, actions_there)
+            actions.copy_(actions_there, non_blocking=True)
+
+        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            work()  # libraries make their workspaces on the first call, which cannot be recorded
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+
+        def choose(states: Array) -> Array:
+            np.copyto(staged_array, states)
+            graph.replay()
+            torch.cuda.synchronize(self.device)
+            return answer
+
+        return choose
+
+    def _draw(self, count: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """A function of (states, actions) that writes one drawn action per state, allocating nothing.
+
+        The layers work on columns, (features, n), where the first and largest product is cheaper. An action is drawn
+        as the winner of a race of exponential clocks whose rates are the probabilities.
+        """
+        device, num_actions = self.device, self.num_actions
+        biases = [bias[:, None].expand(-1, count).contiguous() for bias in self.biases]
+        hidden = [torch.empty(num_actions, count, device=device) for _ in self.biases]
+        steps = list(zip(biases, self.weights, hidden, strict=True))
+        logits = hidden[-1].t()
+        probabilities = torch.empty(count, num_actions, device=device)
+        clocks = torch.empty(count, num_actions, device=device)
+        addmm, softmax, div, argmax = torch.addmm, torch.softmax, torch.div, torch.argmax
+
+        def draw(states: torch.Tensor, actions: torch.Tensor) -> None:
+            columns = states.t()
+            for bias, weight, out in steps:
+                addmm(bias, weight, columns, out=out)
+                columns = out
+            softmax(logits, -1, out=probabilities)
+            div(probabilities, clocks.exponential_(), out=probabilities)
+            argmax(probabilities, -1, out=actions)
+
+        return draw
+
+
+class PolicyAnswerer:
+    """Lays down random actions of the policy, and writes down how long each round took."""
+
+    def __init__(self, setting: RpcSetting, board: ActBoard, results: Results) -> None:
+        self.policy, self.results = AgentPolicy(setting), results
+        self.states = board.observation[0][:, 0]  # (S, num_inputs)
+        self.actions = board.action[:, 0]  # (S,)
+        self.policy.choose(self.states)
+
+    def answer(self, round: Round) -> int:
+        # A whole round is read where it lies; one with gaps is gathered.
+        where = round.span if round.whole else round.seats
+        self.actions[where] = self.policy.choose(self.states[where])
+        self.results.record_round(len(round.seats), round.first_ns)
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+class SeatAgent:
+    """The role of an agent whose observers have seats at its board: a step is one round.
+
+    It waits for requests, as the batch rule says: for all observers that asked the last time, at most `max_wait_us`. If
+    an observer stops or dies, the others go on without it; if the agent dies, the coordinator ends the run.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        setting, folder = RpcSetting(**config["setting"]), Path(config["session"])
+        self.results, self.board = Results(folder, setting), ActBoard(folder, layout_of(setting))
+        self.finished = False
+        rule = BatchRule(setting.batch, max_wait_us=setting.max_wait_us, spin_us=SPIN_US)
+        self.batcher, door = Batcher(self.board, 0, rule), None
+        if setting.transport == "tcp":
+            address = f"tcp://{setting.master_addr}:{setting.master_port}"
+            door = ActDoor(self.board, 0, address, secret_from_environment())
+            self.results.agent[1] = int(door.address.rpartition(":")[2])
+        self.server = InferenceServer(self.batcher, PolicyAnswerer(setting, self.board, self.results), door)
+        self.results.agent[0] = JOIN
+
+    def step(self, timeout_s: float) -> bool:
+        worked = self.server.step(timeout_s)
+        if not worked:
+            self._pause()
+        return worked
+
+    def _pause(self) -> None:
+        """Nobody asks: the next phase can begin, where all are ready for it; after the last it is over."""
+        results = self.results
+        ready = results.agent[0]
+        if (ready == JOIN and self.board.incarnation.all()) or (ready == WARM_UP and results.all_warm):
+            self.batcher.expect_all()  # so that batches are whole from the first on
+            results.agent[0] = ready + 1
+        self.finished = results.all_ended
+
+    def close(self) -> None:
+        self.server.close()
+
+
+class Pending(Protocol):
+    """The answer to a call, as its library keeps it until it is there."""
+
+    def set_result(self, action: int, /) -> None: ...
+
+
+class CallAgent:
+    """Answers calls, all of a round together or each alone; the threads that call take turns."""
+
+    def __init__(self, setting: RpcSetting, results: Results) -> None:
+        self.policy, self.results = AgentPolicy(setting), results
+        self.lock = threading.Lock()
+        self.states = np.zeros((setting.num_observers, setting.num_inputs), np.float32)
+        self.waiting: dict[int, Pending] = {}  # by observer
+        self.first_ns = 0
+        self.policy.choose(self.states if setting.batch else self.states[:1])
+
+    def join_round(self, index: int, state: Array, pending: Pending) -> None:
+        """Keeps the request of an observer until all have asked; the last one has all of them answered."""
+        arrived_ns = monotonic_ns()
+        with self.lock:
+            if not self.waiting:
+                self.first_ns = arrived_ns
+            self.states[index] = state
+            self.waiting[index] = pending
+            if len(self.waiting) < len(self.states):
+                return
+            actions = self.policy.choose(self.states).tolist()
+            self.results.record_round(len(self.states), self.first_ns)
+            answered, self.waiting = self.waiting, {}
+        for asker, waiting in answered.items():
+            waiting.set_result(actions[asker])
+
+    def answer(self, state: Array) -> int:
+        """The action for one request alone."""
+        arrived_ns = monotonic_ns()
+        with self.lock:
+            action = int(self.policy.choose(state[None])[0])
+            self.results.record_round(1, arrived_ns)
+        return action

@@ -1,0 +1,163 @@
+"""The two processes of one turn of `echelon bench world`: a caller that measures, and the callee that answers it.
+
+`python -m echelon.bench.world_pair LIBRARY NAME WORDS`; what the caller measured is printed as JSON. The figures are
+taken the same way whichever library carries the calls: ours, or torch.distributed.rpc with its public defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from echelon.bench.world import ADDRESS, LEAVE_S, NAMES, UNITS, WorldSetting
+from echelon.engines.forkserver import die_with_parent
+
+KEY = "echo"
+BARRIER_S, CALL_S = 600.0, 60.0
+WARM_UP_SHARE = 0.2  # of a figure's time, before it is measured
+LEAST_CALLS = 10  # of each figure in a turn, however slow they are
+
+
+class Future(Protocol):
+    """A call under way."""
+
+    def wait(self) -> Any: ...
+
+
+class Caller(Protocol):
+    """Calls a function of the other process that returns its argument."""
+
+    def call(self, tensor: torch.Tensor) -> Any: ...
+
+    def begin(self, tensor: torch.Tensor) -> Future: ...
+
+
+def echo(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def measure(setting: WorldSetting, caller: Caller) -> dict[str, float]:
+    """The figures of one turn, by name."""
+    small, large = (torch.rand(nbytes // 4) for nbytes in (setting.small, setting.large))
+    for tensor in (small, large):
+        if not torch.equal(caller.call(tensor), tensor):
+            raise AssertionError("an echo is not what was sent")
+    trips = _times(setting, lambda: caller.call(small))
+    echoes = _times(setting, lambda: caller.call(large))
+    p50, p95, p99 = np.percentile(trips, (50, 95, 99)).tolist()
+    values = (p50 * 1e6, p95 * 1e6, p99 * 1e6, 2 * setting.large / float(np.median(echoes)) / 1e9)
+    return dict(zip(UNITS, (*values, _rate(setting, caller, small)), strict=True))
+
+
+def _times(setting: WorldSetting, work: Callable[[], object]) -> list[float]:
+    """How long each call took, one after another."""
+    times: list[float] = []
+    begin = time.perf_counter()
+    warm, end = begin + WARM_UP_SHARE * setting.seconds, begin + (1 + WARM_UP_SHARE) * setting.seconds
+    while True:
+        start = time.perf_counter()
+        work()
+        now = time.perf_counter()
+        if start >= warm:
+            times.append(now - start)
+        if now >= end and len(times) >= LEAST_CALLS:
+            return times
+
+
+def _rate(setting: WorldSetting, caller: Caller, tensor: torch.Tensor) -> float:
+    """Calls answered per second, with `in_flight` of them under way all the time."""
+    under_way: deque[Future] = deque(caller.begin(tensor) for _ in range(setting.in_flight))
+    begin, count = time.perf_counter(), 0
+    while (elapsed_s := time.perf_counter() - begin) < setting.seconds or count < LEAST_CALLS:
+        under_way.popleft().wait()
+        under_way.append(caller.begin(tensor))
+        count += 1
+    for future in under_way:
+        future.wait()
+    return count / elapsed_s
+
+
+def attend_world(name: str, folder: str, setting: WorldSetting) -> dict[str, float]:
+    """Ours: what either of the two does; the callee waits in a barrier while its threads answer."""
+    from echelon.world import RpcGroup, World
+    from echelon.world.watch import NONCE
+
+    class WorldCaller:
+        def __init__(self, group: RpcGroup) -> None:
+            self._group = group
+
+        def call(self, tensor: torch.Tensor) -> Any:
+            return self._group.registered_sync(KEY, (tensor,))
+
+        def begin(self, tensor: torch.Tensor) -> Future:
+            return self._group.registered_async(KEY, (tensor,))
+
+    rank = NAMES.index(name)
+    if setting.transport == "local":
+        world = World(name, rank, world_size=2)
+    else:  # as if they were on two hosts
+        world = World(name, rank, world_size=2, address=(Path(folder) / ADDRESS).read_text())
+        (Path(world._card.folder) / NONCE).unlink()  # by which the other would see that they share memory
+    try:
+        group = world.create_rpc_group("bench", NAMES)
+        if name == NAMES[1]:
+            group.register(KEY, echo)
+        group.barrier()
+        figures = measure(setting, WorldCaller(group)) if name == NAMES[0] else {}
+        group.barrier(BARRIER_S)
+    except BaseException:
+        world.end(f"{name!r} failed")
+        raise
+    world.stop()
+    return figures
+
+
+def attend_torch(name: str, folder: str, setting: WorldSetting) -> dict[str, float]:
+    """torch.distributed.rpc: what either of the two does; the callee until it is killed."""
+    from torch.distributed import rpc
+
+    class TorchCaller:
+        def call(self, tensor: torch.Tensor) -> Any:
+            return rpc.rpc_sync(NAMES[1], echo, args=(tensor,))
+
+        def begin(self, tensor: torch.Tensor) -> Future:
+            future: Future = rpc.rpc_async(NAMES[1], echo, args=(tensor,))
+            return future
+
+    warnings.filterwarnings("ignore", message="You are using a Backend")  # it warns of its own doing
+    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=CALL_S, init_method=f"file://{folder}/meet")
+    rpc.init_rpc(  # type: ignore[no-untyped-call]
+        name, rank=NAMES.index(name), world_size=2, rpc_backend_options=options
+    )
+    if name == NAMES[1]:
+        threading.Event().wait()  # calls are answered by threads of torch.distributed.rpc
+    return measure(setting, TorchCaller())
+
+
+LIBRARIES = {"echelon": attend_world, "torch-rpc": attend_torch}
+
+
+def main(library: str, name: str, words: str) -> None:
+    """The life of one of the two."""
+    config = json.loads(words)
+    die_with_parent(config["parent"])
+    torch.set_num_threads(1)
+    figures = LIBRARIES[library](name, config["folder"], WorldSetting(**config["setting"]))
+    print(json.dumps(figures), flush=True)
+    if not LEAVE_S[library]:
+        os._exit(0)  # its shutdown fails at times
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
