@@ -4,39 +4,24 @@
 process of this test run. It gets its own arguments, environment, folder, search path, files and session, and runs as
 `python` would run it. A test of what a fresh interpreter does uses `subprocess` itself.
 
-The warm process (`main`) is started by pytest's first process and guards the test run, too: when that one ends, however
-it ends, whatever the run has started is killed and its shared memory removed.
+The warm process (warm_guard.py) is started by pytest's first process and guards the test run, too: when that one ends,
+however it ends, whatever the run has started is killed and its shared memory removed.
 """
 
 from __future__ import annotations
 
-import builtins
-import contextlib
-import ctypes
-import fcntl
-import gc
-import importlib
 import inspect
 import json
 import os
-import pkgutil
-import runpy
 import select
-import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 import types
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 MARK = "ECHELON_TEST_RUN"  # in the environment of every process of one scene: so those left behind are found
 SESSION = "ECHELON_TEST_SESSION"  # in that of every process of a test run: the folder of the run
@@ -44,11 +29,8 @@ PLACE_FOR_MARK = "." * 64
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 READ_ON_IMPORT = ("CUDA", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_")
 MAY_DIFFER = {"PYTHONPATH", "PYTHONUNBUFFERED", *THREADS}  # where the threads are one
+GUARD = Path(__file__).with_name("warm_guard.py")
 TEMPORARY = "/dev/shm"  # short, as sockets lie below it
-USUAL_FILTERS = len(warnings.filters)
-
-
-# What a test process uses.
 
 
 def session() -> Path:
@@ -156,8 +138,12 @@ class Guard:
         os.environ[SESSION] = folder
         path = os.pathsep.join(entry for entry in search if entry)
         environment = {**os.environ, **THREADS, "PYTHONPATH": path, MARK: PLACE_FOR_MARK}
+        listener = socket.socket(socket.AF_UNIX)  # asked before it has imported everything, it answers later
+        listener.bind(f"{folder}/warm")
+        listener.listen(64)
         self.process = subprocess.Popen(
-            [sys.executable, __file__, folder, str(os.getpid())],
+            [sys.executable, str(GUARD), folder, str(os.getpid()), str(listener.fileno())],
+            pass_fds=[listener.fileno()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -165,6 +151,7 @@ class Guard:
             start_new_session=True,
             env=environment,
         )
+        listener.close()
         self.left: str | None = None
 
     def close(self) -> str:
@@ -172,9 +159,6 @@ class Guard:
         if self.left is None:
             self.left, _ = self.process.communicate()
         return self.left
-
-
-# What goes over the socket: JSON with its length before it, and descriptors.
 
 
 def send(connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -193,198 +177,3 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     if not payload:
         raise ConnectionError("the warm process of the tests ended")
     return json.loads(payload), descriptors
-
-
-# What the warm process does.
-
-
-class Forking:
-    """Forks what is asked for and tells how it ended."""
-
-    def __init__(self, folder: Path) -> None:
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(str(folder / "warm"))
-        self.listener.listen(64)
-        self.poller = select.poll()
-        self.living: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: process number, and who asked for it
-        self.ended: dict[int, tuple[int, socket.socket]] = {}  # by connection: those who have not been waited for
-
-    def serve(self) -> Request | None:
-        """In a child, what it is to become; in the warm process None, when its starter has gone."""
-        for descriptor in (0, self.listener.fileno()):
-            self.poller.register(descriptor, select.POLLIN)
-        while True:
-            for descriptor, _ in self.poller.poll():
-                if descriptor == 0:
-                    return None
-                if descriptor == self.listener.fileno():
-                    if (request := self._fork()) is not None:
-                        return request
-                elif descriptor in self.living:
-                    self._tell(descriptor)
-                else:
-                    self._reap(descriptor)
-
-    def _fork(self) -> Request | None:
-        connection, _ = self.listener.accept()
-        try:
-            request, given = receive(connection)
-        except ConnectionError:  # it was killed while it asked
-            connection.close()
-            return None
-        pid = os.fork()
-        if pid == 0:
-            self._leave(connection)
-            return Request(**request, given=given)
-        for descriptor in given:
-            os.close(descriptor)
-        pidfd = os.pidfd_open(pid)
-        self.living[pidfd] = pid, connection
-        self.poller.register(pidfd, select.POLLIN)
-        with contextlib.suppress(ConnectionError):
-            send(connection, {"pid": pid})
-        return None
-
-    def _leave(self, *connections: socket.socket) -> None:
-        """In a child: closes what is the warm process's."""
-        for pidfd in self.living:
-            os.close(pidfd)
-        others = (connection for _, connection in (*self.living.values(), *self.ended.values()))
-        for one in (self.listener, *connections, *others):
-            one.close()
-
-    def _tell(self, pidfd: int) -> None:
-        self.poller.unregister(pidfd)
-        pid, connection = self.living.pop(pidfd)
-        found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
-        os.close(pidfd)
-        self.ended[connection.fileno()] = pid, connection
-        self.poller.register(connection, select.POLLIN)  # closed once it has been waited for, or nobody will
-        with contextlib.suppress(ConnectionError):
-            status = found.si_status << 8 if found.si_code == os.CLD_EXITED else found.si_status
-            send(connection, {"status": status})
-
-    def _reap(self, descriptor: int) -> None:
-        self.poller.unregister(descriptor)
-        pid, connection = self.ended.pop(descriptor)
-        connection.close()
-        os.waitpid(pid, 0)
-
-
-@dataclass
-class Request:
-    """What a forked process is to be."""
-
-    words: list[str]  # as after `python`
-    environment: dict[str, str]
-    folder: str
-    new_session: bool
-    files: list[int]  # the numbers that `given` are to have
-    given: list[int]
-
-    def become(self, search: Sequence[str]) -> None:
-        """Runs the command in this process, whose search path ends with `search`, as the interpreter would."""
-        if self.new_session:
-            os.setsid()
-        apart = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 512) for descriptor in self.given]
-        for descriptor in self.given:
-            os.close(descriptor)
-        for descriptor, number in zip(apart, self.files, strict=True):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
-        os.chdir(self.folder)
-        write_mark(self.environment.get(MARK, ""))
-        os.environ.clear()
-        os.environ.update(self.environment)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        np.random.seed()  # as every process has another
-        gc.unfreeze()
-        words = list(self.words)
-        if words[0] == "-W":
-            sys.warnoptions.append(words[1])
-            warnings.simplefilter(words[1])  # before the usual ones, and behind those of the modules
-            warnings.filters.insert(len(warnings.filters) - 1 - USUAL_FILTERS, warnings.filters.pop(0))
-            del words[:2]
-        paths = [entry for entry in self.environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-        main = types.ModuleType("__main__")
-        main.__builtins__ = builtins
-        sys.modules["__main__"] = main
-        if words[0] == "-m":
-            sys.argv = ["-m", *words[2:]]
-            sys.path[:] = [os.getcwd(), *paths, *search]
-            sys.modules.pop(words[1], None)
-            runpy._run_module_as_main(words[1])
-        elif words[0] == "-c":
-            sys.argv = ["-c", *words[2:]]
-            sys.path[:] = ["", *paths, *search]
-            exec(words[1], main.__dict__)
-        else:
-            sys.argv = words
-            sys.path[:] = [os.path.dirname(os.path.realpath(words[0])), *paths, *search]
-            main.__file__ = words[0]
-            exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
-
-
-def write_mark(mark: str) -> None:
-    """Puts `mark` where /proc/PID/environ shows it: that is the memory the process was started with."""
-    libc = ctypes.CDLL(None)
-    libc.getenv.restype = ctypes.c_void_p
-    place = libc.getenv(MARK.encode())
-    ctypes.memmove(place, mark.encode().ljust(len(PLACE_FOR_MARK), b"\0"), len(PLACE_FOR_MARK))
-
-
-def processes_of(folder: str) -> list[int]:
-    """Those of the test run in `folder`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            if f"{SESSION}={folder}".encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found
-
-
-def clear(folder: Path, starter: int) -> list[str]:
-    """Kills what is left of a test run and removes its shared memory; returns what that was."""
-    left: dict[int, str] = {}
-    while more := [pid for pid in processes_of(str(folder)) if pid not in (os.getpid(), starter)]:
-        for pid in more:
-            with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                left.setdefault(pid, f"{Path(f'/proc/{pid}/comm').read_text().strip()} ({words.strip()})")
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-    for pid in {os.getpid(), starter, *left}:
-        for path in Path(TEMPORARY).glob(f"echelon-{pid}-*"):
-            shutil.rmtree(path, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    return [f"process {pid}, {what}" for pid, what in left.items()]
-
-
-def preload() -> None:
-    """Imports what processes of the tests import."""
-    import echelon
-
-    for name in ("torch._dynamo", "gymnasium.envs.classic_control"):
-        importlib.import_module(name)
-    for module in pkgutil.walk_packages(echelon.__path__, "echelon."):
-        with contextlib.suppress(ImportError):  # what is optional
-            importlib.import_module(module.name)
-
-
-def main() -> None:
-    folder, starter = Path(sys.argv[1]), int(sys.argv[2])
-    search = [entry for entry in sys.path[1:] if entry not in os.environ["PYTHONPATH"].split(os.pathsep)]
-    forking = Forking(folder)
-    preload()
-    install()
-    gc.collect()
-    gc.freeze()  # what is imported is nobody's garbage
-    request = forking.serve()
-    if request is None:
-        print("\n".join(clear(folder, starter)))
-    else:
-        request.become(search)
-
-
-if __name__ == "__main__":
-    main()

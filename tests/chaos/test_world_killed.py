@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import world_victims
 
+import warm
 from running import DEADLINE_S, MARK, TESTS, processes_marked, wait_until
 
 Told = list[dict[str, tuple[str, str, float]]]  # of each observer: scenario -> kind, text, seconds
@@ -28,7 +29,7 @@ def running(script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: mark}
     command = [sys.executable, "-W", "error", str(TESTS / "chaos" / script), *arguments]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = warm.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield process
         wait_until(lambda: not processes_marked(mark), "no process was left")

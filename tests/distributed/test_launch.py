@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import launch_programs as programs
 import pytest
 import torch
 
+import warm
 from echelon.errors import ConfigError, RpcException
 from echelon.world import launch, launching
 from running import DEADLINE_S, MARK, TESTS
@@ -80,7 +80,7 @@ def said_by(*words: str, folder: Path | None = None) -> str:
     search = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
     environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", MARK: secrets.token_hex(8)}
     command = [sys.executable, "-W", "error", *words]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=3 * DEADLINE_S)
+    done = warm.run(command, env=environment, cwd=folder, timeout=3 * DEADLINE_S)
     return done.stdout + done.stderr
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import warm
 from running import DEADLINE_S, MARK, TESTS, processes_marked, wait_until
 
 EXAMPLES = TESTS.parent / "examples" / "spmd"
@@ -27,9 +27,7 @@ class Ended:
     def __init__(self, path: Path, *arguments: str) -> None:
         mark = secrets.token_hex(8)
         environ = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, str(path), *arguments], capture_output=True, text=True, env=environ, timeout=DEADLINE_S * 2
-        )
+        done = warm.run([sys.executable, str(path), *arguments], env=environ, timeout=DEADLINE_S * 2)
         self.code, self.output, self.errors = done.returncode, done.stdout, done.stderr
         wait_until(lambda: not processes_marked(mark), "every process of the program is gone")
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import warm
 from echelon.runs.metrics import read_metrics
 from hosts import NEAR, as_another_host
 from running import DEADLINE_S, MARK, TESTS, Running, Runs, processes_marked, wait_until
@@ -33,7 +34,7 @@ class Worker:
         path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS), os.environ.get("PYTHONPATH", "")])
         self.output = output
         with output.open("w") as file:
-            self.process = subprocess.Popen(
+            self.process = warm.Popen(
                 [*before, sys.executable, "-m", "echelon.cli.main", "worker", "--learner", address, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,

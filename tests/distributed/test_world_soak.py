@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import warm
 from running import TESTS
 
 SCRIPT = TESTS.parent / "benchmarks" / "world_soak.py"
@@ -26,7 +26,7 @@ def test_nothing_is_lost_doubled_or_reordered(tmp_path: Path, num_calls: int, de
     path = tmp_path / "figures.json"
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), "--calls", str(num_calls), "--json", str(path)]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=deadline_s)
+    told = warm.run(command, env=environment, timeout=deadline_s)
     assert told.returncode == 0 and told.stderr == "", told.stdout + told.stderr
     assert told.stdout.splitlines()[-1].endswith(verdict)
     reports = json.loads(path.read_text())["reports"]
