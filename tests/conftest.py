@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 import toy_envs as toy
 import warm
 from echelon.cli.main import main
 from echelon.config import replace
+from echelon.engines import local
 from echelon.presets import preset
 from entrance import make_entrance as make_entrance
 from hosts import two_hosts as two_hosts
@@ -39,6 +42,7 @@ def pytest_sessionstart() -> None:
         guard = warm.Guard(sys.path)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     warm.install()
+    torch.set_num_threads(1)  # several tests run at a time, and torch's threads wait by spinning
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
@@ -53,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
 
 def pytest_keyboard_interrupt() -> None:
     if guard is not None:
-        guard.close()
+        guard.close(at_once=True)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -62,6 +66,12 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     if guard is not None and (left := guard.close().strip()) and session.exitstatus == pytest.ExitCode.OK:
         print(f"\nthe tests left behind:\n{left}", file=sys.stderr)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture
+def fresh_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has local engines start fresh interpreters, as outside of the tests."""
+    monkeypatch.setattr(local, "subprocess", subprocess)
 
 
 @pytest.fixture

@@ -72,14 +72,16 @@ def train_shortly(folder: Path, shm_dir: Path, name: str, engine: str, **changes
 class Running:
     """`echelon ARGUMENTS` in the background, with a shared memory folder of its own."""
 
-    def __init__(self, run_dir: Path, shm_dir: Path, *arguments: str, before: tuple[str, ...] = ()) -> None:
-        """`before` are words to put before the command."""
+    def __init__(
+        self, run_dir: Path, shm_dir: Path, *arguments: str, before: tuple[str, ...] = (), fresh: bool = False
+    ) -> None:
+        """`before` are words to put before the command; `fresh` has a new interpreter run it, as a shell does."""
         self.run_dir, self.shm_dir = run_dir, shm_dir
         self.mark = secrets.token_hex(8)
         self.output = run_dir.with_name(f"{run_dir.name}-{self.mark}.txt")
         path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS), os.environ.get("PYTHONPATH", "")])
         with self.output.open("w") as file:
-            self.process = warm.Popen(
+            self.process = (subprocess.Popen if fresh else warm.Popen)(
                 [*before, sys.executable, "-m", "echelon.cli.main", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -89,15 +91,17 @@ class Running:
             )
 
     @classmethod
-    def train(cls, preset: str, env: str, run_dir: Path, shm_dir: Path, **options: Any) -> Running:
+    def train(
+        cls, preset: str, env: str, run_dir: Path, shm_dir: Path, *, fresh: bool = False, **options: Any
+    ) -> Running:
         """Options by name: steps=10, or in full: {"actor.envs": 2}."""
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         places = [f"--run-dir={run_dir}", f"--shm-dir={shm_dir}"]
-        return cls(run_dir, shm_dir, "train", preset, env, *places, *words)
+        return cls(run_dir, shm_dir, "train", preset, env, *places, *words, fresh=fresh)
 
     @classmethod
-    def resume(cls, run_dir: Path, shm_dir: Path, steps: int) -> Running:
-        return cls(run_dir, shm_dir, "resume", str(run_dir), f"--steps={steps}")
+    def resume(cls, run_dir: Path, shm_dir: Path, steps: int, *, fresh: bool = False) -> Running:
+        return cls(run_dir, shm_dir, "resume", str(run_dir), f"--steps={steps}", fresh=fresh)
 
     def text(self) -> str:
         return self.output.read_text()
@@ -217,7 +221,7 @@ class Runs:
         self.started.append(run)
         return run
 
-    def resume(self, steps: int) -> Running:
-        run = Running.resume(self.folder / "run", self.shm_dir, steps)
+    def resume(self, steps: int, *, fresh: bool = False) -> Running:
+        run = Running.resume(self.folder / "run", self.shm_dir, steps, fresh=fresh)
         self.started.append(run)
         return run

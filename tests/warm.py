@@ -154,10 +154,13 @@ class Guard:
         listener.close()
         self.left: str | None = None
 
-    def close(self) -> str:
-        """Ends every process of the test run but this one; which those were. May be called twice."""
+    def close(self, *, at_once: bool = False) -> str:
+        """Waits until every process of the test run but this one has left, and kills the others; which those were.
+
+        With `at_once` they are not waited for. May be called twice.
+        """
         if self.left is None:
-            self.left, _ = self.process.communicate()
+            self.left, _ = self.process.communicate(None if at_once else "over")
         return self.left
 
 

@@ -31,6 +31,7 @@ import numpy as np
 from warm import MARK, PLACE_FOR_MARK, SESSION, TEMPORARY, install, receive, send
 
 LOOK_MS = 500
+LEAVE_S = 30.0  # of processes that see that their starter has left, on a busy machine
 KILL_S = 30.0
 USUAL_FILTERS = len(warnings.filters)
 
@@ -199,6 +200,7 @@ def leave(run: Callable[[], None]) -> NoReturn:
             print(code, file=sys.stderr)
             code = 1
     except BaseException as error:
+        sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()
@@ -230,10 +232,14 @@ def processes_of(folder: str) -> list[int]:
     return found
 
 
-def clear(folder: Path, starter: int) -> list[str]:
-    """Kills what is left of a test run and removes its shared memory; returns what that was."""
+def clear(folder: Path, starter: int, patience_s: float) -> list[str]:
+    """Kills what is left of a test run after `patience_s` and removes its shared memory; returns what that was."""
     left: dict[int, str] = {}
-    deadline, spared = time.monotonic() + KILL_S, {os.getpid(), starter}
+    spared = {os.getpid(), starter}
+    deadline = time.monotonic() + patience_s
+    while set(processes_of(str(folder))) - spared and time.monotonic() < deadline:
+        time.sleep(0.05)
+    deadline = time.monotonic() + KILL_S
     while (more := set(processes_of(str(folder))) - spared) and time.monotonic() < deadline:
         for pid in more:
             with contextlib.suppress(OSError):
@@ -255,6 +261,8 @@ def preload() -> None:
     for name in ("torch._dynamo", "gymnasium.envs.classic_control"):
         importlib.import_module(name)
     for module in pkgutil.walk_packages(echelon.__path__, "echelon."):
+        if select.select([0], [], [], 0.0)[0]:  # the run has ended already
+            return
         with contextlib.suppress(ImportError):  # what is optional
             importlib.import_module(module.name)
 
@@ -269,7 +277,8 @@ def main() -> None:
     gc.freeze()  # what is imported is nobody's garbage
     request = forking.serve()
     if request is None:
-        print("\n".join(clear(folder, starter)))
+        is_over = os.read(0, 4) == b"over"  # else it was interrupted or killed
+        print("\n".join(clear(folder, starter, LEAVE_S if is_over else 0.0)))
     else:
         leave(lambda: request.become(search))
 

@@ -107,7 +107,7 @@ def test_killed_fork_server_ends_the_run(runs: Runs) -> None:
 
 
 def test_killed_coordinator_takes_everything_with_it(runs: Runs) -> None:
-    run = runs.train(**{"run.checkpoint_interval_s": 0.2})
+    run = runs.train(fresh=True, **{"run.checkpoint_interval_s": 0.2})
     run.until(lambda: list((run.run_dir / "checkpoints").glob("step_*")), "there is a checkpoint")
     run.until_learning()
     run.process.kill()

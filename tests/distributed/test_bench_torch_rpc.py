@@ -17,6 +17,7 @@ from echelon.bench.rpc import Raw, RpcSetting, transport_of
 from echelon.bench.rpc_processes import Coordinator
 from echelon.errors import ConfigError, EchelonError, RunError
 from running import parent_of, wait_until
+from telling import children
 
 
 def setting_of(shm_dir: Path, **fields: object) -> RpcSetting:
@@ -24,8 +25,13 @@ def setting_of(shm_dir: Path, **fields: object) -> RpcSetting:
     return RpcSetting(**{"transport": "torch-rpc", "shm_dir": str(shm_dir), **small, **fields})  # type: ignore[arg-type]
 
 
+pytestmark = pytest.mark.full  # the library that ours is measured beside
+
+
 def children_of(pid: int) -> list[int]:
     """In the order of their start."""
+    if pid == os.getpid():
+        return sorted(children())
     numbers = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
     return sorted(number for number in numbers if parent_of(number) == pid)
 

@@ -50,7 +50,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_role_runs_to_its_end_on_every_engine(engine: LocalEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["forked", "fresh"])
+def test_a_role_runs_to_its_end_on_every_engine(how: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    if how == "fresh":
+        request.getfixturevalue("fresh_engines")
+    engine: LocalEngine = request.getfixturevalue("engine")
     inline = InlineEngine()
     for number, each in enumerate((inline, engine)):
         file = tmp_path / str(number)

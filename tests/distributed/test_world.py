@@ -146,6 +146,7 @@ def test_the_host_is_told_that_somebody_came_with_another_secret(monkeypatch: py
     refused.join()
 
 
+@pytest.mark.xdist_group("siblings")
 def test_a_world_that_is_not_complete_names_who_is_missing() -> None:
     with pytest.raises(TransportTimeout, match=r"rank 1, 2 did not come within 0.2 s"):
         World("m0", 0, 3, timeout_s=0.2)
@@ -207,6 +208,7 @@ def test_who_has_not_the_secret_of_the_host_is_told_before_its_timeout(
         thread.join()
 
 
+@pytest.mark.xdist_group("siblings")
 def test_the_keywords_of_machin_are_understood() -> None:
     with World(name="0", rank=0, world_size=1, rpc_timeout=20, dist_timeout=30, init_rpc=True) as world:
         assert world.timeout_s == 20.0 and world.members == ["0"]
