@@ -39,7 +39,7 @@ guard: warm.Guard | None = None  # of the whole run, in its first process
 def pytest_sessionstart() -> None:
     global guard
     if warm.SESSION not in os.environ:  # else this is one of the processes among which the tests are divided
-        guard = warm.Guard(sys.path)
+        guard = warm.Guard()
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     warm.install()
     torch.set_num_threads(1)  # several tests run at a time, and torch's threads wait by spinning

@@ -133,10 +133,11 @@ def install() -> None:
 class Guard:
     """The warm process, as whoever runs the tests sees it: it must outlive nobody, and nobody it."""
 
-    def __init__(self, search: Sequence[str]) -> None:
+    def __init__(self) -> None:
         folder = tempfile.mkdtemp(prefix="t-", dir=TEMPORARY)
         os.environ[SESSION] = folder
-        path = os.pathsep.join(entry for entry in search if entry)
+        tests = Path(__file__).parent
+        path = os.pathsep.join([str(tests.parent / "src"), str(tests), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, **THREADS, "PYTHONPATH": path, MARK: PLACE_FOR_MARK}
         listener = socket.socket(socket.AF_UNIX)  # asked before it has imported everything, it answers later
         listener.bind(f"{folder}/warm")
