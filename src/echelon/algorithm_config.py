@@ -35,6 +35,11 @@ class AlgorithmConfig(Section, frozen=True):
         return not self.builder
 
     @property
+    def reaches_learner(self) -> Literal["queue", "replay", "gradients"]:
+        """What a learner is given, in one word."""
+        return self.experience
+
+    @property
     def publishes_reward_scale(self) -> bool:
         """Whether the deviation of rewards travels with the weights, as actors learn from rewards of their own."""
         return False

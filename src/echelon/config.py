@@ -82,11 +82,11 @@ class TrainConfig(Section, frozen=True):
             f"{self.supervision.hang_timeout_s:g}: a learner that waits for a silent host would be taken for hung.",
         )
         require(
-            self.experience != "replay" or self.learner.max_lag is None,
+            self.algorithm.experience != "replay" or self.learner.max_lag is None,
             f"learner.max_lag={self.learner.max_lag} is for trajectories, but {self.algorithm.name} replays. Use none.",
         )
         require(
-            self.experience != "gradients" or self.acting.mode != "central",
+            self.algorithm.slots != "gradients" or self.acting.mode != "central",
             f"acting.mode=central, but actors of {self.algorithm.name} learn with the policy that they act with, so "
             "each needs its own. Use --acting local.",
         )
@@ -95,42 +95,41 @@ class TrainConfig(Section, frozen=True):
             f"stop.epochs={self.stop.epochs} counts what workers bring, and there are none. Use `echelon "
             "learner`, or --steps.",
         )
-        if self.has_workers:
-            self._check_workers()
-        if self.learner.num_learners > 1:
-            self._check_learners()
+        self._check_workers()
+        self._check_learners()
 
     def _check_workers(self) -> None:
         address = f"workers.address={self.workers.address}"
         require(
-            self.experience == "replay",
+            not self.has_workers or self.algorithm.experience == "replay",
             f"{address}, but {self.algorithm.name} learns from what its newest weights did: workers' episodes come "
             "late. Use a preset that replays, such as dqn, ddpg or sac (`echelon learner --help` lists them).",
         )
         require(
-            self.workers.max_steps >= self.replay.n_step,
+            not self.has_workers or self.workers.max_steps >= self.replay.n_step,
             f"workers.max_steps={self.workers.max_steps} is below replay.n_step={self.replay.n_step}, so no transition "
             "would fit into a message. Raise it.",
         )
-        require(self.engine == "local", f"{address} needs processes of its own. Use --engine local.")
         require(
-            self.acting.mode != "central", f"{address}, where every worker chooses its own actions. Use --acting local."
+            not self.has_workers or self.engine == "local", f"{address} needs processes of its own. Use --engine local."
+        )
+        require(
+            not self.has_workers or self.acting.mode != "central",
+            f"{address}, where every worker chooses its own actions. Use --acting local.",
         )
 
     def _check_learners(self) -> None:
         count, actors, batch = self.learner.num_learners, self.actor.num_actors, self.batch_trajectories
         require(
-            self.engine == "local",
+            count == 1 or self.engine == "local",
             f"--learners {count} need processes: learners wait for each other in the middle of a batch. Use --engine "
             "local, or --learners 1.",
         )
-        what = "workers' episodes" if self.has_workers else f"{self.algorithm.name}'s gradients"
+        alone = f"--learners {count}, but {{}} come to one learner. Use --learners 1."
+        require(count == 1 or not self.has_workers, alone.format("workers' episodes"))
+        require(count == 1 or self.algorithm.slots != "gradients", alone.format(f"{self.algorithm.name}'s gradients"))
         require(
-            not self.has_workers and self.experience != "gradients",
-            f"--learners {count}, but {what} come to one learner. Use --learners 1.",
-        )
-        require(
-            self.replay.transport == "shm",
+            count == 1 or self.replay.transport == "shm",
             f"--learners {count} draw from shards of their own host; replay.transport=tcp reads them from others. Use "
             "--replay.transport shm, or --learners 1.",
         )
@@ -143,7 +142,7 @@ class TrainConfig(Section, frozen=True):
         option, amount = ("--actors", actors) if actors % count else ("--learner.batch", batch)
         below = amount // count * count
         require(
-            self.experience == "replay" or (actors % count == 0 and batch % count == 0),
+            self.algorithm.experience == "replay" or (actors % count == 0 and batch % count == 0),
             f"--learners {count} do not divide the {actors} actors and the {batch} trajectories of a batch, so they "
             f"could not take equal parts. Use --learners {fitting}; or, in a new run, {option} "
             f"{f'{below} or ' if below else ''}{below + count}.",
@@ -170,13 +169,13 @@ class TrainConfig(Section, frozen=True):
     @property
     def num_shards(self) -> int:
         """Of the replay: one for each actor, or for the door through which all workers' episodes come."""
-        return 1 if self.has_workers else self.actor.num_actors
+        return self.workers.num_writers(self.actor.num_actors)
 
     @property
     def experience(self) -> Literal["queue", "replay", "gradients"]:
         """What reaches the learner: trajectories, once and in order, transitions, drawn again and again, or what actors
         found in their own trajectories."""
-        return "gradients" if self.algorithm.slots == "gradients" else self.algorithm.experience
+        return self.algorithm.reaches_learner
 
     @property
     def batch_trajectories(self) -> int:

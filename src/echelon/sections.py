@@ -209,6 +209,10 @@ class WorkersConfig(Section, frozen=True):
         if self.address:
             require_address(self.address, "workers.address")
 
+    def num_writers(self, num_actors: int) -> int:
+        """Who brings transitions: every actor, or the one door that all workers come to."""
+        return 1 if self.address else num_actors
+
 
 class EvaluationConfig(Section, frozen=True):
     """Greedy evaluation beside training, with seeds of its own."""

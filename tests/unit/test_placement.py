@@ -17,9 +17,9 @@ import echelon
 from echelon.config import replace
 from echelon.errors import ConfigError
 from echelon.presets import preset
-from echelon.roles.placement import MIN_GPU_PARAMETERS, have_own_gpus, pick_device
+from echelon.roles.placement import MIN_GPU_PARAMETERS, pick_device
 from echelon.roles.plan.layouts import minibatch_samples
-from echelon.roles.plan.placement import MIN_REPLAY_PARAMETERS, learner_device, learner_threads
+from echelon.roles.plan.placement import MIN_REPLAY_PARAMETERS, have_own_gpus, learner_device, learner_threads
 from echelon.training import resume
 
 

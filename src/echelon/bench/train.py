@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from echelon.bench.stages import Cost, Stages, measure
 from echelon.bench.watch import OWN, Usage, Watch, usage
 from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError
+from echelon.roles.plan.start import is_one_process, num_cores_of
 from echelon.training import RunResult, train
 
 Costs = dict[str, Cost]
@@ -49,9 +49,8 @@ def bench_train(
     def tell(text: str) -> None:
         print(text, file=out, flush=True)
 
-    num_cores = len(os.sched_getaffinity(0))
-    if config.engine == "inline":  # one process: a second core is used only where the learner was given more threads
-        num_cores = config.learner.threads or 1
+    num_cores = num_cores_of(config)
+    if is_one_process(config):
         config = replace(config, **{"learner.threads": num_cores})
     tell(f"training {config.preset} on {_env_text(config)} for {seconds:g} s")
     result, used = _train(config, seconds, num_cores, tell)
@@ -102,7 +101,7 @@ def _train(config: TrainConfig, seconds: float, num_cores: int, tell: Tell) -> t
             watch.stop()
     if not result.summary["updates"]:
         raise ConfigError(f"no batch was learned from within {seconds:g} s, start included. Raise --seconds.")
-    return result, usage(watch.samples, num_cores, whole_machine=config.engine != "inline")
+    return result, usage(watch.samples, num_cores, whole_machine=not is_one_process(config))
 
 
 def _samples_per_step(result: RunResult) -> float:

@@ -33,6 +33,10 @@ class A3cConfig(AlgorithmConfig, frozen=True):
     normalize_reward: Annotated[bool, doc("divide rewards by the running deviation of returns")] = False
 
     @property
+    def reaches_learner(self) -> Literal["gradients"]:
+        return "gradients"
+
+    @property
     def publishes_reward_scale(self) -> bool:
         return self.normalize_reward
 

@@ -11,7 +11,9 @@ from echelon.config import TrainConfig
 Preset = Callable[[str], TrainConfig]
 Function = TypeVar("Function", bound=Preset)
 PRESETS: dict[str, Preset] = {}
+QUEUE_PRESETS: dict[str, Preset] = {}  # those that learn from trajectories, once and in order
 REPLAY_PRESETS: dict[str, Preset] = {}  # those that learn from replayed transitions
+BY_EXPERIENCE = {"queue": QUEUE_PRESETS, "replay": REPLAY_PRESETS}
 
 
 def register(rule: type[AlgorithmConfig]) -> Callable[[Function], Function]:
@@ -19,9 +21,8 @@ def register(rule: type[AlgorithmConfig]) -> Callable[[Function], Function]:
 
     def add(function: Function) -> Function:
         name = function.__name__.replace("_", "-")
-        PRESETS[name] = function
-        if rule.experience == "replay":
-            REPLAY_PRESETS[name] = function
+        for presets in (PRESETS, BY_EXPERIENCE.get(rule.experience, {})):
+            presets[name] = function
         return function
 
     return add

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import zmq
 
 from echelon import config_io
 from echelon.config import TrainConfig
@@ -116,7 +119,10 @@ class Station:
         Somebody who waits for others makes no progress of his own but is not hung, so waiting counts as progress.
         """
         start = time.perf_counter()
-        self.world.poll(timeout_s, descriptors)
+        watched = [*self.world.watched, *((descriptor, zmq.POLLIN) for descriptor in descriptors)]
+        ready = zmq.zmq_poll(watched, math.ceil(1000 * timeout_s))
+        if any(item not in descriptors for item, _ in ready):
+            self.world.poll()
         self.waited(start)
 
     def waited(self, start: float) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from echelon.algorithms.peers import ALONE, Peers
 from echelon.errors import PeerLost
 from echelon.roles.context import COORDINATOR, Context
-from echelon.roles.placement import have_own_gpus
+from echelon.roles.plan.placement import have_own_gpus
 from echelon.roles.supervisor import START_GRACE_S
 from echelon.world.node import Node
 from echelon.world.process_group import make_process_group

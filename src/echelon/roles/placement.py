@@ -9,17 +9,11 @@ import re
 import torch
 
 from echelon.algorithms.model import Model
-from echelon.config import LearnerConfig, TrainConfig
+from echelon.config import TrainConfig
 from echelon.errors import ConfigError
 
 MIN_GPU_PARAMETERS = 200_000  # of a large network: worth a GPU, or every core
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
-
-
-def have_own_gpus(config: LearnerConfig, device: torch.device) -> bool:
-    """Whether each of several learners, one of which is on `device`, has a GPU to itself, as nccl needs."""
-    is_spread = config.device in ("auto", "cuda")
-    return device.type == "cuda" and is_spread and torch.cuda.device_count() >= config.num_learners
 
 
 def pick_device(name: str, num_parameters: int, option: str = "--device", *, least: int = MIN_GPU_PARAMETERS) -> str:

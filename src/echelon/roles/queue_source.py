@@ -308,4 +308,5 @@ class QueueSource(RingSource[Staging]):
         length = arrays["episode_length"]
         ended = length.nonzero()
         counters.episodes += len(ended[0])
-        counters.note_episodes(arrays["episode_return"][ended].tolist(), length[ended].tolist())
+        if len(ended[0]):
+            counters.note_episodes(arrays["episode_return"][ended].tolist(), length[ended].tolist())

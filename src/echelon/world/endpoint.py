@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from echelon.world.address import check_address, ipc_path, remove
 
 QUEUED_MESSAGES = 20_000  # per peer and direction
 LINGER_MS = 200  # how long `close` waits for what was sent last
+LONGEST_S = 3600.0  # one wait; libzmq counts milliseconds in 32 bits
 BURST = 1000  # messages taken from one socket before the others get their turn
 IGNORED_CONNECTIONS = 10_000  # the oldest are forgotten
 KNOCK_S = 1.0  # how long a listener may take to let us in or hang up
@@ -88,7 +90,7 @@ class Endpoint:
 
     def send(self, address: str, frames: list[Buffer]) -> bool:
         """Queues a copy of `frames` for the peer at `address`; False when its queue is full."""
-        self.check_usable()
+        self._check_usable()
         link = self._links.get(address)
         if link is None:
             link = make_socket(self._context, zmq.DEALER, self.max_frame_bytes)
@@ -108,13 +110,15 @@ class Endpoint:
         if not self.closed:
             self._door.send_multipart([connection, *frames], zmq.NOBLOCK)
 
-    def take(self, ready: Sequence[Any]) -> Iterator[Arrival]:
-        """The messages that came to those of `watched` that are `ready`; other items are passed over.
+    def arrivals(self, timeout_s: float, fds: Sequence[int] = ()) -> Iterator[Arrival]:
+        """What has come in, after waiting up to `timeout_s` for it or for one of `fds` to be readable.
 
         Whoever handles one arrival may send, drop links, close, or take arrivals itself.
         """
+        self._check_usable()
         addresses = {link: address for address, link in self._links.items()}
-        for item in ready:
+        watched = [*self.watched, *((fd, zmq.POLLIN) for fd in fds)]
+        for item, _ in zmq.zmq_poll(watched, math.ceil(min(timeout_s, LONGEST_S) * 1000)):
             if self._gate and item in self._gate.descriptors:
                 self._gate.serve()
             if item is not self._door and item not in addresses:
@@ -133,7 +137,7 @@ class Endpoint:
 
     def _watch(self) -> None:
         gate = self._gate.descriptors if self._gate else []
-        self.watched = [(item, zmq.POLLIN) for item in (self._door, *self._links.values(), *gate)]
+        self.watched[:] = [(item, zmq.POLLIN) for item in (self._door, *self._links.values(), *gate)]
 
     def ignore(self, connection: bytes) -> None:
         """Takes nothing more from a connection that broke the rules."""
@@ -164,7 +168,7 @@ class Endpoint:
         if not self.shared:
             self._context.term()  # returns when everything is sent or has lingered long enough
 
-    def check_usable(self) -> None:
+    def _check_usable(self) -> None:
         if os.getpid() != self.pid:
             raise ConfigError(
                 f"the endpoint {self.address} was made in process {self.pid} and used in its fork {os.getpid()}. "

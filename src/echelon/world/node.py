@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import os
 import secrets
 import threading
@@ -26,8 +25,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
-
-import zmq
 
 from echelon.errors import ConfigError, PeerLost, Refused, RpcException, TransportTimeout
 from echelon.transport.codec import DEFAULT_LIMITS, Buffer, Limits
@@ -38,7 +35,6 @@ from echelon.world.messages import Messenger, Pending, Refusal, Request
 
 __all__ = ["Node", "Progress", "RpcException"]
 
-LONGEST_S = 3600.0  # one wait; libzmq counts milliseconds in 32 bits
 MAX_ECHOES = 8  # where others never cease to speak
 
 _here: weakref.WeakValueDictionary[str, Node] = weakref.WeakValueDictionary()  # address -> Node of this process
@@ -55,6 +51,7 @@ class Node(Messenger):
         self.on_lost: Callable[[Member, str], None] = lambda member, why: None  # told of every member that is gone
         self.farewell = "the host closed the world"  # host: what the others are told when it closes
         self.dropped = 0  # posts that found no peer or no room
+        self.watched = endpoint.watched  # what to poll, beside other things, for messages that `poll` serves
         self._secret = secret
         self._host_address = host_address or self.address
         self._host: Member | None = None
@@ -196,15 +193,10 @@ class Node(Messenger):
 
         True if a message came in.
         """
-        came, held, endpoint = False, [], self._endpoint
-        if endpoint.closed or os.getpid() != endpoint.pid:
-            endpoint.check_usable()
+        came, held = False, []
         if self._host is not None and self._held:
             held, self._held, timeout_s = self._held, [], 0.0
-        watched = [*endpoint.watched, *((fd, zmq.POLLIN) for fd in fds)]
-        ready = [item for item, _ in zmq.zmq_poll(watched, math.ceil(min(timeout_s, LONGEST_S) * 1000))]
-        messages = endpoint.take(ready) if any(item not in fds for item in ready) else ()
-        for arrival in itertools.chain(held, messages):
+        for arrival in itertools.chain(held, self._endpoint.arrivals(timeout_s, fds)):
             came = True
             self._num_arrivals += 1
             if arrival.address:

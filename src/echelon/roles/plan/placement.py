@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from echelon.config import TrainConfig
+from echelon.config import LearnerConfig, TrainConfig
 from echelon.roles.placement import MIN_GPU_PARAMETERS, pick_device
 
 MIN_REPLAY_PARAMETERS = 60_000  # of one that learns from replay, recorded: two layers of 256 gain ninefold
@@ -27,6 +27,12 @@ def learner_device(config: TrainConfig, num_parameters: int, index: int = 0) -> 
     if config.learner.num_learners == 1 or device != "cuda":
         return device
     return f"cuda:{index % torch.cuda.device_count()}"
+
+
+def have_own_gpus(config: LearnerConfig, device: torch.device) -> bool:
+    """Whether each of several learners, one of which is on `device`, has a GPU to itself, as nccl needs."""
+    is_spread = config.device in ("auto", "cuda")
+    return device.type == "cuda" and is_spread and torch.cuda.device_count() >= config.num_learners
 
 
 def learner_threads(config: TrainConfig, num_parameters: int, num_samples: int) -> int:

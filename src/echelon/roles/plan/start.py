@@ -56,6 +56,16 @@ def epochs_option(config: TrainConfig) -> str:
     return "--epochs, " if config.has_workers else ""
 
 
+def num_cores_of(config: TrainConfig) -> int:
+    """Cores that a run can keep busy: one process uses a second one only with more threads of the learner."""
+    return (config.learner.threads or 1) if config.engine == "inline" else len(os.sched_getaffinity(0))
+
+
+def is_one_process(config: TrainConfig) -> bool:
+    """Whether all roles run in the caller's process."""
+    return config.engine == "inline"
+
+
 def find_bottleneck(config: TrainConfig, shares: dict[str, dict[str, float]], *, on_gpu: bool) -> str:
     """What limits the run, by the shares of time of its roles, and what to change; "" if that is not known."""
     from echelon.runs.bottleneck import bottleneck, workers_bottleneck
