@@ -53,7 +53,6 @@ def check(raw: Raw, setting: RpcSetting) -> None:
     assert raw.elapsed_s >= raw.observer_latency_s.sum(axis=1).max()
 
 
-@pytest.mark.full
 def test_both_ways_of_answering_one_after_the_other_on_one_port(shm_dir: Path) -> None:
     before = children_of(os.getpid())
     port = str(processes.free_port())
@@ -69,7 +68,6 @@ def test_both_ways_of_answering_one_after_the_other_on_one_port(shm_dir: Path) -
     assert not list(shm_dir.iterdir())
 
 
-@pytest.mark.full
 def test_a_rank_that_dies_ends_the_run_and_is_named(shm_dir: Path) -> None:
     before = children_of(os.getpid())
     ranks: list[int] = []
@@ -91,7 +89,6 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(shm_dir: Path) -> None:
     assert not list(shm_dir.iterdir())
 
 
-@pytest.mark.full
 def test_where_too_many_ranks_meet_at_once_tcp_takes_them_in(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[type[Coordinator]] = []
     really_run = rpc_processes.run
@@ -110,7 +107,6 @@ def test_where_too_many_ranks_meet_at_once_tcp_takes_them_in(shm_dir: Path, monk
     assert raw.extra == {"tensorpipe_transports": "uv"}
 
 
-@pytest.mark.full
 def test_an_error_inside_a_rank_reaches_the_user(shm_dir: Path) -> None:
     with pytest.raises(EchelonError, match=r"(?i)cuda"):  # no machine has a hundred GPUs; the agent finds out
         rpc_torch.run(setting_of(shm_dir, device="cuda:99"), lambda done, total: None)
