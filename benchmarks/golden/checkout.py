@@ -76,7 +76,8 @@ class Checkout:
 
     def environment(self, mark: str) -> dict[str, str]:
         threads = {"OMP_NUM_THREADS": "1", "COLUMNS": "1000"}  # wide: no line of a help text is broken
-        path = os.pathsep.join(map(str, [*self.extra_path, self.path / "src"]))
+        own = os.environ.get("PYTHONPATH", "")  # packages that this interpreter finds there, the checkouts need as well
+        path = os.pathsep.join(map(str, [*self.extra_path, self.path / "src", *filter(None, [own])]))
         return {**os.environ, **threads, **self.variables, "PYTHONPATH": path, MARK: mark}
 
     def start(self, command: Sequence[str], output: Path) -> subprocess.Popen[str]:
