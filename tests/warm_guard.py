@@ -40,8 +40,8 @@ class Caller:
     """Whoever runs the tests, and `make`, if that runs it: `make` that is interrupted alone would wait for its end."""
 
     def __init__(self, pid: int) -> None:
-        self.pid = pid
-        with contextlib.suppress(OSError):
+        self.pid, self.parent = pid, 0
+        with contextlib.suppress(OSError):  # it has ended
             self.parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         self.is_heard = not self._catches_interrupts()
 
