@@ -26,14 +26,16 @@ from warm import MARK
 T = TypeVar("T")
 TESTS = Path(__file__).resolve().parent
 DEADLINE_S = 90.0  # of events that take a second on an idle machine
+MAX_PAUSE_S = 0.05
 
 
 def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
-    """What `condition` returns once that is true."""
-    deadline = time.monotonic() + deadline_s
+    """What `condition` returns once that is true; asked less and less often, since asking takes processor time."""
+    deadline, pause_s = time.monotonic() + deadline_s, 0.002
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {deadline_s} s until {what}"
-        time.sleep(0.005)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, MAX_PAUSE_S)
     return value
 
 

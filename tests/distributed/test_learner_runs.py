@@ -61,7 +61,9 @@ def test_two_learners_train_as_one_does(tmp_path: Path, shm_dir: Path, name: str
     assert loss_of(two) == pytest.approx(loss_of(one), rel=1e-2), "of whole batches, not of a part"
 
 
-@pytest.mark.parametrize(("name", "env"), [("apex-dqn", "CartPole-v1"), ("sac", "Pendulum-v1")])
+@pytest.mark.parametrize(
+    ("name", "env"), [("apex-dqn", "CartPole-v1"), pytest.param("sac", "Pendulum-v1", marks=pytest.mark.full)]
+)
 def test_learners_of_a_replay_keep_the_ratio_and_go_on(tmp_path: Path, shm_dir: Path, name: str, env: str) -> None:
     changes = {"learner.num_learners": 2, "actor.num_actors": 3, "run.dir": str(tmp_path / "run"), **SMALL}
     changes |= {"replay.min_size": 200, "replay.batch": 32, "replay.capacity": 9_000, "replay.samples_per_insert": 8.0}

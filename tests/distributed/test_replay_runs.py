@@ -21,6 +21,11 @@ SMALL = {"network.hidden": (16,), "replay.min_size": 100, "replay.batch": 32, "r
 SMALL |= {"evaluation.interval_s": 0.0, "stop.steps": 600, "replay.samples_per_insert": 8.0}
 
 
+def full(*values: Any) -> Any:
+    """A case of `make test-full`."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 def config_of(name: str, folder: Path, shm_dir: Path, engine: str, **changes: Any) -> TrainConfig:
     env = "CartPole-v1" if "dqn" in name else "Pendulum-v1"
     places = {"run.dir": str(folder / f"{name}-{len(list(folder.iterdir()))}"), "shm_dir": str(shm_dir)}
@@ -41,7 +46,9 @@ def test_inline_repeats_exactly(tmp_path: Path, shm_dir: Path, name: str) -> Non
     assert first["updates"] > 50 and first["env_steps"] >= 600 and not list(shm_dir.iterdir())
 
 
-@pytest.mark.parametrize(("name", "ratio"), [("dqn", 0.5), ("dqn", 8.0), ("apex-dqn", 8.0), ("sac", 0.5), ("sac", 8.0)])
+@pytest.mark.parametrize(
+    ("name", "ratio"), [("dqn", 0.5), full("dqn", 8.0), ("apex-dqn", 8.0), full("sac", 0.5), ("sac", 8.0)]
+)
 def test_samples_per_insert_is_kept_within_a_hundredth(tmp_path: Path, shm_dir: Path, name: str, ratio: float) -> None:
     changes = {"replay.samples_per_insert": ratio, "actor.num_actors": 2, "acting.mode": "local"}
     rule = limiter_rule(config_of(name, tmp_path, shm_dir, "local", **changes))

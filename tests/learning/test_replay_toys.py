@@ -41,7 +41,7 @@ def learn(tmp_path: Path, shm_dir: Path) -> Learn:
     return train
 
 
-@pytest.mark.parametrize("name", ["dqn", "apex-dqn"])
+@pytest.mark.parametrize("name", [pytest.param("dqn", marks=pytest.mark.full), "apex-dqn"])
 def test_a_chain_needs_credit_over_several_steps(name: str, learn: Learn) -> None:
     assert play(learn(name, Chain, 2_400), 5) == 1.0
 
@@ -51,7 +51,7 @@ def test_entropy_finds_the_best_arm(learn: Learn) -> None:
     assert play(learn("sac", Bandit, 800, **fields), 5) == 1.0
 
 
-@pytest.mark.parametrize("name", ["ddpg", "apex-ddpg", "sac"])
+@pytest.mark.parametrize("name", [pytest.param("ddpg", marks=pytest.mark.full), "apex-ddpg", "sac"])
 def test_a_continuous_target_is_hit(name: str, learn: Learn) -> None:
     fields = {"algorithm.target_entropy": -3.0, "algorithm.temperature": 0.1} if name == "sac" else {}
     assert play(learn(name, Target, 1_600, **fields), 5) > -0.01
