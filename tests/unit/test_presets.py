@@ -44,10 +44,11 @@ import sys
 from echelon import config_io
 from echelon.cli.main import main
 from echelon.config import NewConfig
-from echelon.presets import PRESETS, REPLAY_PRESETS, preset
+from echelon.presets import PRESETS, REPLAY_PRESETS, new_rule, preset
 
 config = preset("new-rule", "CartPole-v1")
-assert list(PRESETS)[-1] == list(REPLAY_PRESETS)[-1] == config.preset == "new-rule"
+assert PRESETS["new-rule"] is REPLAY_PRESETS["new-rule"] is new_rule and config.preset == "new-rule"
+assert new_rule("CartPole-v1") == config
 assert isinstance(config.algorithm, NewConfig) and config.algorithm.distribution == "greedy"
 assert config_io.from_json(config_io.to_json(config)) == config
 try:
@@ -91,7 +92,7 @@ def test_an_unknown_preset_is_told_with_the_nearest() -> None:
 
 def test_a_file_is_all_that_a_new_preset_takes(tmp_path: Path) -> None:
     shutil.copytree(Path(echelon.__file__).parent, tmp_path / "echelon")
-    (tmp_path / "echelon" / "presets" / "new.py").write_text(NEW_RULE)
+    (tmp_path / "echelon" / "presets" / "new_rule.py").write_text(NEW_RULE)
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     ended = subprocess.run(
         [sys.executable, "-c", USE_NEW_RULE], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60

@@ -24,7 +24,8 @@ def _discover() -> None:
 
 
 _discover()
-# Below the discovery: a function is found here in place of the module of the same name.
+# Below the discovery: a function is found here in place of the module of the same name, and type checkers know ours.
+globals().update({function.__name__: function for function in PRESETS.values()})
 from echelon.presets.a3c import a3c  # noqa: E402
 from echelon.presets.ddpg import apex_ddpg, ddpg  # noqa: E402
 from echelon.presets.dqn import apex_dqn, dqn  # noqa: E402
