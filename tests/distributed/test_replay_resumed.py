@@ -80,7 +80,7 @@ def test_a_restored_learner_draws_the_same_batches_and_learns_the_same(
         assert learner.step(0.0) and again.step(0.0)
         assert theirs.rng.bit_generator.state == ours.rng.bit_generator.state
     for name, tensor in learner.trainable.weights().items():
-        assert torch.equal(tensor, again.pupil.weights()[name]), "batches, weights, updates: all the same"
+        assert torch.equal(tensor, again.trainable.weights()[name]), "batches, weights, updates: all the same"
     one, same = ours.replay.sample(100, 0.5, ours.rng), theirs.replay.sample(100, 0.5, theirs.rng)
     np.testing.assert_array_equal(one.keys.shard, same.keys.shard)
     np.testing.assert_array_equal(one.keys.number, same.keys.number)
