@@ -71,7 +71,10 @@ TASKS = {
     "cartpole": Task(
         "CartPole-v1",
         475,
-        {"impala": 2_000_000, "ppo": 500_000, "a3c": 1_000_000, "dqn": 30_000, "apex-dqn": 30_000, "sac": 20_000},
+        {
+            **{"impala": 2_000_000, "ppo": 500_000, "a3c": 1_000_000},
+            **{"dqn": 30_000, "apex-dqn": 30_000, "qr-dqn": 30_000, "sac": 20_000},
+        },
         {"sac": DISCRETE_SAC},
     ),
     "acrobot": Task(
