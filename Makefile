@@ -6,8 +6,9 @@ RUN_READY := $(VENV)/.ready-run
 TEST_READY := $(VENV)/.ready-test
 RECIPE_OF_VENV := pyproject.toml constraints.txt
 
-# Two tests at a time, one of them mypy at first. No quote that needs a shell: it would keep a signal to make to itself.
-PYTEST_OPTIONS := -n 2 --dist loadgroup --no-loadscope-reorder --durations=10
+# Four tests at a time, as many mostly wait; one of them is mypy. No quote that needs a shell: it would keep a signal to
+# make to itself.
+PYTEST_OPTIONS := -n 4 --dist loadgroup --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -11,7 +11,7 @@ EXCLUDED = ("roles/plan.py", "roles/plan/")  # the one place that may ask
 MODE_FIELDS = ("engine", "transport", "mode", "experience", "slots")
 MODES = ("shm", "tcp", "inline", "local", "central", "queue", "replay", "trajectories", "gradients")
 FLAGS = ("has_workers",)  # a question by itself, wherever it is read
-COUNTS = ("num_learners",)
+COUNTS = ("num_learners",)  # of a configuration
 COUNTED = ("learner_names",)  # by len()
 KINDS = ("Config", "Engine")  # ends of class names
 OTHERS = ("setting", "run")  # what has a `mode` or `transport` of its own: the setting of a benchmark
@@ -56,7 +56,8 @@ def _compares_mode(node: ast.Compare) -> bool:
 def _compares_count(node: ast.Compare) -> bool:
     sides = [node.left, *node.comparators]
     counted = [side.args[0] for side in sides if isinstance(side, ast.Call) and named(side.func) == "len" and side.args]
-    return any(named(side) in COUNTS for side in sides) or any(named(side) in COUNTED for side in counted)
+    of_run = [side for side in sides if isinstance(side, ast.Attribute)]
+    return any(named(side) in COUNTS for side in of_run) or any(named(side) in COUNTED for side in counted)
 
 
 def _is_kind(node: ast.AST) -> bool:

@@ -48,7 +48,7 @@ class Section(msgspec.Struct, frozen=True):
         for field in fields(type(self)):
             value = getattr(self, field.name)
             fitting = field.fit(value)
-            if type(fitting) is not type(value):
+            if fitting is not value and not field.is_section:
                 msgspec.structs.force_setattr(self, field.name, fitting)
 
 

@@ -54,7 +54,7 @@ class ActingConfig(Section, frozen=True):
     max_batch: Annotated[int, doc("environments per forward pass; 0: all that ask", ge=0)] = 0
     max_wait_us: Annotated[float, doc("how long a request waits for those of the other actors", "µs", ge=0)] = 200.0
     spin_us: Annotated[
-        float, doc("a server looks for requests so long before it sleeps, on idle cores", "µs", ge=0)
+        float, doc("how long a server looks for requests before it sleeps; for idle cores", "µs", ge=0)
     ] = 0.0
     value: Annotated[bool, doc("replies carry the value of what was seen, too; the rules here do without")] = False
     device: Annotated[str, doc("where the servers compute: auto, cpu, cuda, cuda:N")] = "auto"
@@ -84,7 +84,7 @@ class LearnerConfig(Section, frozen=True):
     num_learners: Annotated[
         int,
         doc(
-            "learner processes, which share every batch (default 1; N divides the actors, with replay N <= actors)",
+            "learner processes, which share every batch; they divide the actors, or with replay are no more than those",
             ge=1,
             because="use --learners 1 or more",
         ),
@@ -156,7 +156,7 @@ class ReplayConfig(Section, frozen=True):
     )
     prefetch: Annotated[int, doc("batches that are under way with tcp while the learner learns", ge=0)] = 2
     lost_after_s: Annotated[
-        float, doc("a shard server that is silent for so long is lost, with its shards", "s", ge=1)
+        float, doc("how long a shard server may be silent before it is lost, with its shards", "s", ge=1)
     ] = 10.0
 
     def __post_init__(self) -> None:
@@ -239,10 +239,10 @@ class StopConfig(Section, frozen=True):
 
     SECTION = "stop"
 
-    steps: Annotated[int, doc("stop after so many environment steps (at the end of a batch)", "steps", ge=0)] = 0
-    minutes: Annotated[float, doc("stop after so long", "minutes", ge=0)] = 0.0
-    until_return: Annotated[float | None, doc("stop when the last 100 episodes return so much on average")] = None
-    epochs: Annotated[int, doc("stop after so many workers' episodes that were learned from", "episodes", ge=0)] = 0
+    steps: Annotated[int, doc("stop after this many environment steps (at the end of a batch)", "steps", ge=0)] = 0
+    minutes: Annotated[float, doc("stop after this time", "minutes", ge=0)] = 0.0
+    until_return: Annotated[float | None, doc("stop when the mean return of the last 100 episodes reaches this")] = None
+    epochs: Annotated[int, doc("stop after this many workers' episodes that were learned from", "episodes", ge=0)] = 0
 
 
 class SupervisionConfig(Section, frozen=True):
@@ -250,6 +250,6 @@ class SupervisionConfig(Section, frozen=True):
 
     SECTION = "supervision"
 
-    hang_timeout_s: Annotated[float, doc("a role without progress for so long is hung", "s", gt=0)] = 30.0
+    hang_timeout_s: Annotated[float, doc("how long a role may make no progress before it is hung", "s", gt=0)] = 30.0
     max_same_failures: Annotated[int, doc("the same exception this often within the window ends the run", ge=1)] = 3
     failure_window_s: Annotated[float, doc("the window in which the same exceptions are counted", "s", ge=0)] = 60.0

@@ -135,7 +135,7 @@ def run(
     if constant := _unscheduled(config):
         tell(
             f"--until-return alone gives no length to follow, so {' and '.join(constant)} to the end. Give --steps or "
-            f"--minutes as well to have it follow the run."
+            "--minutes as well to have it follow the run."
         )
     session = create_session(config.shm_dir)
     engine: InlineEngine | LocalEngine | None = None

@@ -77,22 +77,22 @@ def learn_apart(
     before = alone.model.parameters.clone()
     together = [Pupil(config, spaces, network, peers) for peers in make_learners(len(parts))]
     alone.learn(wholes)
-    in_threads([lambda p=pupil, b=batches: p.learn(b) for pupil, batches in zip(together, parts, strict=True)])  # type: ignore[misc]
+    in_threads([lambda p=learner, b=batches: p.learn(b) for learner, batches in zip(together, parts, strict=True)])  # type: ignore[misc]
     learned = float((alone.model.parameters - before).abs().max())
     assert learned > 0.01, "there was something to learn"
     apart = max(
         float((tensor - alone.tensors()[name]).abs().max())
-        for pupil in together
-        for name, tensor in pupil.tensors().items()
+        for learner in together
+        for name, tensor in learner.tensors().items()
     )
     print(f"measured: largest difference {apart:.1e}, where weights moved by {learned:.2f}")
-    for pupil in together:
-        for name, tensor in pupil.tensors().items():
+    for learner in together:
+        for name, tensor in learner.tensors().items():
             torch.testing.assert_close(
                 tensor, alone.tensors()[name], rtol=0.0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
             )
-        assert torch.equal(pupil.model.parameters, together[0].model.parameters), "to the last bit"
-        for mine, whole in zip(pupil.account.noted, alone.account.noted, strict=True):
+        assert torch.equal(learner.model.parameters, together[0].model.parameters), "to the last bit"
+        for mine, whole in zip(learner.account.noted, alone.account.noted, strict=True):
             assert mine == pytest.approx(whole, abs=1e-9)
 
 

@@ -4,9 +4,9 @@ The network gives N quantiles of the return of every action, at the midpoints ta
 action's value: it acts, explores and sets first priorities as DQN's does. Only the learner looks at the quantiles.
 
 Where we differ: returns are n-step by the data; the action to bootstrap from may be the online network's choice
-(`double`), and is never one that a mask forbids; dueling streams add one value per state to quantiles that are centred
-over the actions; the loss is divided by kappa (`huber`), which changes nothing at the paper's 1; priorities are the TD
-errors of the means, as the paper has none.
+(`double`), and is never one that a mask forbids; dueling streams add one value per state to outputs that are centred
+over all actions and quantiles; the loss is divided by kappa (`huber`), which changes nothing at the paper's 1;
+priorities are the TD errors of the means, as the paper has none. `--learner.compile` does not reach the quantiles.
 
 Shapes: B transitions, A actions, N quantiles, M quantiles of the target.
 """

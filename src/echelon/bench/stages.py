@@ -122,7 +122,7 @@ def stage_context(config: TrainConfig, session: Path) -> Context:
         session=session,
         address="",
         run_dir=session,
-        started_at=time.time(),
+        started_at=time.monotonic(),
     )
     return replace(context, state_shapes=Plan(context).model.network.state_shapes)
 

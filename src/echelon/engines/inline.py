@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from echelon.engines.process import Exit, ProcessSpec, Role, make_role
@@ -13,13 +13,6 @@ class World(Protocol):
     """What hears messages of the roles."""
 
     def poll(self, timeout_s: float = 0.0, fds: Sequence[int] = ()) -> bool: ...
-
-
-def run_turns(turn: Callable[[], bool], world: World, timeout_s: float) -> None:
-    end = time.perf_counter() + timeout_s
-    while turn() and time.perf_counter() < end:
-        pass
-    world.poll(0.0)
 
 
 class InlineEngine:
@@ -51,7 +44,10 @@ class InlineEngine:
 
     def run(self, world: World, timeout_s: float) -> None:
         """Steps the roles for about `timeout_s`, or until one has finished; then hears what came to `world`."""
-        run_turns(self.turn, world, timeout_s)
+        end = time.perf_counter() + timeout_s
+        while self.turn() and time.perf_counter() < end:
+            pass
+        world.poll(0.0)
 
     @property
     def server_pid(self) -> int | None:

@@ -46,5 +46,5 @@ def qr_dqn(env: str = "CartPole-v1") -> TrainConfig:
         dqn(env),
         preset="qr-dqn",
         # Returns are far above 1, and so is kappa: else the error at an episode's end pulls no harder than a small one.
-        algorithm=QrDqnConfig(num_quantiles=32, huber=10.0, target_period=100, epsilon_end=0.04, epsilon_steps=8_000),
+        algorithm=QrDqnConfig(num_quantiles=32, huber=50.0, target_period=100, epsilon_end=0.04, epsilon_steps=8_000),
     )

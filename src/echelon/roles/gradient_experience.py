@@ -41,7 +41,6 @@ class GradientExperience:
         self.pieces = self.rule.pieces(self.schema.num_envs)
         self.rollout = Staging(self.schema, 1, torch.device("cpu"))
         self.rollout.place(0, self.actor)
-        self.rollout.move()
         self.views = {**self.rollout.arrays, "version": self.rollout.arrays["version"][:, 0]}
         self.ledger = EpisodeLedger(self.schema.num_envs)
 

@@ -141,7 +141,7 @@ class Learner:
         is_over = self.station.stop_requested or (self.is_first and bool(self.stop_reason()))
         self.elapsed_s, offers = self.context.elapsed_s, None
         if self.meeting is not None:
-            offers = self._meet(self.meeting, is_over)
+            offers = self._meet(self.meeting, is_over, timeout_s)
             is_over = self.meeting.is_over
         if is_over:
             self._finish()
@@ -152,19 +152,33 @@ class Learner:
         self.station.phases["transfer"] += taken - (start if offers is None else met)
         if batch is None:
             self._report_if_due(taken)
-            self._wait(offers, timeout_s)
+            if offers is None:
+                self.source.wait(self.station, timeout_s)
             return False
         self._work(batch, taken, begun)
         return True
 
-    def _meet(self, meeting: Meeting, is_over: bool) -> list[Offer]:
-        """Tells the other learners what it has for the next batch, and hears what they have."""
+    def _meet(self, meeting: Meeting, is_over: bool, timeout_s: float) -> list[Offer]:
+        """Tells the other learners what it has for the next batch, or has after `timeout_s`; hears what they have."""
+        offer = Offer(is_ready=False) if is_over else self._find(meeting.source, timeout_s)
         start = time.perf_counter()
-        nothing = Offer(is_ready=False)
-        offers = meeting.hold(nothing if is_over else meeting.source.offer(self.version), is_over, self.elapsed_s)
+        offers = meeting.hold(offer, is_over, self.elapsed_s)
         self.elapsed_s = meeting.elapsed_s
         self.station.waited(start)
         return offers
+
+    def _find(self, source: SharedSource, timeout_s: float) -> Offer:
+        """What the source has for its part of the next batch, or has after `timeout_s`."""
+        start = time.perf_counter()
+        offer = source.offer(self.version)
+        if not offer.is_ready:
+            source.listen()
+            offer = source.offer(self.version)
+        self.station.phases["transfer"] += time.perf_counter() - start
+        if not offer.is_ready:
+            source.wait(self.station, timeout_s)
+            offer = source.offer(self.version)
+        return offer
 
     def _take(self, offers: Sequence[Offer] | None) -> AnyBatch | None:
         """The next batch, or its part of the one that `offers` of several learners make."""
@@ -178,19 +192,11 @@ class Learner:
             batch = source.take(self.version)
         return batch
 
-    def _wait(self, offers: Sequence[Offer] | None, timeout_s: float) -> None:
-        """Until there may be a batch; one of several that has its part meets the others again at once."""
-        if offers is None:
-            self.source.wait(self.station, timeout_s)
-        elif not offers[self.peers.rank].is_ready:
-            self.source.listen()
-            if not cast(SharedSource, self.source).offer(self.version).is_ready:
-                self.source.wait(self.station, timeout_s)
-
     def _work(self, batch: AnyBatch, taken: float, begun: float) -> None:
-        """Learns from a batch that was taken just then, and publishes; before it, the run was `begun` (0 to 1) done.
+        """Learns from a batch that was taken just then, and publishes.
 
-        So the first batch of a schedule is learned at the full rate, and the last one at a rate above 0.
+        `begun` is the progress (0 to 1) of the run before this batch, so that the first one of a schedule is learned at
+        the full rate, and the last one at a rate above 0.
         """
         phases = self.station.phases
         self.rate.note(taken, self.counters.env_steps)
@@ -288,6 +294,8 @@ class Learner:
     def _finish(self) -> None:
         if self.is_first:
             self.record.finish()
+        else:
+            self.record.report_news()
         self.finished = True
 
     def close(self) -> None:

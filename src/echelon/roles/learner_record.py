@@ -43,9 +43,10 @@ class LearnerRecord:
             if self.learner.source.counts_epochs:  # workers' steps come whether a batch is due or not
                 self.learner.rate.note(now, self.learner.counters.env_steps)
             self.station.report("train", self.row())
-        self._report_news()
+        self.report_news()
 
-    def _report_news(self) -> None:
+    def report_news(self) -> None:
+        """What the source has to tell the user."""
         content = self.learner.source.content
         for text in content.news() if content is not None else []:
             self.station.report("message", text)
@@ -122,7 +123,7 @@ class LearnerRecord:
         self.writer.wait()
         if content is not None:
             content.finish(learner.tick)
-        self._report_news()
+        self.report_news()
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in learner.trainable.weights().items()}
         told = {"env_steps": str(counters.env_steps)}
         self.writer.begin(save_weights, self.context.run_dir / "weights.safetensors", weights, told)

@@ -229,7 +229,9 @@ class Staging:
         self.copied: torch.cuda.Event | None = None
         if device.type == "cuda":
             self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.batch = self._make_batch()  # on the CPU it is the memory itself
+        self.batch: Batch
+        if device.type == "cpu":
+            self.batch = self._make_batch()  # the memory itself
 
     def put(self, position: int, stream: int, views: dict[str, Array]) -> None:
         """Copies one slot into the lanes of its position."""

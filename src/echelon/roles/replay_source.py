@@ -255,7 +255,9 @@ class ReplaySource(Source):
         if state:
             self.rng.bit_generator.state = state["rng"]
             self.tally.raise_top(state["top_priority"], self.learner)
-            self.progress = state.get("progress", 0.0)  # missing where an earlier version wrote it: one batch differs
+            span = self.config.beta_end - self.config.beta_start
+            past = (state.get("beta", self.config.beta_start) - self.config.beta_start) / span if span else 0.0
+            self.progress = state.get("progress", past)  # an earlier version wrote what followed from it
 
     def save(self, name: str) -> None:
         """Begins to write the replay's content as of now, unless that of an earlier checkpoint is still being written.

@@ -79,7 +79,8 @@ def _subtitle(rows: list[Row], num_learners: int = 1) -> str:
     parts = [f"{last['env_steps']:,} environment steps"]
     if last.get("wall_s"):
         parts[0] += f" in {duration(last['wall_s'])}"
-    parts += {1: []}.get(num_learners, [f"{num_learners} learners"])
+    if num_learners > 1:
+        parts.append(f"{num_learners} learners")
     returns = _points(rows, "return_mean")[1]
     if returns:
         parts.append(f"last return {returns[-1]:,.1f}, best {max(returns):,.1f}")

@@ -45,10 +45,9 @@ def learner_threads(config: TrainConfig, num_parameters: int, num_samples: int) 
     they always did: a sum in other parts is another sum.
     """
     learner, cores = config.learner, len(os.sched_getaffinity(0))
-    if learner.threads:
-        return learner.threads
-    if learner_device(config, num_parameters) != "cpu":
-        return 1
+    device = learner_device(config, num_parameters)  # refuses one that is not there, whatever was asked for
+    if learner.threads or device != "cpu":
+        return learner.threads  # a run that goes on without its GPU chooses then
     if num_parameters >= MIN_GPU_PARAMETERS:
         return max(1, cores // learner.num_learners)
     if config.engine == "inline" or learner.max_lag == 0:

@@ -74,7 +74,7 @@ def find_bottleneck(config: TrainConfig, shares: dict[str, dict[str, float]], *,
         return workers_bottleneck(shares["learner"]) if "learner" in shares else ""
     if not shares:
         return ""
-    inline = config.engine == "inline"
+    inline = is_one_process(config)
     return bottleneck(
         shares,
         num_cores=1 if inline else len(os.sched_getaffinity(0)),
