@@ -16,6 +16,7 @@ import select
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -267,9 +268,18 @@ def preload() -> None:
             importlib.import_module(module.name)
 
 
+def fresh_search_path() -> list[str]:
+    """What an interpreter without PYTHONPATH searches behind its script's folder: here some of it came from there."""
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    told = subprocess.run(
+        [sys.executable, "-c", "import sys; print(*sys.path[1:], sep=chr(10))"], env=bare, capture_output=True
+    )
+    return told.stdout.decode().splitlines()
+
+
 def main() -> None:
     folder, starter = Path(sys.argv[1]), int(sys.argv[2])
-    search = [entry for entry in sys.path[1:] if entry not in os.environ["PYTHONPATH"].split(os.pathsep)]
+    search = fresh_search_path()
     forking = Forking(starter, socket.socket(fileno=int(sys.argv[3])))
     preload()
     install()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from echelon.config import TrainConfig
-from echelon.presets import preset
-from echelon.training import RunResult, evaluate, resume, train
-
 if TYPE_CHECKING:
     from echelon.asynchronous.learner import AsyncLearningNode
     from echelon.asynchronous.worker import AsyncWorker
+    from echelon.config import TrainConfig
+    from echelon.presets import preset
+    from echelon.training import RunResult, evaluate, resume, train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,13 +24,22 @@ __all__ = [
     "resume",
     "train",
 ]
-LATE = {"AsyncLearningNode": "echelon.asynchronous.learner", "AsyncWorker": "echelon.asynchronous.worker"}
+HOMES = {
+    "AsyncLearningNode": "echelon.asynchronous.learner",
+    "AsyncWorker": "echelon.asynchronous.worker",
+    "RunResult": "echelon.training",
+    "TrainConfig": "echelon.config",
+    "evaluate": "echelon.training",
+    "preset": "echelon.presets",
+    "resume": "echelon.training",
+    "train": "echelon.training",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is imported when it is asked for: the fork server imports it while this process does."""
-    if name in LATE:
-        return getattr(import_module(LATE[name]), name)
+    """A name is imported when it is asked for: parts such as `echelon.replay` are used without the rest."""
+    if name in HOMES:
+        return getattr(import_module(HOMES[name]), name)
     raise AttributeError(f"module 'echelon' has no attribute {name!r}")
 
 
