@@ -159,8 +159,10 @@ def fails_alone(world: World) -> str:
     """Rank 1 fails just when rank 0 has the group; then both try again."""
     rpc, connect = world.create_rpc_group("alone", [world.name_of(rank) for rank in (0, 1)]), process_group._gloo
 
+    connected: list[Any] = []  # until rank 0 has the group: it may still be greeting us
+
     def too_late(*args: Any) -> Any:
-        connect(*args)
+        connected.append(connect(*args))
         raise RuntimeError("it took longer than the timeout")
 
     text = ""
@@ -172,6 +174,7 @@ def fails_alone(world: World) -> str:
             world.create_collective_group([0, 1])
         text = str(caught.value)
     rpc.barrier()
+    connected.clear()
     group = world.create_collective_group([0, 1], timeout=20.0)
     group.barrier()
     group.destroy()
