@@ -84,7 +84,7 @@ class LearnerConfig(Section, frozen=True):
     num_learners: Annotated[
         int,
         doc(
-            "learner processes, which share every batch; they divide the actors, or with replay are no more than those",
+            "learner processes, which share every batch (default 1); they divide the actors, with replay at most those",
             ge=1,
             because="use --learners 1 or more",
         ),
