@@ -45,6 +45,7 @@ def pytest_sessionstart() -> None:
     torch.set_num_threads(1)  # several tests run at a time, and torch's threads wait by spinning
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the names of the tests
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Tests that share what is made once for their file run in one process; mypy, which takes long, comes first."""
     items.sort(key=lambda item: item.path.stem != "test_types")

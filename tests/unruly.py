@@ -81,6 +81,7 @@ class HangingEnv(CounterEnv):
     def step(self, action: Any) -> Step:
         if self.t == 29 and is_first(self.flag):
             self.stare_at_the_wall()
+        time.sleep(0.001)  # the others leave the processor to whoever looks for the hang
         return super().step(action)
 
     def stare_at_the_wall(self) -> None:

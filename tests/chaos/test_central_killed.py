@@ -60,7 +60,8 @@ def test_no_kill_tears_the_data(runs: Runs, core: str, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_stopped_inference_server_is_replaced(runs: Runs, transport: str) -> None:
-    run = runs.train(**CENTRAL, **{"acting.transport": transport, "supervision.hang_timeout_s": 8})
+    slowly = {"env": "unruly:SlowEnv", "env-kwargs": '{"step_s": 0.001}', "supervision.hang_timeout_s": 8}
+    run = runs.train(**CENTRAL, **slowly, **{"acting.transport": transport})
     run.until_acting(0)
     run.until_acting(1)
     actors = [run.pid("actor-0"), run.pid("actor-1")]

@@ -13,7 +13,7 @@ from running import Runs
 
 
 def test_stopped_actor_is_taken_for_hung_and_replaced(runs: Runs) -> None:
-    run = runs.train(**{"supervision.hang_timeout_s": 8})
+    run = runs.train(env="unruly:SlowEnv", **{"supervision.hang_timeout_s": 8, "env-kwargs": '{"step_s": 0.001}'})
     run.until_acting(0)
     pid = run.kill("actor-0", signal.SIGSTOP)
     assert run.pid("actor-0", besides=pid)

@@ -36,7 +36,7 @@ def test_once_stops_in_good_order_and_resumes(runs: Runs) -> None:
     run.until_learning()
     run.process.send_signal(signal.SIGINT)
     done, rows = assert_stopped(run), len(run.rows())
-    again = runs.resume(done + 10_000, fresh=True)
+    again = runs.resume(done + 10_000)
     assert again.code() == 0, again.text()
     again.assert_nothing_left()
     assert again.rows()[rows]["env_steps"] >= done  # the first thing it tells: it goes on from there

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 import echelon
+import warm
 from echelon.schema import TransitionBatch
 
 
@@ -67,7 +67,7 @@ def main(run_dir: str, shm_dir: str, epochs: str, resume: str) -> None:
     if resume != "resume":
         node.config = echelon.config.replace(node.config, shm_dir=shm_dir)
     command = [sys.executable, "-m", "echelon.cli.main", "worker", "--learner", f"127.0.0.1:{node.address[1]}"]
-    worker = subprocess.Popen([*command, "--env", "CartPole-v1", "--policy", f"{Path(__file__).resolve()}:Own"])
+    worker = warm.Popen([*command, "--env", "CartPole-v1", "--policy", f"{Path(__file__).resolve()}:Own"])
     torch.set_num_threads(3)
     before = torch.get_rng_state()
     try:

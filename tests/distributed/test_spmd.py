@@ -68,6 +68,6 @@ def test_loops_written_for_machin_run_under_torch_multiprocessing() -> None:
 
 
 def test_learners_that_wait_for_gradients_alone_end_with_the_world() -> None:
-    ended = Ended(TESTS / "distributed" / "wrapped_learners.py", fresh=True)
+    ended = Ended(TESTS / "distributed" / "wrapped_learners.py")
     assert ended.code == 0, ended.errors
     assert "all gone" in ended.output

@@ -238,9 +238,7 @@ def run_own(site: Site, epochs: int, how: str) -> str:
     mark = secrets.token_hex(8)
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: mark}
     try:
-        done = subprocess.run(
-            [*command, *arguments], env=environment, capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False
-        )
+        done = warm.run([*command, *arguments], env=environment, timeout=2 * DEADLINE_S)
     finally:
         for pid in processes_marked(mark):  # its worker, should it have failed
             os.kill(pid, signal.SIGKILL)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,10 @@ def started(members: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
     try:
         yield
     finally:
+        for pid in processes_marked(f"world-{os.getpid()}"):  # a member, and the command that put it onto its host
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for member in members:
-            member.kill()
             member.communicate()
     wait_until(lambda: not processes_marked(f"world-{os.getpid()}"), "no process was left")
 
