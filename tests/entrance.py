@@ -11,10 +11,24 @@ import numpy as np
 import pytest
 
 import toy_envs as toy
+from echelon.errors import Refused
 from echelon.roles.door import EpisodeDoor
 from echelon.schema import Spaces
-from echelon.transport.episode_wire import PROTOCOL, Arrive, Piece, from_door, pack, socket_name
-from echelon.transport.sockets import connect
+from echelon.transport.channel import HEADER, Service
+from echelon.transport.channel_client import Client, Request
+from echelon.transport.episode_wire import (
+    EPISODES,
+    PROTOCOL,
+    TASK,
+    Arrive,
+    Ask,
+    Leave,
+    Piece,
+    Sign,
+    from_door,
+    pack,
+    socket_name,
+)
 from running import wait_until
 from stage import Stage
 
@@ -27,7 +41,7 @@ FIELDS |= {"replay.capacity": 256, "replay.min_size": 8, "replay.batch": 8, "alg
 
 
 class Entrance:
-    """A door and a worker's socket in one thread."""
+    """A door and a worker's client in one thread."""
 
     def __init__(self, stage: Stage, *, is_open: bool = True) -> None:
         self.stage, self.told = stage, dict[str, list[Any]]()
@@ -37,10 +51,10 @@ class Entrance:
         if is_open:
             self.open()
         self.door = self.make_door()
-        self.socket = self.connect()
+        self.client = self.connect()
 
-    def connect(self) -> Any:
-        return connect(self.door.door.address, None, 1 << 24, name=socket_name("w"))
+    def connect(self, name: bytes = socket_name("w")) -> Client:
+        return Client("the learner", self.door.door.address, None, 1 << 24, name=name)
 
     def open(self) -> None:
         self.stage.plan.replay.tally().open(0, 0)
@@ -49,26 +63,46 @@ class Entrance:
         context = dataclasses.replace(self.stage.context, name=f"door-{incarnation}", incarnation=incarnation)
         return EpisodeDoor(context)
 
-    def raw(self, frames: list[Any]) -> Any:
-        """The answer to `frames`, or None where there is none soon."""
-        self.socket.send_multipart(frames)
-        return self.answer(0.1)
+    def begin(self, service: Service, frames: list[Any], number: int = 0) -> Request:
+        """Sends a message whose frames follow the header."""
+        whole = [bytearray(HEADER.size), *frames]
+        return self.client.ask(service, lambda: whole, number=number)
 
-    def answer(self, timeout_s: float = DEADLINE_S) -> Any:
+    def finish(self, request: Request, timeout_s: float = DEADLINE_S) -> Any:
+        """The answer, the error of one that is refused, or None where there is none in time."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            self.door.step(0.01)
-            if self.socket.poll(0):
-                return from_door([frame.buffer for frame in self.socket.recv_multipart(copy=False)])
+        try:
+            while time.monotonic() < deadline:
+                self.door.step(0.01)
+                if self.client.wait(request, 0.0):
+                    assert request.answer is not None
+                    return from_door(request.answer[1:])
+        except Refused as error:
+            return error
+        self.client.forget(request)
         return None
+
+    def said(self) -> Any:
+        """What the door says of its end."""
+
+        def look() -> bool:
+            self.door.step(0.01)
+            self.client.poll()
+            return bool(self.client.posts)
+
+        wait_until(look, "it said so")
+        return from_door(self.client.posts.popleft()[1:])
+
+    def say(self, message: Sign | Leave) -> None:
+        self.client.post(EPISODES, [bytearray(HEADER.size), *pack(message)])
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Serves until `condition` holds: of what has no answer."""
         wait_until(lambda: (self.door.step(0.01), condition())[1], what)
 
-    def ask(self, message: Any) -> Any:
-        self.socket.send_multipart(pack(message))
-        return self.answer()
+    def ask(self, message: Any, timeout_s: float = DEADLINE_S) -> Any:
+        service = TASK if isinstance(message, Ask | Arrive) else EPISODES
+        return self.finish(self.begin(service, list(pack(message)), getattr(message, "number", 0)), timeout_s)
 
     def arrive(self, name: str = "w", spaces: Spaces | None = None) -> Any:
         return self.ask(Arrive(PROTOCOL, name, (spaces or self.stage.context.spaces).to_json(), False))
@@ -81,7 +115,7 @@ class Entrance:
         return self.door.intake.writer.head
 
     def close(self) -> None:
-        self.socket.close(linger=0)
+        self.client.close()
         self.door.close()
 
 

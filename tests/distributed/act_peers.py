@@ -19,8 +19,9 @@ import numpy as np
 from echelon.errors import EchelonError
 from echelon.layout import Leaf
 from echelon.transport.act_board import ActBoard, ActLayout, Seat
-from echelon.transport.act_tcp import ActDoor, RemoteSeat
+from echelon.transport.act_door import ActDoor
 from echelon.transport.batcher import Batcher, BatchRule, Round
+from echelon.transport.remote_seat import RemoteSeat
 
 VERSION = 7
 PATIENCE_S = 60.0

@@ -21,8 +21,9 @@ from echelon.roles.acting import Question
 from echelon.roles.central_acting import RemoteActing
 from echelon.transport.act_board import ActBoard, ActLayout, Seat
 from echelon.transport.act_door import ActDoor, Bounds
-from echelon.transport.act_wire import HEADER, LIFE_BITS, MAGIC, Kind, Wire, Word
+from echelon.transport.act_wire import LIFE_BITS, Wire
 from echelon.transport.batcher import Batcher, BatchRule, Round
+from echelon.transport.channel import HEADER, MAGIC, Kind
 from echelon.transport.remote_seat import RemoteSeat, wait_any
 from echelon.transport.sockets import HANDSHAKE_BYTES
 from running import wait_until
@@ -270,10 +271,9 @@ class TestSeats:
 def question(count: int = (1 << LIFE_BITS) + 1, **words: int) -> bytes:
     """A good question for seat 0, but for the header's `words`."""
     wire = Wire(LAYOUT)
-    header = wire.header(Kind.ASK, 0, count, extra=1)
-    for name, value in words.items():
-        header[Word[name]] = value
-    return header.tobytes() + bytes(wire.question_bytes - HEADER.size)
+    header = {"magic": MAGIC, "kind": Kind.ASK, "service": wire.act.digest, "layout": wire.act.layout, "number": count}
+    header |= {"seat": 0, "wants_state": 1, "rest": 0} | words
+    return HEADER.pack(*header.values()) + bytes(wire.question_bytes - HEADER.size)
 
 
 class TestFrames:
@@ -282,8 +282,7 @@ class TestFrames:
         for _ in range(3):
             dealer.send(question())
             hall.until(lambda: bool(dealer.poll(0)), "the answer came")
-            words = HEADER.unpack_from(dealer.recv())
-            assert words[Word.MAGIC] == MAGIC and words[Word.KIND] == Kind.ANSWER
+            assert HEADER.unpack_from(dealer.recv())[:2] == (MAGIC, Kind.ANSWER)
         assert hall.num_answered == 1
         dealer.send(question((1 << LIFE_BITS) + 2))
         hall.until(lambda: hall.num_answered == 2, "the next question was answered")
@@ -307,12 +306,12 @@ class TestFrames:
             [question()[: HEADER.size]],
             [question(), b""],
             [b"", question()],
-            [question(DIGEST=1)],
-            [question(SEAT=6)],
-            [question(SEAT=-1)],
-            [question(KIND=0)],
-            [question(KIND=Kind.ANSWER)],
-            [question(KIND=Kind.LEAVE)],
+            [question(layout=1)],
+            [question(seat=6)],
+            [question(seat=-1)],
+            [question(kind=0)],
+            [question(kind=Kind.ANSWER)],
+            [question(service=Wire(LAYOUT).seat.digest)],
             [question(0)],
             [question(-1)],
             [question(2**63 - 1)],
@@ -339,11 +338,11 @@ class TestFrames:
 
     def test_another_layout_is_told_so(self, hall: Hall) -> None:
         hostile = hall.dealer()
-        hostile.send(question(DIGEST=1))
+        hostile.send(question(layout=1))
         hall.until(lambda: bool(hostile.poll(0)), "it was told")
         frame = hostile.recv()
-        assert HEADER.unpack_from(frame)[Word.KIND] == Kind.REFUSED
-        assert b"another layout of observations and actions" in frame
+        assert HEADER.unpack_from(frame)[1] == Kind.REFUSED
+        assert b"another layout of act requests" in frame
 
 
 class TestChoices:

@@ -14,8 +14,8 @@ import world_programs as programs
 from world_cast import PATIENCE_S, TIMEOUT_S, run, started
 
 from echelon.errors import ConfigError, Refused, TransportTimeout
+from echelon.transport.sockets import is_turned_away
 from echelon.world import World, get_world
-from echelon.world.endpoint import is_turned_away
 from echelon.world.node import Node
 from running import wait_until
 

@@ -14,7 +14,7 @@ from echelon.roles import inference as inference_role
 from echelon.roles.inference import Inference
 from echelon.roles.plan.layouts import act_layout
 from echelon.roles.plan.parts import Plan
-from echelon.transport.act_tcp import RemoteSeat
+from echelon.transport.remote_seat import RemoteSeat
 from echelon.transport.session import secret_of
 from running import wait_until
 from stage import Stage

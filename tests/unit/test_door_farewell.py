@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import toy_envs as toy
+from echelon.errors import Refused
 from echelon.roles import door as door_module
 from echelon.roles.intake import action_bounds
-from echelon.transport.episode_wire import Leave, Next, Over, Refusal, Sign, Stopped, Stranger, pack
+from echelon.transport.episode_wire import EPISODES, Leave, Next, Over, Sign, Stopped, Stranger, pack
 from entrance import piece
 
 
@@ -23,7 +24,7 @@ def test_all_workers_are_told_whether_the_run_is_over_or_stopped(make_entrance: 
     entrance.door.journal._workers["heard"] -= 1e6  # both said nothing for long; one is still connected
     for call in calls:
         entrance.stage.world.post("door-0", call)
-    assert isinstance(entrance.answer(), Next) and isinstance(entrance.answer(), word) and entrance.door.finished
+    assert isinstance(entrance.said(), word) and entrance.door.finished
 
 
 def test_what_is_counted_is_answered_before_the_end_whoever_took_it(
@@ -34,19 +35,19 @@ def test_what_is_counted_is_answered_before_the_end_whoever_took_it(
     entrance.arrive()
     with monkeypatch.context() as patch:
         patch.setattr(entrance.door.door, "send", lambda *frames, **options: True)
-        entrance.socket.send_multipart(pack(piece(number=1)))
+        request = entrance.begin(EPISODES, list(pack(piece(number=1))), 1)
         entrance.until(lambda: entrance.head == 5, "it is counted")
     entrance.stage.world.post("door-0", "stop")
-    answer = entrance.answer()
-    assert isinstance(answer, Next) and answer.number == 1 and answer.weights is None
-    assert isinstance(entrance.answer(), Stopped)
+    answer = entrance.finish(request)
+    assert isinstance(answer, Next) and answer.weights is None
+    assert isinstance(entrance.said(), Stopped)
 
 
 def test_nobody_keeps_a_door_open_by_talking(make_entrance: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_module, "GOODBYE_S", 0.05)
     entrance = make_entrance()
     entrance.door.journal.enter("coming back")
-    monkeypatch.setattr(entrance.door.door, "receive", lambda: (b"talker", []))
+    monkeypatch.setattr(entrance.door.door, "take", lambda most: most)
     entrance.door.station.stop_requested = True
     entrance.door.step(0.0)
     assert entrance.door.finished
@@ -57,10 +58,11 @@ def test_workers_that_leave_are_forgotten_and_those_that_show_a_sign_are_not(mak
     entrance.arrive()
     journal, attendance = entrance.door.journal, entrance.door.attendance
     journal._workers["heard"] -= 1e6
-    assert attendance.num_here == 0 and entrance.raw(pack(Sign("w"))) is None
+    assert attendance.num_here == 0
+    entrance.say(Sign("w"))
     entrance.until(lambda: attendance.num_here == 1, "the sign was seen")
-    assert entrance.raw(pack(Sign("nobody"))) is None and entrance.raw(pack(Leave("nobody"))) is None
-    assert entrance.raw(pack(Leave("w"))) is None
+    for message in (Sign("nobody"), Leave("nobody"), Leave("w")):
+        entrance.say(message)
     entrance.until(lambda: journal.sockets(float("inf")) == [], "it is forgotten")
     assert isinstance(entrance.ask(piece()), Stranger)
     entrance.stage.world.poll(0.0)
@@ -73,6 +75,6 @@ def test_continuous_actions_keep_to_their_bounds(make_entrance: Any) -> None:
     for number, value in enumerate((-1.0, np.nextafter(np.float32(1.0), np.float32(2.0))), 1):
         assert isinstance(entrance.ask(piece(number=number, action=np.full((5, 1), value, np.float32))), Next)
     answer = entrance.ask(piece(number=3, action=np.full((5, 1), 1.5, np.float32)))
-    assert isinstance(answer, Refusal) and "action holds 1.5" in answer.reason
+    assert isinstance(answer, Refused) and "action holds 1.5" in str(answer)
     low, high = action_bounds(gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 1])), as_env=True)
     assert low.tolist() == [-2.0, 0.0] and high.tolist() == [2.0, 1.0]

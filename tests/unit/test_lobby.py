@@ -10,45 +10,54 @@ import numpy as np
 
 import toy_envs as toy
 from echelon.config import OwnConfig, TrainConfig, replace
+from echelon.errors import Refused
 from echelon.roles.lobby import await_spaces
 from echelon.roles.own import StateLayout
 from echelon.schema import Spaces
-from echelon.transport.episode_wire import PROTOCOL, Arrive, Ask, Refusal, Score, from_door, pack
-from echelon.transport.sockets import connect
+from echelon.transport.channel import HEADER
+from echelon.transport.channel_client import Client, Request
+from echelon.transport.episode_wire import EPISODES, PROTOCOL, TASK, Arrive, Ask, Score, pack
 from stage import Stage
 
 FIELDS = {"engine": "local", "workers.address": "tcp://127.0.0.1:0"}
-DEADLINE_MS = 30_000
+DEADLINE_S = 30.0
 SCORE = Score("w", 1, 1, 1, 1.0, 5)
 
 
 class Crowd:
     """Workers that come one after the other as soon as a lobby is open, each on a connection of its own."""
 
-    def __init__(self, *messages: list[Any]) -> None:
-        self.messages, self.told, self.sockets = messages, list[str](), list[Any]()
+    def __init__(self, *messages: Any) -> None:
+        self.messages, self.told, self.clients = messages, list[str](), list[tuple[Client, Request]]()
 
     def tell(self, text: str) -> None:
         self.told.append(text)
         if text.startswith("waiting at "):
-            for frames in self.messages:
-                self.sockets.append(connect("tcp://" + text.split()[2], None, 1 << 20))
-                self.sockets[-1].send_multipart(frames)
+            for message in self.messages:
+                client = Client("the learner", "tcp://" + text.split()[2], None, 1 << 20)
+                frames = [bytearray(HEADER.size), *(message if isinstance(message, list) else pack(message))]
+                service = EPISODES if isinstance(message, Score) else TASK
+                request = client.ask(service, lambda frames=frames: frames, number=getattr(message, "number", 0))
+                self.clients.append((client, request))
 
     def reasons(self) -> list[str]:
-        """Why those that came first were refused; closes all."""
+        """Why those that came were refused; closes all."""
         found = []
-        for socket in self.sockets[:-1]:
-            assert socket.poll(DEADLINE_MS)
-            answer = from_door([frame.buffer for frame in socket.recv_multipart(copy=False)])
-            found += [answer.reason] if isinstance(answer, Refusal) else []
-        for socket in self.sockets:
-            socket.close(linger=0)
+        for client, request in self.clients:
+            try:
+                assert client.wait(request, DEADLINE_S)
+            except Refused as error:
+                found.append(str(error))
+        self.close()
         return found
 
+    def close(self) -> None:
+        for client, _ in self.clients:
+            client.close()
 
-def arrive(spaces: Spaces, *, own: bool = False) -> list[Any]:
-    return list(pack(Arrive(PROTOCOL, "w", spaces.to_json(), own)))
+
+def arrive(spaces: Spaces, *, own: bool = False) -> Arrive:
+    return Arrive(PROTOCOL, "w", spaces.to_json(), own)
 
 
 def wait(config: TrainConfig, own: StateLayout | None, crowd: Crowd, misfits: Crowd) -> tuple[Spaces, str]:
@@ -67,11 +76,10 @@ def test_the_first_worker_says_what_is_observed_and_done(make_stage: Callable[..
     stage = make_stage(toy.CounterEnv, "dqn", **FIELDS)
     config = replace(stage.context.train, algorithm=OwnConfig())
     layout = StateLayout.of({"w": np.zeros(3, np.float32)})
-    crowd = Crowd([b"x"], list(pack(SCORE)), list(pack(Ask(PROTOCOL))), arrive(stage.context.spaces, own=True))
+    crowd = Crowd([b"x"], SCORE, Ask(PROTOCOL), arrive(stage.context.spaces, own=True))
     spaces, address = await_spaces(config, layout, crowd.tell)
     assert spaces.observation == stage.context.spaces.observation and address.rpartition(":")[2] != "0"
-    for socket in crowd.sockets:
-        socket.close(linger=0)
+    crowd.close()
 
 
 def test_workers_that_do_not_fit_are_refused_and_the_next_is_waited_for(make_stage: Callable[..., Stage]) -> None:
@@ -82,12 +90,12 @@ def test_workers_that_do_not_fit_are_refused_and_the_next_is_waited_for(make_sta
         arrive(Spaces(good.observation, square)),  # no policy acts so
         arrive(Spaces(good.observation, force)),  # nor this rule
         arrive(good, own=True),
-        list(pack(Ask(PROTOCOL + 1))),
+        Ask(PROTOCOL + 1),
     )
     crowd = Crowd(arrive(good))
     spaces, _ = wait(stage.context.train, None, crowd, misfits)
     assert spaces.action == good.action
-    misfits.sockets.append(crowd.sockets[0])
+    crowd.close()
     reasons = sorted(misfits.reasons())
     assert len(reasons) == 4 and sum("does not fit" in reason for reason in reasons) == 2
     assert any("brings a policy of its own" in reason for reason in reasons)

@@ -23,8 +23,8 @@ from echelon.roles.plan.replay import ReplayPlan
 from echelon.roles.replay_source import ReplaySource
 from echelon.schema import Spaces, TransitionBatch
 from echelon.servers.shards import ShardServer
-from echelon.transport.door import announce
 from echelon.transport.session import make_secret, secret_of
+from echelon.transport.sockets import announce
 from running import wait_until
 
 BATCH, MIN_SIZE = 8, 20

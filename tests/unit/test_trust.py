@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -27,9 +24,12 @@ from echelon.config import EnvConfig, replace
 from echelon.errors import ConfigError, TransportTimeout
 from echelon.presets import preset
 from echelon.schema import Spaces
-from echelon.transport.door import Door
+from echelon.transport.channel import Message
+from echelon.transport.channel_server import Server
 from echelon.transport.episode_wire import (
+    EPISODES,
     PROTOCOL,
+    TASK,
     Arrive,
     Ask,
     FromDoor,
@@ -53,16 +53,25 @@ Answers = Callable[[FromWorker], list[FromDoor]]
 @contextlib.contextmanager
 def learner(answers: Answers) -> Iterator[tuple[str, list[FromWorker]]]:
     """Somebody who plays the learner: the address, and what was said there."""
-    door, heard, ended = Door("workers", "tcp://127.0.0.1:0", None, 1 << 20), list[FromWorker](), threading.Event()
+    door, heard, ended = Server("workers", "tcp://127.0.0.1:0", None, 1 << 20), list[FromWorker](), threading.Event()
+
+    def take(asked: Message) -> None:
+        heard.append(from_worker(asked))
+        for answer in answers(heard[-1]):
+            if isinstance(answer, Over | Stopped):
+                door.post(asked.connection, EPISODES, *pack(answer))
+            else:
+                door.answer(asked, *pack(answer))
 
     def serve() -> None:
         while not ended.is_set():
-            while (message := door.receive()) is not None:
-                heard.append(from_worker([frame.buffer for frame in message[1]]))
-                for answer in answers(heard[-1]):
-                    door.send(message[0], *pack(answer))
+            while door.take(1):
+                pass
             door.sleep(0.01)
         door.close()
+
+    door.serve(TASK, take)
+    door.serve(EPISODES, take)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -167,18 +176,11 @@ def test_a_worker_says_goodbye_whatever_ends_it() -> None:
 @pytest.mark.parametrize("is_starting", [False, True])
 def test_a_learner_that_is_still_starting_is_given_time(monkeypatch: pytest.MonkeyPatch, is_starting: bool) -> None:
     """Between its lobby and its door nobody listens for some seconds, which is no cause for alarm."""
-    looks = itertools.count(step=0.001)  # a clock that every look at it moves: however late we come, all looks are made
-    monkeypatch.setattr(line_module, "time", SimpleNamespace(monotonic=lambda: next(looks), sleep=time.sleep))
-    monkeypatch.setattr(line_module, "WAIT_S", 0.001)
-    monkeypatch.setattr(line_module, "FIRST_REPEAT_S", 0.01)
     monkeypatch.setattr(line_module, "TOLD_AFTER_S", 0.0)
     told: list[str] = []
     words: list[FromDoor] = [Wait()] if is_starting else []
     with learner(lambda message: [words.pop()] if words else []) as (address, _):
-        line = Line(address, "w", None, 1.0, told.append)
-        if is_starting:  # its word lies there before any silence is counted
-            line.say(Ask(PROTOCOL))
-            assert line._socket.poll(60_000)
+        line = Line(address, "w", None, 0.1, told.append)
         with pytest.raises(TransportTimeout):
             line.ask(Ask(PROTOCOL), Task)
         line.close()

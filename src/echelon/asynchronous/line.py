@@ -10,40 +10,31 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import zmq
-from zmq.utils.monitor import parse_monitor_message
-
-from echelon.errors import ConfigError, Refused, TransportTimeout
-from echelon.transport.codec import Buffer
+from echelon.errors import ConfigError, TransportTimeout
+from echelon.transport.channel import HEADER, Part
+from echelon.transport.channel_client import Client
 from echelon.transport.episode_wire import (
+    EPISODES,
     LIMITS,
+    TASK,
     FromDoor,
     FromWorker,
     Over,
-    Refusal,
     Stopped,
     Wait,
     from_door,
     pack,
     socket_name,
 )
-from echelon.transport.secret import check_secret
-from echelon.transport.sockets import LINGER_MS, connect, why_silent
 
 FIRST_REPEAT_S, MAX_REPEAT_S = 2.0, 15.0  # when an unanswered message is sent again
 WAIT_S = 0.2  # between two looks at a learner that is still starting
-TOLD_AFTER_S = 4.0  # of silence ...
+TOLD_AFTER_S = 2.0  # of silence after the first repeat ...
 STARTING_S = 60.0  # ... or of one that said it was still starting: it opens its door soon
-MAX_HANDSHAKES, FAILING_S = (
-    3,
-    3.0,
-)  # so many that fail one after the other, for so long: another secret, not an accident
 QUEUED_MESSAGES = 2
 WINDOW = 4_096  # round trips that are remembered
-FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 T = TypeVar("T")
 
@@ -60,94 +51,70 @@ class Line:
     ) -> None:
         """`name` is the worker's. Gives up on a learner that is silent for `patience_s`; `tell` gets what the user
         should know."""
-        check_secret(address, secret)
         self.address, self._patience_s, self._tell = address, patience_s, tell
-        self._is_lost, self._num_failed, self._failing_since = False, 0, 0.0
-        self._told_after_s, self._is_stopped = TOLD_AFTER_S, False
+        self._is_lost, self._told_after_s, self._is_stopped = False, TOLD_AFTER_S, False
         self.last_sent = 0.0  # when, by the monotonic clock
         self.round_trips: collections.deque[float] = collections.deque(maxlen=WINDOW)  # seconds to the newest answers
-        self._socket = connect(address, secret, LIMITS.total_bytes, QUEUED_MESSAGES, socket_name(name))
-        self._events: Any = self._socket.get_monitor_socket(FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._client = Client(
+            "the learner",
+            address,
+            secret,
+            LIMITS.total_bytes,
+            queued=QUEUED_MESSAGES,
+            name=socket_name(name),
+            repeat_s=(FIRST_REPEAT_S, MAX_REPEAT_S),
+        )
 
     def ask(self, message: FromWorker, *kinds: type[T]) -> T:
-        """The answer to `message`, one of `kinds`; of a numbered message, the one with its number.
+        """The answer to `message`, one of `kinds`.
 
         Raises RunOver when the run has ended, Refused when the learner does not want this worker.
         """
-        frames, number = pack(message), getattr(message, "number", None)
-        start = heard = time.monotonic()
-        pause_s = FIRST_REPEAT_S
+        frames, number = [bytearray(HEADER.size), *pack(message)], getattr(message, "number", 0)
+        start = time.monotonic()
         while True:
-            self._send(frames)
-            answer = self._await(number, kinds, pause_s)
-            now = time.monotonic()
+            answer = self._await(frames, number)
             if isinstance(answer, Wait):
-                heard, self._told_after_s = now, STARTING_S
+                self._told_after_s = STARTING_S
                 time.sleep(WAIT_S)
-            elif answer is not None:
+            elif isinstance(answer, kinds):
                 self._tell_back()
                 self._told_after_s = TOLD_AFTER_S
-                self.round_trips.append(now - start)
+                self.round_trips.append(time.monotonic() - start)
                 return answer
-            else:
-                self._check_silence(now - heard)
-                pause_s = min(2.0 * pause_s, MAX_REPEAT_S)
 
     def say(self, message: FromWorker) -> None:
         """Sends what has no answer; it is lost with a learner that is not there."""
-        self._send(pack(message))
-
-    def _send(self, frames: list[Buffer]) -> None:
-        """Queues a message, unless others that nobody took up still wait there."""
         self.last_sent = time.monotonic()
-        with suppress(zmq.Again):
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        self._client.post(EPISODES, [bytearray(HEADER.size), *pack(message)])
 
-    def _await(self, number: int | None, kinds: tuple[type[T], ...], timeout_s: float) -> T | Wait | None:
-        """What is answered within `timeout_s`; answers to what was asked before are passed over."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            left_s = max(0.0, deadline - time.monotonic())
-            if not self._socket.poll(int(1e3 * min(left_s, WAIT_S)) + 1):
-                if not left_s:
-                    return None
-                self._look_at_handshakes()
-                continue
-            answer: FromDoor = from_door([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
-            if isinstance(answer, Over):
+    def _await(self, frames: list[Part], number: int) -> FromDoor:
+        self.last_sent = time.monotonic()
+        request = self._client.ask(EPISODES if number else TASK, lambda: frames, number=number)
+        while not self._client.wait(request, WAIT_S):
+            self._take_posts()
+            self._check_silence(self._client.silent_s)
+        self._take_posts()
+        assert request.answer is not None
+        return from_door(request.answer[1:])
+
+    def _take_posts(self) -> None:
+        """What the learner says of its end."""
+        while self._client.posts:
+            said = from_door(self._client.posts.popleft()[1:])
+            if isinstance(said, Over):
                 raise RunOver
-            if isinstance(answer, Refusal):
-                raise Refused(f"the learner at {self.address} refused this worker: {answer.reason}")
-            if isinstance(answer, Stopped):
+            if isinstance(said, Stopped):
                 self._tell_stopped()
-            if isinstance(answer, kinds) and getattr(answer, "number", number) == number:
-                return answer
-            if isinstance(answer, Wait):
-                return answer
-
-    def _look_at_handshakes(self) -> None:
-        """Raises Refused when the learner lets nobody in who has this worker's secret, or none."""
-        now = time.monotonic()
-        with suppress(zmq.Again):
-            while True:
-                event = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))["event"]
-                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._num_failed = 0
-                    continue
-                self._failing_since = self._failing_since if self._num_failed else now
-                # One that breaks off may be an accident; one that breaks the rules is none, and is not tried again.
-                self._num_failed += 1 if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else MAX_HANDSHAKES
-        if self._num_failed >= MAX_HANDSHAKES and now - self._failing_since > FAILING_S:
-            raise Refused(f"the learner at {self.address} does not answer: {why_silent(self.address)}")
 
     def _check_silence(self, silent_s: float) -> None:
         if silent_s > self._patience_s:
             raise TransportTimeout(
-                f"the learner at {self.address} was silent for {silent_s:.0f} s: {why_silent(self.address)}"
+                f"the learner at {self.address} was silent for {silent_s:.0f} s: {self._client.why_silent()}"
             )
         if silent_s > self._told_after_s and not self._is_lost:
             self._is_lost = True
-            self._tell(f"no answer from the learner at {self.address}: {why_silent(self.address)} Trying again.")
+            self._tell(f"no answer from the learner at {self.address}: {self._client.why_silent()} Trying again.")
 
     def _tell_stopped(self) -> None:
         """Once, though every message until it is gone is answered so."""
@@ -161,9 +128,7 @@ class Line:
             self._tell(f"the learner at {self.address} is there again")
 
     def close(self) -> None:
-        self._socket.disable_monitor()
-        self._events.close(linger=0)
-        self._socket.close(linger=LINGER_MS)  # for the last words
+        self._client.close()
 
 
 def address_of(learner: str | tuple[str, int]) -> str:

@@ -22,7 +22,7 @@ from echelon.bench.rpc_processes import JOIN, WARM_UP, Results, layout_of
 from echelon.errors import ConfigError
 from echelon.servers.inference import InferenceServer
 from echelon.transport.act_board import ActBoard
-from echelon.transport.act_tcp import ActDoor
+from echelon.transport.act_door import ActDoor
 from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.secret import secret_from_environment
 

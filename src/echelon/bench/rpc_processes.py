@@ -31,7 +31,7 @@ from echelon.transport.futex import Word
 from echelon.transport.segments import create_segment, open_segment
 
 if TYPE_CHECKING:
-    from echelon.transport.act_tcp import RemoteSeat
+    from echelon.transport.remote_seat import RemoteSeat
 
 Array = np.ndarray[Any, Any]
 FILE = "results"
@@ -185,7 +185,7 @@ class SeatObserver:
         layout, index = layout_of(self.setting), self.observer.index
         if self.setting.transport == "shm":
             return Seat(ActBoard(self.folder, layout), index)
-        from echelon.transport.act_tcp import RemoteSeat
+        from echelon.transport.remote_seat import RemoteSeat
         from echelon.transport.secret import secret_from_environment
 
         address = f"tcp://{self.setting.master_addr}:{self.results.agent[1]}"

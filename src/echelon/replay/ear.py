@@ -9,8 +9,8 @@ import select
 from dataclasses import dataclass, field
 
 from echelon.replay.remote import Link
+from echelon.transport.channel_client import FIRST_REPEAT_S
 from echelon.transport.shared_memory import Doorbell
-from echelon.transport.sockets import FIRST_REPEAT_S
 
 
 @dataclass(slots=True)

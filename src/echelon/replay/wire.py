@@ -1,21 +1,19 @@
-"""How a learner and the shard server of another host speak: one frame of words for a question, and raw items back.
+"""How a learner and the shard server of another host speak over the channel: words for a question, raw items back.
 
-A question is 64-bit words: a header (`MAGIC`, the kind, the digest of what both sides must agree on, the id that its
-answer carries), the limiter's counts as the learner knows them, and for every shard of the host from which number on
-the actor's priorities are wanted (-1: none) and how many items; then the numbers of the items. An answer opens with a
-frame of words: a header, the window of every shard, the numbers that news are of, their priorities, and which items are
-whole. Items follow as they lie in memory: one frame of rows, and one of frames for every side ring of stacks. In that
-each frame of a shard lies once, by rising number; both sides find those in the rows, so no index travels.
+After the header a question has 64-bit words: the limiter's counts as the learner knows them, and for every shard of the
+host from which number on the actor's priorities are wanted (-1: none) and how many items; then the numbers of the
+items. An answer has, after the header, a frame of words: the window of every shard, the numbers that news are of, their
+priorities, and which items are whole. Items follow as they lie in memory: one frame of rows, and one of frames for
+every side ring of stacks. In that each frame of a shard lies once, by rising number; both sides find those in the rows,
+so no index travels.
 
 Needs only numpy.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,32 +22,18 @@ from echelon.errors import Refused
 from echelon.replay.layout import Block, ShardLayout
 from echelon.replay.limiter import LimiterRule
 from echelon.replay.sum_tree import check_priorities
+from echelon.transport.channel import NUM_WORDS, Delivery, Service, digest_of
 
 Array = np.ndarray[Any, Any]
 Buffer = bytes | memoryview
 
-MAGIC = 0x31_44_48_53_48_43_45  # "ECHSHD1", little end first
-NUM_WORDS = 8
 MAX_NEWS = 65_536  # priorities of one shard in one answer; the rest comes with the next
 MAX_COUNT = 2**53  # of a limiter's word: sums of some of them are exact
-MAX_REASON_BYTES = 1000
-
-
-class Kind(IntEnum):
-    """What a message is; learners send the first three."""
-
-    ASK = 1  # for items
-    WAIT = 2  # for news: answered when there are some, or after a while without
-    TELL = 3  # the counts; not answered
-    ANSWER = 4
-    REFUSED = 5
 
 
 class Question(NamedTuple):
     """What a learner wants; places are those of the host's shards."""
 
-    kind: int
-    id: int
     counts: Array  # of the limiter
     since: Array  # per shard: the first number of which news is wanted, or -1
     numbers: list[Array]  # per shard: the items
@@ -77,65 +61,57 @@ class Wire:
         self.layout, self.shards, self.max_items = layout, list(shards), rule.batch
         self.num_counts = rule.num_counts
         self.stacked = [r for r in layout.rings if any(f.ring == r.name and f.stack for f in layout.fields)]
-        text = repr((layout.to_json(), self.shards, self.num_counts, self.max_items))
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        self.digest = int.from_bytes(digest, "little", signed=True)
+        digest = digest_of((str(layout.to_json()), tuple(self.shards), self.num_counts, self.max_items))
+        self.items = Service("replay items", Delivery.READ, digest)
+        self.news = Service("replay news", Delivery.STATE, digest)  # a post brings the counts alone
         self._fixed = NUM_WORDS + self.num_counts + 2 * len(self.shards)  # words of a question before the numbers
         self.question_bytes = 8 * (self._fixed + self.max_items)
-        news = 8 * (NUM_WORDS + 4 * len(self.shards) + MAX_NEWS * len(self.shards)) + self.max_items
+        news = 8 * (4 * len(self.shards) + MAX_NEWS * len(self.shards)) + self.max_items
         stacks = [
             ring.row.itemsize * sum(f.stack for f in layout.fields if f.ring == ring.name) for ring in self.stacked
         ]
         items = self.max_items * max(layout.row.itemsize, *stacks, 0)
-        self.answer_bytes = max(news, items, 8 * NUM_WORDS + MAX_REASON_BYTES)
+        self.answer_bytes = max(news, items)
 
-    def header(self, kind: Kind, id: int, extra: int = 0) -> Array:
-        words = np.zeros(NUM_WORDS, np.int64)
-        words[:5] = MAGIC, kind, self.digest, id, extra
-        return words
-
-    def question(self, question: Question) -> bytes:
+    def question(self, question: Question) -> memoryview:
+        """A question's frame, with room for its header."""
         lengths = np.array([len(numbers) for numbers in question.numbers], np.int64)
-        header = self.header(Kind(question.kind), question.id)
-        return np.concatenate([header, question.counts, question.since, lengths, *question.numbers]).tobytes()
+        header = np.zeros(NUM_WORDS, np.int64)
+        words = np.concatenate([header, question.counts, question.since, lengths, *question.numbers])
+        return words.view(np.uint8).data
 
-    def understand(self, frame: Buffer) -> Question | str:
-        """A question, or why it is refused: nothing to say to what is none at all."""
-        if len(frame) < 8 * NUM_WORDS or len(frame) % 8:
-            return ""
-        words = np.frombuffer(frame, np.int64)
-        magic, kind, digest, id, *_ = words[:NUM_WORDS].tolist()
-        if magic != MAGIC:
-            return ""
-        if digest != self.digest:
-            return "it was made for other items, shards or batches; give both sides the same configuration"
-        if kind not in (Kind.ASK, Kind.WAIT, Kind.TELL) or len(words) < self._fixed:
-            return f"{len(frame)} bytes of kind {kind} are no question"
+    def understand(self, frames: Sequence[Buffer]) -> Question:
+        """What a learner asks for; raises Refused at what none would say."""
+        if len(frames) != 1 or len(frames[0]) % 8 or len(frames[0]) < 8 * self._fixed:
+            raise Refused(f"{len(frames[0])} bytes in {len(frames)} frames are no question")
+        words = np.frombuffer(frames[0], np.int64)
         counts, since, lengths, numbers = np.split(
             words[NUM_WORDS:], np.cumsum([self.num_counts, len(self.shards), len(self.shards)])
         )
         if counts.min() < 0 or counts.max() >= MAX_COUNT:
-            return "its counts are no counts"
+            raise Refused("its counts are no counts")
         is_counted = lengths.min() >= 0 and lengths.max() <= self.max_items and lengths.sum() == len(numbers)
         if not is_counted or len(numbers) > self.max_items:
-            return f"{lengths.tolist()} items are announced and {len(numbers)} named; at most {self.max_items} may be"
-        return Question(kind, id, counts, since, np.split(numbers, np.cumsum(lengths)[:-1]))
+            raise Refused(
+                f"{lengths.tolist()} items are announced and {len(numbers)} named; at most {self.max_items} may be"
+            )
+        return Question(counts, since, np.split(numbers, np.cumsum(lengths)[:-1]))
 
 
 class Answer:
     """What a shard server sent, checked; items are copied out of the message when they are wanted."""
 
-    def __init__(self, wire: Wire, frames: Sequence[Buffer], lengths: Sequence[int]) -> None:
-        """`lengths` are the items of every shard that were asked for. Raises Refused at what no server would say."""
-        self._wire, self._lengths = wire, list(lengths)
+    def __init__(self, wire: Wire, birth: int, frames: Sequence[Buffer], lengths: Sequence[int]) -> None:
+        """`birth` tells shards that were made anew from those before, `frames` follow the header, and `lengths` are
+        the items of every shard that were asked for. Raises Refused at what no server would say."""
+        self._wire, self.birth, self._lengths = wire, birth, list(lengths)
         num, count = len(wire.shards), sum(lengths)
-        fixed = NUM_WORDS + 4 * num
-        if len(frames[0]) < 8 * fixed:
-            raise Refused(f"{len(frames[0])} bytes are no answer of a shard server.")
+        fixed = 4 * num
+        if not frames or len(frames[0]) < 8 * fixed:
+            raise Refused(f"{sum(map(len, frames))} bytes are no answer of a shard server.")
         words = np.frombuffer(frames[0], np.int64, fixed)
-        self.birth = int(words[4])
-        self.windows = words[NUM_WORDS : NUM_WORDS + 2 * num].reshape(num, 2)
-        self.news = words[NUM_WORDS + 2 * num :].reshape(num, 2)  # per shard: the first number, and the one after
+        self.windows = words[: 2 * num].reshape(num, 2)
+        self.news = words[2 * num :].reshape(num, 2)  # per shard: the first number, and the one after
         sizes = self.news[:, 1] - self.news[:, 0]
         if sizes.min() < 0 or sizes.max() > MAX_NEWS or len(frames[0]) != 8 * (fixed + sizes.sum()) + count:
             raise Refused(f"{len(frames[0])} bytes do not hold the news {sizes.tolist()} and {count} items.")

@@ -15,8 +15,8 @@ import numpy as np
 
 from echelon.roles.acting import Answer, Exploring, Question
 from echelon.transport.act_board import ActBoard, ActLayout, Seat
-from echelon.transport.act_tcp import RemoteSeat, wait_any
 from echelon.transport.futex import NUM_MASKS
+from echelon.transport.remote_seat import RemoteSeat, wait_any
 
 Array = np.ndarray[Any, Any]
 ADDRESS_POLL_S = 0.02

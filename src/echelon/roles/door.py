@@ -24,9 +24,12 @@ from echelon.roles.intake import Intake
 from echelon.roles.journal import Entry, Evaluation, Journal
 from echelon.roles.plan.parts import Plan
 from echelon.schema import Spaces, space_choices, space_leaves
-from echelon.transport.door import Door, announce
+from echelon.transport.channel import NOTHING, Message
+from echelon.transport.channel_server import Server
 from echelon.transport.episode_wire import (
+    EPISODES,
     PROTOCOL,
+    TASK,
     Arrive,
     Ask,
     FromDoor,
@@ -34,7 +37,6 @@ from echelon.transport.episode_wire import (
     Next,
     Over,
     Piece,
-    Refusal,
     Score,
     Sign,
     Stopped,
@@ -47,6 +49,7 @@ from echelon.transport.episode_wire import (
 )
 from echelon.transport.secret import secret_from_environment
 from echelon.transport.shared_memory import WeightsBoard
+from echelon.transport.sockets import announce
 
 Array = np.ndarray[Any, Any]
 REPORT_S = 1.0
@@ -97,7 +100,9 @@ class EpisodeDoor:
         self.task = Task(train=config_io.to_json(self.config), own=own)
         file = plan.workers_file
         address = file.read_text() if file.exists() else self.config.workers.address
-        self.door = Door("workers", address, secret_from_environment(), self.intake.max_bytes, QUEUED_MESSAGES)
+        self.door = Server("workers", address, secret_from_environment(), self.intake.max_bytes, QUEUED_MESSAGES)
+        self.door.serve(TASK, self._take_message)
+        self.door.serve(EPISODES, self._take_message)
         announce(file, self.door.address)
         if context.incarnation == 0:
             tell(f"workers come to {self.door.address.removeprefix('tcp://')} ({self._command()})")
@@ -117,14 +122,7 @@ class EpisodeDoor:
             self._say_goodbye()
             self.finished = True
             return False
-        self.door.look_at_gate()
-        worked = 0
-        while worked < BURST and (message := self.door.receive()) is not None:
-            connection, frames = message
-            start = time.perf_counter()
-            is_episode = self._deal(connection, [frame.buffer for frame in frames])
-            self.handling.note(time.perf_counter() - start, is_episode=is_episode)
-            worked += 1
+        worked = self.door.take(BURST)
         now = time.perf_counter()
         if now >= self.next_report:
             self._tell(now)
@@ -141,14 +139,20 @@ class EpisodeDoor:
         """Tells all workers that the run is over, or stopped; one that is just coming back from an accident is waited
         for, if it is not lost."""
         frames, deadline = pack(Over() if self.is_over else Stopped()), time.monotonic() + GOODBYE_S
+
+        def say(message: Message) -> None:
+            self.door.post(message.connection, EPISODES, *frames)
+
+        self.door.serve(TASK, say)
+        self.door.serve(EPISODES, say)
         untold, here = set(self.journal.sockets(EVER)), set(self.journal.sockets(HEARD_S))
         while True:
-            untold = {name for name in untold if not (self._say_last(name) and self.door.send(name, *frames))}
+            untold = {name for name in untold if not (self._say_last(name) and self.door.post(name, EPISODES, *frames))}
             if not untold & here:
                 return
             self.door.sleep(0.05)
-            while time.monotonic() < deadline and (message := self.door.receive()) is not None:
-                self.door.send(message[0], *frames)
+            while time.monotonic() < deadline and self.door.take(BURST):
+                pass
             if time.monotonic() >= deadline:
                 return
 
@@ -156,25 +160,26 @@ class EpisodeDoor:
         """Answers the last message of a worker's once more: a predecessor may have died before it did, and then the
         worker would bring to the next run what is counted in this one."""
         row = self.journal.row_at(name)
-        answer = Next(self.journal.last(row), self.journal.evaluates(row), 0, None, self.tally.env_steps)
-        return self.door.send(name, *pack(answer))
+        asked = Message(name, EPISODES, False, self.journal.last(row), NOTHING, [])
+        return self.door.answer(asked, *pack(Next(self.journal.evaluates(row), 0, None, self.tally.env_steps)))
 
-    def _deal(self, connection: bytes, frames: list[memoryview]) -> bool:
-        """One message, from anybody at all; whether it brought steps of an episode."""
+    def _take_message(self, asked: Message) -> None:
+        """One message, from anybody at all."""
+        start, is_episode = time.perf_counter(), False
         try:
-            message = from_worker(frames)
+            message = from_worker(asked)
             if isinstance(message, Sign | Leave):
                 self._note(message)
-                return False
-            answer = self._answer(message)
+            else:
+                is_episode = isinstance(message, Piece)
+                self.door.answer(asked, *pack(self._answer(message)), copy=False)
         except Refused as error:
-            self.door.refuse(connection, *pack(Refusal(str(error))))
             self.handling.refused += 1
             if self.handling.refused <= 5 or self.handling.refused % 100 == 0:
                 self.station.report("message", f"a worker was refused: {error}")
-            return False
-        self.door.send(connection, *pack(answer), copy=False)
-        return isinstance(message, Piece)
+            raise
+        finally:
+            self.handling.note(time.perf_counter() - start, is_episode=is_episode)
 
     def _note(self, message: Sign | Leave) -> None:
         """What has no answer."""
@@ -211,7 +216,7 @@ class EpisodeDoor:
     def _next(self, message: Piece | Score, row: int) -> Next:
         version, weights = self.bulletin.newer_than(message.has_version)
         evaluates = self.journal.evaluates(row)
-        return Next(message.number, evaluates, version, weights, self.tally.env_steps)
+        return Next(evaluates, version, weights, self.tally.env_steps)
 
     def _check_arrival(self, arrival: Arrive) -> None:
         check_own(arrival, self.config)

@@ -17,13 +17,15 @@ from echelon.roles.door import check_own, check_protocol, spaces_of
 from echelon.roles.own import StateLayout
 from echelon.roles.plan.replay import transition_layout
 from echelon.schema import Spaces
-from echelon.transport.door import Door
+from echelon.transport.channel import Message
+from echelon.transport.channel_server import Server
 from echelon.transport.episode_wire import (
+    EPISODES,
+    TASK,
     Arrive,
     Ask,
     FromWorker,
     Leave,
-    Refusal,
     Sign,
     Stranger,
     Task,
@@ -40,28 +42,30 @@ LOOK_S = 1.0
 def await_spaces(config: TrainConfig, own: StateLayout | None, tell: Callable[[str], None]) -> tuple[Spaces, str]:
     """The spaces of the first worker that fits, and the address at which it will look for the door."""
     task = Task(config_io.to_json(config), own.to_json() if own is not None else None)
-    door, knocking = Door("workers", config.workers.address, secret_from_environment(), MAX_BYTES), Knocking(tell)
+    door, knocking = Server("workers", config.workers.address, secret_from_environment(), MAX_BYTES), Knocking(tell)
+    found: list[Spaces] = []
+
+    def take(asked: Message) -> None:
+        try:
+            said = from_worker(asked)
+            spaces = _spaces_in(said, config)
+        except Refused as error:
+            tell(f"a worker was refused: {error}")
+            raise
+        if not isinstance(said, Sign | Leave):
+            answer = Wait() if spaces is not None else Stranger()
+            door.answer(asked, *pack(task if isinstance(said, Ask) else answer))
+        found.extend([spaces] if spaces is not None else [])
+
+    door.serve(TASK, take)
+    door.serve(EPISODES, take)
     try:
         tell(f"waiting at {door.address.removeprefix('tcp://')} for the first worker, for its spaces")
-        while True:
-            message = door.receive()
-            if message is None:
+        while not found:
+            if not door.take(1):
                 door.sleep(LOOK_S)
                 knocking.look(door.num_refused_handshakes)
-                continue
-            connection, frames = message
-            try:
-                said = from_worker([frame.buffer for frame in frames])
-                spaces = _spaces_in(said, config)
-            except Refused as error:
-                door.refuse(connection, *pack(Refusal(str(error))))
-                tell(f"a worker was refused: {error}")
-                continue
-            if not isinstance(said, Sign | Leave):
-                answer = Wait() if spaces is not None else Stranger()
-                door.send(connection, *pack(task if isinstance(said, Ask) else answer))
-            if spaces is not None:
-                return spaces, door.address
+        return found[0], door.address
     finally:
         door.close()
 

@@ -12,8 +12,8 @@ from echelon.roles.context import Context
 from echelon.roles.plan.replay import ReplayPlan
 from echelon.roles.serving import Serving
 from echelon.servers.shards import ShardServer
-from echelon.transport.door import announce
 from echelon.transport.session import secret_of
+from echelon.transport.sockets import announce
 
 
 class Shards(Serving):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,19 +22,12 @@ from echelon.replay.limiter import Limiter, LimiterRule
 from echelon.replay.reader import ShardReader
 from echelon.replay.remote import QUEUED_MESSAGES
 from echelon.replay.shard import Shard
-from echelon.replay.wire import MAX_NEWS, MAX_REASON_BYTES, Kind, Question, Stacks, Wire
-from echelon.transport.door import Door, Part
+from echelon.replay.wire import MAX_NEWS, Question, Stacks, Wire
+from echelon.transport.channel import Message, Part
+from echelon.transport.channel_server import Server
 
 Array = np.ndarray[Any, Any]
-PATIENCE_S = 0.2  # a learner that waits for news hears at least this often that there are none
 BURST = 100  # messages taken in before those who wait for news get their turn
-
-
-class Waiting(NamedTuple):
-    """A learner that waits for news."""
-
-    question: Question
-    until: float
 
 
 class ShardServer:
@@ -55,66 +48,46 @@ class ShardServer:
         own[wire.shards] = True
         self._elsewhere = ~own  # counts that come with questions
         self._birth = int.from_bytes(hashlib.blake2b(str(folder).encode(), digest_size=7).digest(), "little")
-        self._waiting: dict[bytes, Waiting] = {}
         self._appended = self.limiter.listen(None)
-        self._door = Door("replay shards", address, secret, wire.question_bytes, QUEUED_MESSAGES)
-        self.address = self._door.address
+        self._server = Server("replay shards", address, secret, wire.question_bytes, QUEUED_MESSAGES)
+        self._server.serve(wire.items, self._take)
+        self._server.serve(wire.news, self._take_news)
+        self.address = self._server.address
         self.num_items = self.num_answers = 0
         self.wait_s = self.work_s = 0.0
 
     @property
     def num_refused(self) -> int:
         """Messages and handshakes that were refused."""
-        return self._door.num_refused
+        return self._server.num_refused
 
     def step(self, timeout_s: float) -> bool:
         """Answers what has come; waits at most `timeout_s` for something."""
         start = time.perf_counter()
-        self._door.look_at_gate()
-        worked = self._serve()
+        worked = self._server.take(BURST) > 0
         served = time.perf_counter()
         self.work_s += served - start
         if worked:
             return True
-        if self._waiting:
-            until = min(waiting.until for waiting in self._waiting.values())
-            timeout_s = min(timeout_s, max(0.0, until - time.monotonic()))
-        if self._door.sleep(timeout_s, [self._appended.descriptor] if self._waiting else []):
+        if self._server.sleep(timeout_s, [self._appended.descriptor] if self._server.is_holding else []):
             self._appended.clear()
         self.wait_s += time.perf_counter() - served
         return False
 
-    def _serve(self) -> bool:
-        """Takes in what has come and answers; whether there was anything to do."""
-        worked = False
-        for _ in range(BURST):
-            message = self._door.receive()
-            if message is None:
-                break
-            connection, frames = message
-            self._take(connection, frames[0].buffer if len(frames) == 1 else b"")
-            worked = True
-        for connection, waiting in list(self._waiting.items()):
-            if self._has_news(waiting.question) or time.monotonic() >= waiting.until:
-                del self._waiting[connection]
-                self._answer(connection, waiting.question)
-                worked = True
-        return worked
-
-    def _take(self, connection: bytes, frame: Part) -> None:
-        """One message, from anybody at all."""
-        question = self.wire.understand(frame)
-        if isinstance(question, str):
-            reason = self.wire.header(Kind.REFUSED, 0).tobytes() + question.encode()[:MAX_REASON_BYTES]
-            self._door.refuse(connection, *([reason] if question else []))
-            return
+    def _take(self, message: Message) -> None:
+        question = self.wire.understand(message.frames)
         self._hear(question.counts)
-        if question.kind == Kind.ASK:
-            self._answer(connection, question)
-        elif question.kind == Kind.WAIT:
-            # Windows are wanted at once by a learner that does not know from where on to ask for news.
-            until = time.monotonic() + PATIENCE_S if (question.since >= 0).any() else 0.0
-            self._waiting[connection] = Waiting(question, until)
+        self._answer(message, question)
+
+    def _take_news(self, message: Message) -> None:
+        question = self.wire.understand(message.frames)
+        self._hear(question.counts)
+        if message.is_post:
+            return
+        if (question.since < 0).all():  # it has yet to learn from where on to ask
+            self._answer(message, question)
+        else:
+            self._server.hold(message, lambda: self._has_news(question), lambda: self._answer(message, question))
 
     def _hear(self, counts: Array) -> None:
         """Takes over what is counted elsewhere; a count never goes back."""
@@ -130,7 +103,7 @@ class ShardServer:
         heads = [reader.shard.head for reader in self.readers]
         return any(0 <= since < head for since, head in zip(question.since.tolist(), heads, strict=True))
 
-    def _answer(self, connection: bytes, question: Question) -> None:
+    def _answer(self, message: Message, question: Question) -> None:
         items, whole = self._items(question.numbers)
         windows, news, priorities = list[int](), list[int](), list[Array]()
         for reader, since in zip(self.readers, question.since.tolist(), strict=True):
@@ -138,9 +111,8 @@ class ShardServer:
             windows += reader.window()
             news += [first, first + len(values)]
             priorities.append(values.view(np.int64))
-        header = self.wire.header(Kind.ANSWER, question.id, self._birth)
-        words = np.concatenate([header, np.array(windows + news, np.int64), *priorities])
-        self._door.send(connection, words.tobytes() + whole.tobytes(), *items, copy=False)
+        words = np.concatenate([np.array(windows + news, np.int64), *priorities])
+        self._server.answer(message, words.tobytes() + whole.tobytes(), *items, own=(self._birth, 0, 0), copy=False)
         self.num_answers += 1
         self.num_items += len(whole)
 
@@ -170,7 +142,7 @@ class ShardServer:
         return [array.view(np.uint8).reshape(-1).data for array in (rows, *frames)], whole
 
     def close(self) -> None:
-        self._door.close()
+        self._server.close()
 
 
 def _news(reader: ShardReader, since: int) -> tuple[int, Array]:

@@ -11,23 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from echelon.errors import Refused
 from echelon.transport.act_board import ActBoard, Array
-from echelon.transport.act_wire import (
-    HEADER,
-    LIFE_BITS,
-    MAGIC,
-    MAX_LIFE,
-    MAX_REASON_BYTES,
-    NUM_WORDS,
-    Kind,
-    Wire,
-    Word,
-)
+from echelon.transport.act_wire import EXTRA, LIFE_BITS, MAX_LIFE, NUMBER, SEAT, Wire
 from echelon.transport.batcher import IDLE_SLEEP_S, Batcher, Round
-from echelon.transport.door import Door
+from echelon.transport.channel import HEADER, MAGIC, Kind, Message
+from echelon.transport.channel_server import Server
 
 BURST = 1_000  # messages taken in before the batcher gets its turn
-FROM_CLIENTS = (Kind.ARRIVE, Kind.ASK, Kind.LEAVE)
 
 
 class Asker(NamedTuple):
@@ -57,7 +48,7 @@ class Bounds(NamedTuple):
 class ActDoor:
     """Where act requests of other hosts come in: they are laid on the board, and answered when their round is.
 
-    One door a server, used by that server's thread alone. A bad or hostile frame is counted, never raised.
+    One door a server, used by that server's thread alone.
     """
 
     def __init__(
@@ -89,8 +80,10 @@ class ActDoor:
         self._choices = [(wire.question[2 + bounds.leaf], bounds) for bounds in choices]
         rows = np.zeros((layout.num_seats, wire.stateful_bytes), np.uint8)  # answers on their way out
         self._rows, self._row_bytes = wire.answer_views(rows), rows.reshape(-1).data
-        self._rows["words"][:, : len(Word)] = MAGIC, Kind.ANSWER, wire.digest, 0, 0, 0
-        self._door = Door("act requests", address, secret, wire.question_bytes)
+        self._rows["words"][:, :4] = MAGIC, Kind.ANSWER, wire.act.digest, wire.act.layout
+        self._door = Server("act requests", address, secret, wire.question_bytes)
+        self._door.serve(wire.act, self._take)
+        self._door.serve(wire.seat, self._take_seat)
         self.address = self._door.address
         self._doorbell = board.doorbell(server)
         board.pollable[server] = 1
@@ -103,9 +96,8 @@ class ActDoor:
     def next(self, batcher: Batcher, timeout_s: float) -> Round | None:
         """The next round by the batcher's rule, of questions from here and elsewhere, waiting at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        self._door.look_at_gate()
         while True:
-            emptied = self._drain()
+            emptied = self._door.take(BURST) < BURST
             found, wait_s = batcher.look()
             if found is not None:
                 return found
@@ -120,68 +112,47 @@ class ActDoor:
         if self._door.sleep(timeout_s, [self._doorbell.descriptor]):
             self._doorbell.clear()
 
-    def _drain(self) -> bool:
-        """Takes in what has come; whether that was all."""
-        for _ in range(BURST):
-            message = self._door.receive()
-            if message is None:
-                return True
-            connection, frames = message
-            self._take(connection, frames[0].buffer if len(frames) == 1 else memoryview(b""))
-        return False
-
-    def _take(self, connection: bytes, frame: memoryview) -> None:
-        """One message, from anybody at all."""
-        words = HEADER.unpack_from(frame) if len(frame) >= HEADER.size else (0,) * NUM_WORDS
-        _, kind, _, seat, count, extra, _, _ = words
-        reason = self._fault(words, len(frame))
-        if reason is None and kind == Kind.ASK:
-            reason = self._stray(frame)
-        if reason is not None:
-            self._refuse(connection, count, reason)
-        elif kind == Kind.ASK:
-            self._ask(Asker(connection, count, bool(extra)), seat, frame)
-        elif kind == Kind.ARRIVE:
-            self.board.incarnation[seat] = count >> LIFE_BITS
-            self._door.send(connection, self._wire.header(Kind.WELCOME, seat, count).data)
-        else:
+    def _take_seat(self, message: Message) -> None:
+        """Somebody takes a seat, or leaves it."""
+        seat = message.own[0]
+        self._check(message, seat, HEADER.size)
+        if message.is_post:
             self.board.incarnation[seat] = 0
             self._askers.pop(seat, None)
+        else:
+            self.board.incarnation[seat] = message.number >> LIFE_BITS
+            self._door.answer(message)
 
-    def _fault(self, words: Sequence[int], nbytes: int) -> str | None:
-        """Why a message is refused; None for a good one, nothing to say to one that is no act request at all."""
-        magic, kind, digest, seat, count, *_ = words
-        if magic != MAGIC:
-            return ""
-        if digest != self._wire.digest:
-            return "it was made for another layout of observations and actions; give both sides the same"
-        if kind not in FROM_CLIENTS or nbytes != (self._wire.question_bytes if kind == Kind.ASK else HEADER.size):
-            return f"{nbytes} bytes of kind {kind} are no act request"
+    def _take(self, message: Message) -> None:
+        """A question."""
+        seat, wants_state, _ = message.own
+        self._check(message, seat, self._wire.question_bytes)
+        self._check_values(message.frames[0])
+        self._ask(Asker(message.connection, message.number, bool(wants_state)), seat, message.frames[0])
+
+    def _check(self, message: Message, seat: int, nbytes: int) -> None:
+        """Raises Refused at what no client of this server would say."""
+        frames, number, board = message.frames, message.own[1] if message.is_post else message.number, self.board
+        if len(frames) != 1 or len(frames[0]) != nbytes:
+            raise Refused(f"{len(frames[0])} bytes in {len(frames)} frames are no act request")
         if seat not in self._seats:
-            return f"server {self.server} does not serve seat {seat}"
-        life, board = count >> LIFE_BITS, self.board
+            raise Refused(f"server {self.server} does not serve seat {seat}")
+        life = number >> LIFE_BITS
         if not 0 < life <= MAX_LIFE:
-            return f"{life - 1} is no incarnation"
-        if life < board.incarnation[seat] or count < board.asked[seat]:
+            raise Refused(f"{life - 1} is no incarnation")
+        if life < board.incarnation[seat] or number < board.asked[seat]:
             latest = max(int(board.incarnation[seat]), int(board.asked[seat]) >> LIFE_BITS) - 1
-            return f"seat {seat} was taken by incarnation {latest}; its successor needs a higher one"
-        return None
+            raise Refused(f"seat {seat} was taken by incarnation {latest}; its successor needs a higher one")
 
-    def _stray(self, frame: memoryview) -> str | None:
-        """Why a question is refused for what it holds; None for a good one."""
+    def _check_values(self, frame: memoryview) -> None:
+        """Raises Refused at an observation that no network can look up."""
         for field, (leaf, low, high) in self._choices:
             raw = np.frombuffer(frame, np.uint8, field.nbytes, field.offset)
             values = raw.view(field.dtype).reshape(field.shape)
             stray = values[(values < low) | (values > high)]
             if stray.size:
                 path = self.board.layout.observation[leaf].path
-                return f"{path} holds {stray[0]}, which its space does not"
-        return None
-
-    def _refuse(self, connection: bytes, count: int, reason: str) -> None:
-        """Takes nothing more from `connection`, and says why where that can be understood."""
-        header = self._wire.header(Kind.REFUSED, 0, count).tobytes()
-        self._door.refuse(connection, *([header + reason.encode()[:MAX_REASON_BYTES]] if reason else []))
+                raise Refused(f"{path} holds {stray[0]}, which its space does not")
 
     def _ask(self, asker: Asker, seat: int, frame: memoryview) -> None:
         """Lays a question on the board, as its client would; a repeated one is there already."""
@@ -213,9 +184,9 @@ class ActDoor:
         """Sends what stands on the board for `seats`."""
         board, rows, n = self.board, self._rows, len(seats)
         counts = [asker.asked for asker in askers]
-        rows["words"][:n, Word.SEAT] = seats
-        rows["words"][:n, Word.COUNT] = counts
-        rows["words"][:n, Word.EXTRA] = board.version[seats]
+        rows["words"][:n, SEAT] = seats
+        rows["words"][:n, NUMBER] = counts
+        rows["words"][:n, EXTRA] = board.version[seats]
         for name, leaf in (("action", board.action), ("log_prob", board.log_prob), ("value", board.value)):
             rows[name][:n] = leaf[seats]
         stride = self._wire.stateful_bytes

@@ -1,8 +1,8 @@
 """What workers and the door say to each other: messages with whole pieces of episodes, and answers with weights.
 
-A worker has one message under way at a time and numbers those that bring something (`number`, from 1 up): the door
-answers every message once it is dealt with, and one that comes again with its answer alone. So a worker may repeat
-itself until it is answered, whoever was lost meanwhile. Every answer says which message it is for.
+A worker has one message under way at a time. Those that bring something are records of the channel, numbered from 1
+up: the door answers every message once it is dealt with, and one that comes again with its answer alone. When the run
+ends it posts to all workers that it does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 
 from echelon.errors import Refused
+from echelon.transport.channel import Delivery, Service
+from echelon.transport.channel import Message as Asked
 from echelon.transport.codec import Buffer, Limits, decode, encode
 
 Array = np.ndarray[Any, Any]
@@ -100,9 +102,8 @@ class Welcome(_Message, tag="welcome"):
 
 
 class Next(_Message, tag="next"):
-    """What message `number` brought is in the learner's hands; the newest weights, unless the worker has them."""
+    """What a message brought is in the learner's hands; the newest weights, unless the worker has them."""
 
-    number: int
     evaluates: bool  # whether the next episode is an evaluation
     version: int
     weights: Any | None
@@ -125,14 +126,11 @@ class Stopped(_Message, tag="stopped"):
     """The run was stopped before its end: it may be gone on with, at this address."""
 
 
-class Refusal(_Message, tag="refusal"):
-    """Nothing more is taken from this worker."""
-
-    reason: str
-
-
 FromWorker = Ask | Arrive | Piece | Score | Sign | Leave
-FromDoor = Task | Welcome | Next | Wait | Stranger | Over | Stopped | Refusal
+FromDoor = Task | Welcome | Next | Wait | Stranger | Over | Stopped
+
+TASK = Service("the task", Delivery.READ)  # Ask, Arrive
+EPISODES = Service("episodes", Delivery.RECORD)  # Piece, Score; posted: Sign, Leave, Over, Stopped
 
 
 def socket_name(worker: str) -> bytes:
@@ -141,14 +139,16 @@ def socket_name(worker: str) -> bytes:
 
 
 def pack(message: FromWorker | FromDoor) -> list[Buffer]:
-    """The frames of `message`; buffers are views of its arrays."""
-    fields = {name: getattr(message, name) for name in message.__struct_fields__}
+    """The frames of `message`, to follow a header, which has its number; buffers are views of its arrays."""
+    fields = {name: getattr(message, name) for name in message.__struct_fields__ if name != "number"}
     return encode({"kind": message.__struct_config__.tag, **fields}, LIMITS)
 
 
-def from_worker(frames: Sequence[Buffer]) -> FromWorker:
+def from_worker(asked: Asked) -> FromWorker:
     """The message of a worker; raises Refused on anything else."""
-    message: FromWorker = _unpack(frames, FromWorker)
+    number = {} if asked.is_post or asked.service != EPISODES else {"number": asked.number}
+    kinds = Sign | Leave if asked.is_post else Ask | Arrive if asked.service == TASK else Piece | Score
+    message: FromWorker = _unpack(asked.frames[1:], kinds, number)
     worker = getattr(message, "worker", "")
     if len(worker) > MAX_NAME:
         raise Refused(
@@ -158,13 +158,14 @@ def from_worker(frames: Sequence[Buffer]) -> FromWorker:
 
 
 def from_door(frames: Sequence[Buffer]) -> FromDoor:
-    message: FromDoor = _unpack(frames, FromDoor)
+    """What the door says, in the frames after the header."""
+    message: FromDoor = _unpack(frames, FromDoor, {})
     return message
 
 
-def _unpack(frames: Sequence[Buffer], kinds: Any) -> Any:
+def _unpack(frames: Sequence[Buffer], kinds: Any, more: dict[str, int]) -> Any:
     tree = decode(frames, LIMITS)
     try:
-        return msgspec.convert(tree, kinds)
+        return msgspec.convert(tree | more if isinstance(tree, dict) else tree, kinds)
     except (msgspec.ValidationError, TypeError) as error:
         raise Refused(f"a message was refused: {error}.") from None

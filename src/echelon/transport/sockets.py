@@ -6,8 +6,12 @@ Needs nothing heavier than pyzmq.
 from __future__ import annotations
 
 import socket as sockets
+import time
+from pathlib import Path
+from typing import Any
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from echelon.errors import ConfigError
 from echelon.transport.curve import Socket, secure_client
@@ -19,7 +23,9 @@ CURVE_BYTES = 64  # more than encryption adds to a frame
 HANDSHAKE_BYTES = 1_024  # more than any frame of the handshake, which the limit on frames holds for, too
 LINGER_MS = 200  # how long a farewell may take
 RECONNECT_MS, MAX_RECONNECT_MS = 50, 1_000
-FIRST_REPEAT_S, MAX_REPEAT_S = 0.25, 1.0  # when an unanswered question is sent again
+KNOCK_S = 1.0  # how long a listener may take to let us in or hang up
+NUM_HANGUPS = 3  # in a row: one may also come from a peer that ends just then
+HUNG_UP, REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 def make_socket(context: zmq.Context[Socket], kind: int, max_bytes: int, queued: int = QUEUED_MESSAGES) -> Socket:
@@ -59,12 +65,51 @@ def connect(
 
 def why_silent(address: str) -> str:
     """What keeps us from the server at `address`, as far as can be seen from here, and what to do."""
-    host, _, port = numeric(address).removeprefix("tcp://").rpartition(":")
     try:
-        sockets.create_connection((host, int(port)), timeout=1.0).close()
+        _touch(address)
     except (OSError, ValueError) as error:
         return f"nobody listens there ({error}). Start it, or check the address and the firewall between."
     return (
         f"somebody listens there, but does not let us in, or is busy. Set {SECRET_VARIABLE} to the same value on both "
         "sides, or on neither."
     )
+
+
+def _touch(address: str) -> None:
+    """Connects and hangs up; raises OSError where nobody listens."""
+    host, _, port = numeric(address).removeprefix("tcp://").rpartition(":")
+    sockets.create_connection((host, int(port)), timeout=1.0).close()
+
+
+def is_turned_away(address: str, secret: str | None) -> bool:
+    """Whether whoever listens at the tcp `address` hangs up on us: only one of us has a secret, or they differ."""
+    try:
+        _touch(address)
+    except (OSError, ValueError):  # nobody listens
+        return False
+    context: zmq.Context[Socket] = zmq.Context()
+    knock = make_socket(context, zmq.DEALER, HANDSHAKE_BYTES)
+    if secret is not None:
+        secure_client(knock, secret)
+    monitor: Any = knock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | HUNG_UP | REFUSED)
+    deadline, num_hangups = time.monotonic() + KNOCK_S, 0
+    try:
+        knock.connect(address)
+        while num_hangups < NUM_HANGUPS and monitor.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            event = parse_monitor_message(monitor.recv_multipart())["event"]
+            if event != HUNG_UP:
+                return bool(event == REFUSED)
+            num_hangups += 1
+    finally:
+        knock.disable_monitor()
+        monitor.close(linger=0)
+        knock.close()
+        context.term()
+    return num_hangups == NUM_HANGUPS
+
+
+def announce(file: Path, address: str) -> None:
+    """Writes an address down where those who ask look for it; they find all of it or nothing."""
+    whole = file.with_suffix(".new")
+    whole.write_text(address)
+    whole.rename(file)

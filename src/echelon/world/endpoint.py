@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from echelon.errors import ConfigError
 from echelon.transport.codec import Buffer
 from echelon.transport.curve import secure_client, secure_server
 from echelon.transport.session import is_taken
-from echelon.transport.sockets import HANDSHAKE_BYTES, HEARTBEAT_MS, SILENCE_MS
+from echelon.transport.sockets import HEARTBEAT_MS, SILENCE_MS
 from echelon.world.address import check_address, ipc_path, remove
 
 QUEUED_MESSAGES = 20_000  # per peer and direction
@@ -24,9 +22,6 @@ LINGER_MS = 200  # how long `close` waits for what was sent last
 LONGEST_S = 3600.0  # one wait; libzmq counts milliseconds in 32 bits
 BURST = 1000  # messages taken from one socket before the others get their turn
 IGNORED_CONNECTIONS = 10_000  # the oldest are forgotten
-KNOCK_S = 1.0  # how long a listener may take to let us in or hang up
-NUM_HANGUPS = 3  # in a row: one may also come from a peer that ends just then
-HUNG_UP, REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 Socket = zmq.Socket[bytes]
 
@@ -191,26 +186,3 @@ def _bind(door: Socket, address: str) -> str:
     if path:
         path.chmod(0o600)
     return door.getsockopt_string(zmq.LAST_ENDPOINT) if address.startswith("tcp://") else address
-
-
-def is_turned_away(address: str, secret: str | None) -> bool:
-    """Whether whoever listens at the tcp `address` hangs up on us: only one of us has a secret, or they differ."""
-    context: zmq.Context[Socket] = zmq.Context()
-    knock = make_socket(context, zmq.DEALER, HANDSHAKE_BYTES)
-    if secret is not None:
-        secure_client(knock, secret)
-    monitor: Any = knock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | HUNG_UP | REFUSED)
-    deadline, num_hangups = time.monotonic() + KNOCK_S, 0
-    try:
-        knock.connect(address)
-        while num_hangups < NUM_HANGUPS and monitor.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            event = parse_monitor_message(monitor.recv_multipart())["event"]
-            if event != HUNG_UP:
-                return bool(event == REFUSED)
-            num_hangups += 1
-    finally:
-        knock.disable_monitor()
-        monitor.close(linger=0)
-        knock.close()
-        context.term()
-    return num_hangups == NUM_HANGUPS

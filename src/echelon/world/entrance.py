@@ -22,9 +22,8 @@ from echelon.errors import ConfigError, Refused, TransportTimeout
 from echelon.transport.codec import Limits
 from echelon.transport.secret import SECRET_VARIABLE, secret_from_environment
 from echelon.transport.session import NAME, create_session, start_ticks, sweep
-from echelon.transport.sockets import why_silent
+from echelon.transport.sockets import is_turned_away, why_silent
 from echelon.world.address import check_address, check_name, resolved
-from echelon.world.endpoint import is_turned_away
 from echelon.world.node import Node
 from echelon.world.registry import BEGUN, Registry
 from echelon.world.watch import Card, write_card

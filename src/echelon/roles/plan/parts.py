@@ -24,9 +24,9 @@ from echelon.roles.plan.placement import learner_device
 from echelon.roles.plan.replay import ReplayPlan
 from echelon.schema import TrajectorySchema, space_choices
 from echelon.transport.act_board import ActBoard
-from echelon.transport.door import announce
 from echelon.transport.session import make_secret, secret_of
 from echelon.transport.shared_memory import SlotRing, WeightsBoard
+from echelon.transport.sockets import announce
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from echelon.roles.experience import Experience
     from echelon.roles.source import Source
     from echelon.roles.update import Trainable
-    from echelon.transport.act_tcp import ActDoor
+    from echelon.transport.act_door import ActDoor
     from echelon.transport.batcher import Batcher
     from echelon.world.node import Node
 
@@ -262,7 +262,7 @@ class Plan:
         acting = self.context.train.acting
         if acting.transport == "shm":
             return None
-        from echelon.transport.act_tcp import ActDoor, Bounds
+        from echelon.transport.act_door import ActDoor, Bounds
 
         file = self.door_file(batcher.server)
         address = file.read_text() if file.exists() else acting.address

@@ -1,0 +1,227 @@
+"""The server's side of the channel: questions come in, from anybody at all, and answers go out.
+
+It listens on one ROUTER socket, off the loopback only with a secret, and lets in whom the gate admits (`curve`). Its
+owner calls `take` until nothing is left and then `sleep`; one thread does all of it. What bounds it: a queue for each
+connection, a longest frame, and one held question for each connection and service. Where a client takes nothing in, its
+answers are dropped, and it asks again if it lives. Whoever breaks the rules is refused: nothing more is read from that
+connection. If the owner dies, clients' connections heal once its successor listens at the same address.
+
+Needs nothing heavier than pyzmq.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import zmq
+
+from echelon.errors import ConfigError, Refused
+from echelon.transport.channel import (
+    HEADER,
+    MAGIC,
+    MAX_REASON_BYTES,
+    NOTHING,
+    Delivery,
+    Kind,
+    Message,
+    Own,
+    Part,
+    Service,
+    header,
+)
+from echelon.transport.curve import Socket, secure_server
+from echelon.transport.secret import check_secret, numeric
+from echelon.transport.sockets import LINGER_MS, QUEUED_MESSAGES, make_socket
+
+IGNORED_CONNECTIONS = 10_000  # the oldest are forgotten
+GATE_S = 0.01  # an owner that never sleeps looks at the gate this often
+HOLD_S = 0.2  # a client that waits for something newer hears at least this often that there is nothing
+
+Handler = Callable[[Message], None]
+
+
+class _Held(NamedTuple):
+    """A question for something newer."""
+
+    is_due: Callable[[], bool]
+    answer: Callable[[], None]
+    until: float
+
+
+class Server:
+    """Questions in, answers out. A handler raises Refused at a bad or hostile message."""
+
+    def __init__(
+        self, what: str, address: str, secret: str | None, max_bytes: int, queued: int = QUEUED_MESSAGES
+    ) -> None:
+        """Listens at `address` (tcp://HOST:PORT, port 0: any free one) for `what`, in frames of at most `max_bytes`."""
+        check_secret(address, secret)
+        self.num_refused_messages = 0
+        self._offers: dict[int, tuple[Service, Handler]] = {}
+        self._held: dict[tuple[bytes, str], _Held] = {}
+        self._ignored: dict[bytes, None] = {}
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._socket = make_socket(self._context, zmq.ROUTER, max_bytes, queued)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says so when a peer is gone
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that comes again under its name takes its place
+        self._socket.setsockopt(zmq.BACKLOG, 1024)
+        self._gate = secure_server(self._socket, secret) if secret is not None else None
+        self._gate_at = 0.0
+        try:
+            self._socket.bind(numeric(address))
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(
+                f"cannot listen for {what} at {address}: {error}. Choose another address, or port 0."
+            ) from error
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._gate_descriptors = self._gate.descriptors if self._gate else []
+        self._descriptors = [int(self._socket.getsockopt(zmq.FD)), *self._gate_descriptors]
+
+    def serve(self, service: Service, handler: Handler) -> None:
+        """Has `handler` deal with what comes for `service`: it calls `answer`, sooner or later, or `hold`."""
+        self._offers[service.digest] = service, handler
+
+    @property
+    def num_refused(self) -> int:
+        """Messages and handshakes that were refused."""
+        return self.num_refused_messages + self.num_refused_handshakes
+
+    @property
+    def num_refused_handshakes(self) -> int:
+        return self._gate.num_refused if self._gate else 0
+
+    # What comes in.
+
+    def take(self, most: int) -> int:
+        """Deals with what has come, at most `most` messages; returns how many it were.
+
+        `sleep` only when it were fewer: sleeping tells only of what is new.
+        """
+        self._look_at_gate()
+        num = 0
+        while num < most and (message := self._receive()) is not None:
+            self._deal(*message)
+            num += 1
+        if self._held:
+            num += self._release()
+        return num
+
+    def _receive(self) -> tuple[bytes, list[zmq.Frame]] | None:
+        receive, noblock = self._socket.recv, zmq.NOBLOCK
+        try:
+            while True:
+                connection = receive(noblock)
+                frames = [receive(noblock, copy=False)]
+                while frames[-1].more:
+                    frames.append(receive(noblock, copy=False))
+                if connection not in self._ignored:
+                    return connection, frames
+        except zmq.Again:
+            return None
+
+    def _deal(self, connection: bytes, parts: list[zmq.Frame]) -> None:
+        """One message, from anybody at all."""
+        frames = [part.buffer for part in parts]
+        if len(frames[0]) < HEADER.size:
+            self.refuse(connection)
+            return
+        magic, kind, service, layout, number, *own = HEADER.unpack_from(frames[0])
+        if magic != MAGIC or kind not in (Kind.ASK, Kind.POST):
+            self.refuse(connection)
+            return
+        offered = self._offers.get(service)
+        if offered is None:
+            self.refuse(connection, "nothing of that kind is served here: it is another server's address")
+            return
+        known, handler = offered
+        if layout != known.layout:
+            what = f"it was made for another layout of {known.name}; give both sides the same configuration"
+            self.refuse(connection, what)
+            return
+        try:
+            handler(Message(connection, known, kind == Kind.POST, number, (own[0], own[1], own[2]), frames))
+        except Refused as error:
+            self.refuse(connection, str(error))
+
+    def hold(self, message: Message, is_due: Callable[[], bool], answer: Callable[[], None]) -> None:
+        """Calls `answer` as soon as `take` finds that there is something newer, or after HOLD_S."""
+        assert message.service.delivery is Delivery.STATE
+        self._held[message.connection, message.service.name] = _Held(is_due, answer, time.monotonic() + HOLD_S)
+
+    def _release(self) -> int:
+        """Answers those that are held and need not be any longer."""
+        now = time.monotonic()
+        due = [key for key, held in self._held.items() if now >= held.until or held.is_due()]
+        for key in due:
+            self._held.pop(key).answer()
+        return len(due)
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether somebody waits for something newer: its owner looks again when there is."""
+        return bool(self._held)
+
+    def sleep(self, timeout_s: float, descriptors: Sequence[int] = ()) -> list[int]:
+        """Sleeps until something comes, at most `timeout_s`; returns those of `descriptors` that are readable."""
+        if self._held:
+            until = min(held.until for held in self._held.values())
+            timeout_s = min(timeout_s, max(0.0, until - time.monotonic()))
+        ready, _, _ = select.select([*self._descriptors, *descriptors], [], [], timeout_s)
+        if not set(self._gate_descriptors).isdisjoint(ready):
+            self._serve_gate()
+        return [descriptor for descriptor in ready if descriptor in descriptors]
+
+    def _look_at_gate(self) -> None:
+        """Admits those who knock, now and then, also where the owner hardly sleeps."""
+        if self._gate and time.monotonic() >= self._gate_at:
+            self._serve_gate()
+
+    def _serve_gate(self) -> None:
+        if self._gate:
+            self._gate.serve()
+            self._gate_at = time.monotonic() + GATE_S
+
+    # What goes out.
+
+    def answer(self, message: Message, *parts: Part, own: Own = NOTHING, copy: bool = True) -> bool:
+        """Answers with a header and `parts`, each in a frame of its own; False when the client is gone or takes
+        nothing in. Without `copy` the parts must rest."""
+        words = header(Kind.ANSWER, message.service, message.number, own)
+        return self.send(message.connection, words, *parts, copy=copy)
+
+    def post(self, connection: bytes, service: Service, *parts: Part) -> bool:
+        """Sends what nobody asked for, and what may be lost; as `answer`."""
+        return self.send(connection, header(Kind.POST, service, 0), *parts)
+
+    def send(self, connection: bytes, *parts: Part, copy: bool = True) -> bool:
+        """Queues a message, the first part of which opens with a header; as `answer`."""
+        try:
+            self._socket.send(connection, zmq.SNDMORE | zmq.NOBLOCK)
+            for part in parts[:-1]:
+                self._socket.send(part, zmq.SNDMORE | zmq.NOBLOCK, copy=copy)
+            self._socket.send(parts[-1], zmq.NOBLOCK, copy=copy)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return False
+        return True
+
+    def refuse(self, connection: bytes, reason: str = "") -> None:
+        """Takes nothing more from `connection`, and tells it the `reason` where there is one."""
+        self.num_refused_messages += 1
+        self._ignored[connection] = None
+        if len(self._ignored) > IGNORED_CONNECTIONS:
+            del self._ignored[next(iter(self._ignored))]
+        if reason:
+            words = HEADER.pack(MAGIC, Kind.REFUSED, 0, 0, 0, *NOTHING)
+            self.send(connection, words + reason.encode()[:MAX_REASON_BYTES])
+
+    def close(self) -> None:
+        if self._gate:
+            self._gate.close()
+        self._socket.close(linger=LINGER_MS)
+        self._context.term()
