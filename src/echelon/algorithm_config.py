@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
+from echelon.errors import ConfigError
 from echelon.fields import Section, doc
 
 Distribution = Literal["stochastic", "greedy", "deterministic", "squashed"]  # how network outputs become actions
@@ -54,5 +55,9 @@ class AlgorithmConfig(Section, frozen=True):
         """The config classes of all rules, by name."""
         found: dict[str, type[AlgorithmConfig]] = {}
         for rule in cls.__subclasses__():
-            found |= {rule().name: rule, **rule.classes()}
+            for name, other in {rule().name: rule, **rule.classes()}.items():
+                if name in found or (name == rule().name and other is not rule):
+                    places = " and ".join(f"{one.__module__}:{one.__name__}" for one in (found.get(name, rule), other))
+                    raise ConfigError(f"{places} are both the learning rule {name!r}. Give `name` a value of its own.")
+                found[name] = other
         return found

@@ -101,6 +101,17 @@ def test_a_file_is_all_that_a_new_preset_takes(tmp_path: Path) -> None:
     assert "--algorithm.quantiles int  (default 51) of the return [at least 1]" in ended.stdout
 
 
+def test_two_rules_of_one_name_are_refused() -> None:
+    program = (
+        "from echelon.algorithm_config import AlgorithmConfig\n"
+        "from echelon.presets.dqn import DqnConfig\n"
+        "class Nameless(DqnConfig, frozen=True): ...\n"
+        "AlgorithmConfig.classes()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "DqnConfig and __main__:Nameless are both the learning rule 'dqn'" in ended.stderr
+
+
 @pytest.mark.parametrize("name", AlgorithmConfig.classes())
 def test_the_parts_that_a_rule_names_are_there(name: str) -> None:
     rule = AlgorithmConfig.classes()[name]

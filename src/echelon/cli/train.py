@@ -44,12 +44,20 @@ def make_parser(
 
     `defaults` are told of those options that have others than the fields they set.
     """
-    shown = next((word for word in arguments if word in presets), next(iter(presets)))
-    infos = fields_of(preset(shown, "CartPole-v1"))
+    place = next((place for place, word in enumerate(arguments) if word in presets), None)
+    shown = next(iter(presets)) if place is None else arguments[place]
+    env = (
+        next((word for word in arguments[place + 1 :][:1] if not word.startswith("-")), "") if place is not None else ""
+    )
+    infos = fields_of(preset(shown, env or "CartPole-v1"))
     parser = Parser(
         prog=prog,
         description=description,
-        epilog=_fields_help(shown, infos, [f"`{prog} {other} --help`" for other in presets if other != shown]),
+        epilog=_fields_help(
+            f"{shown} preset for {env or 'CartPole-v1'}",
+            infos,
+            [f"`{prog} {other} --help`" for other in presets if other != shown],
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -63,7 +71,7 @@ def make_parser(
 
 
 def _fields_help(name: str, infos: Sequence[FieldInfo], others: Sequence[str]) -> str:
-    lines = [f"every field, with the values of the {name} preset ({', '.join(others)} for the others):"]
+    lines = [f"every field, with the values of the {name} ({', '.join(others)} for others; ENV changes some, too):"]
     for info in infos:
         option = info.path.replace("_", "-")
         lines.append(f"  --{option} {info.field.type}  (default {info.value}) {info.field.text}")
@@ -76,6 +84,14 @@ def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str], opti
     known = parser.parse_args(rest)
     short = {path: value for name, (path, _) in options.items() if (value := vars(known)[name.replace("-", "_")])}
     config = preset(known.preset, known.env)
+    for path, value in (("preset", known.preset), ("algorithm.name", config.algorithm.name)):
+        if texts.get(path, value) != value:
+            raise ConfigError(
+                f"--{path} {texts[path]} does not fit: the preset is {known.preset}, the first argument. Write "
+                f"`{parser.prog} {texts[path]} {known.env}`."
+            )
+    if both := sorted(short.keys() & texts.keys()):
+        raise ConfigError(f"{both[0]} is set twice, as --{both[0]} and by its short option. Drop one of them.")
     stray = next((path for path in texts if path.startswith("replay.")), None)
     if stray is not None and config.experience != "replay":
         raise ConfigError(
