@@ -173,11 +173,9 @@ def send(connection: socket.socket, message: dict[str, Any], descriptors: Sequen
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     length, descriptors, _, _ = socket.recv_fds(connection, 4, 64)
-    payload = b""
-    while len(payload) < int.from_bytes(length, "little"):
-        payload += (more := connection.recv(1 << 20))
-        if not more:
-            break
-    if not payload:
+    payload, left = b"", int.from_bytes(length, "little")  # and no more: how it ended may follow at once
+    while left and (more := connection.recv(left)):
+        payload, left = payload + more, left - len(more)
+    if left or not payload:
         raise ConnectionError("the warm process of the tests ended")
     return json.loads(payload), descriptors

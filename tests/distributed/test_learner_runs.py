@@ -16,6 +16,7 @@ import echelon
 from echelon.config import replace
 from echelon.errors import DivergedError
 from echelon.presets import preset
+from echelon.replay.limiter import LimiterRule
 from echelon.roles.plan.replay import limiter_rule
 from echelon.runs.metrics import read_metrics
 from running import Runs, train_shortly
@@ -60,6 +61,13 @@ def test_several_learners_train_as_one_does(tmp_path: Path, shm_dir: Path, name:
     assert loss_of(several) == pytest.approx(loss_of(one), rel=1e-2), "of whole batches, not of a part"
 
 
+def is_kept(figures: dict[str, Any], rule: LimiterRule) -> bool:
+    """Whether no more is due, and no more drawn, than the limiter allows; its actors may all look at the same time."""
+    due = rule.samples_per_insert * (figures["inserted"] - rule.min_size)
+    room = rule.room + rule.samples_per_insert * rule.chunk * (rule.num_shards - 1)
+    return abs(due - figures["sampled"] - figures["written_off"]) <= room
+
+
 @pytest.mark.parametrize(
     ("name", "env"), [("apex-dqn", "CartPole-v1"), pytest.param("sac", "Pendulum-v1", marks=pytest.mark.full)]
 )
@@ -69,8 +77,9 @@ def test_learners_of_a_replay_keep_the_ratio_and_go_on(tmp_path: Path, shm_dir: 
     changes |= {"shm_dir": str(shm_dir), "evaluation.interval_s": 0.0, "stop.steps": 1_200, "replay.checkpoint": True}
     config = replace(preset(name, env), **changes)
     summary = echelon.train(config, output=io.StringIO()).summary
-    figures, band = summary["replay"], 2 * limiter_rule(config).room / 8.0
-    assert figures["samples_per_insert"] == pytest.approx(8.0, rel=0.05) and figures["sampled"] % 32 == 0
+    figures, rule = summary["replay"], limiter_rule(config)
+    band = 2 * rule.room / 8.0
+    assert is_kept(figures, rule) and figures["sampled"] % 32 == 0
     assert figures["sampled"] == 32 * summary["updates"], "parts add up to batches"
     assert abs(figures["size"] - figures["inserted"]) <= band < 1_000, "of all learners; actors go on within the band"
     assert {"learner-0", "learner-1"} <= summary["time"].keys() and summary["learners"] == 2
@@ -80,7 +89,7 @@ def test_learners_of_a_replay_keep_the_ratio_and_go_on(tmp_path: Path, shm_dir: 
         again = echelon.resume(tmp_path / "run", steps=steps, learners=learners, output=told).summary
         assert "replay: goes on with the" in told.getvalue()
         assert again["env_steps"] >= steps and again["updates"] > summary["updates"]
-        assert again["replay"]["samples_per_insert"] == pytest.approx(8.0, rel=0.05)
+        assert is_kept(again["replay"], rule)
         assert again["replay"]["sampled"] == 32 * again["updates"], "counted on, however many learners there were"
         summary = again
     assert "learner" in summary["time"]

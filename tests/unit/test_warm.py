@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from running import processes_marked, wait_until
+from running import DEADLINE_S, processes_marked, wait_until
 from telling import children
 from warm import MARK
 
@@ -51,9 +51,9 @@ def test_it_runs_and_ends_as_a_fresh_one(
     words = {"script": [f"{tmp_path}/module.py"], "module": ["-m", "module"], "code": ["-c", SCRIPT]}[what]
     command = [sys.executable, *ahead, *words, *how]
     fresh = subprocess.run(
-        command, cwd="/", env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
+        command, cwd="/", env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=DEADLINE_S
     )
-    forked = warm.run(command, cwd="/", env=environment, timeout=60)
+    forked = warm.run(command, cwd="/", env=environment, timeout=DEADLINE_S)
     assert forked.returncode == fresh.returncode
     assert forked.stdout == fresh.stdout.replace("True False\n", "True True\n", 1)
     last = [done.stderr.splitlines()[-1:] for done in (forked, fresh)]
