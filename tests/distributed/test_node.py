@@ -181,7 +181,7 @@ def test_a_new_incarnation_takes_the_name_over(host: Node, start: Start) -> None
     host.serve("note", notes.append)
     old = start("a")
     start("b")
-    assert ask(host, "b", "relay", "a", "pid") == old.pid
+    assert ask(host, "b", "relay", "a", "pid") == ask(host, "a", "pid") == old.pid  # so it is connected with both
     send_signal(old, signal.SIGSTOP)
     host.post("a", "post", "coordinator", "note", 1)  # the old one will run this when it wakes up
     new = start("a")
@@ -193,6 +193,31 @@ def test_a_new_incarnation_takes_the_name_over(host: Node, start: Start) -> None
     ask(host, "a", "post", "coordinator", "note", 2)
     wait_for(host, lambda: 2 in notes)
     assert notes == [2] and host.members == ["a", "b", "coordinator"]
+
+
+def test_whoever_joins_is_known_to_all_and_who_missed_that_asks(tmp_path: Path) -> None:
+    """Many come at once: the others are told of several together."""
+    with Node.host("inproc://many") as host:
+        members = [Node.join("inproc://many", f"m{index}", timeout_s=PATIENCE_S) for index in range(40)]
+        everybody = [*members, host]
+
+        def all_know(names: set[str]) -> bool:
+            for one in everybody:
+                one.poll()
+            return all(set(one.members) == names for one in everybody)
+
+        names = {one.name for one in everybody}
+        wait_for(host, lambda: all_know(names))
+        members[3]._directory.epoch -= 1  # as if the last change had not come
+        members[3]._directory.members.pop("m39")
+        members.pop(7).close()
+        everybody = [*members, host]
+        wait_for(host, lambda: all_know(names - {"m7"}))
+        members.append(Node.join("inproc://many", "m7", timeout_s=PATIENCE_S))
+        everybody = [*members, host]
+        wait_for(host, lambda: all_know(names))
+        for member in members:
+            member.close()
 
 
 def test_a_former_life_is_refused(host: Node, knock: Knock) -> None:

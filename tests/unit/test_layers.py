@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "names": {"errors"},
     "fields": {"errors"},
     "sections": {"fields"},
-    "algorithm_config": {"fields"},
+    "algorithm_config": {"errors", "fields"},
     "config": {"fields", "sections", "algorithm_config"},
     "config_io": {"errors", "fields", "config"},
     "config_page": {"fields", "config"},

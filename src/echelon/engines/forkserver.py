@@ -17,6 +17,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import shutil
 import signal
@@ -194,6 +195,12 @@ class ForkServer:
             shutil.rmtree(self.session, ignore_errors=True)
 
 
+def allow_descriptors() -> None:
+    """Lets this process open as many files as it may: it has two for every worker."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def _end_group(worker: Worker) -> int:
     """Reaps a worker that ended or was killed, and kills what it started; returns its wait status."""
     os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED | os.WNOWAIT)  # unreaped, its number is still its own
@@ -204,6 +211,7 @@ def _end_group(worker: Worker) -> int:
 
 def main() -> None:
     descriptor, session, *preload = sys.argv[1:]
+    allow_descriptors()
     for module in preload:
         importlib.import_module(module)
     gc.collect()

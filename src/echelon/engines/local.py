@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -52,8 +53,15 @@ class LocalEngine:
         theirs.close()
 
     def _send(self, **request: Any) -> None:
+        """Takes in what the server tells meanwhile: neither side may wait for the other to read."""
+        left = memoryview(json.dumps(request).encode() + b"\n")
         try:
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            while left:
+                readable, _, _ = select.select([self._socket], [self._socket], [])
+                if readable:
+                    self._receive(0.0)
+                with contextlib.suppress(BlockingIOError):
+                    left = left[self._socket.send(left, socket.MSG_DONTWAIT) :]
         except ConnectionError as error:
             raise self._lost() from error
 

@@ -36,13 +36,14 @@ class Progress:
 class Directory:
     """Names and the members behind them; `epoch` counts its changes, so a copy knows which of two is newer.
 
-    It always travels whole: a copy that missed some changes is right again with the next one it gets.
+    Who joins gets it whole, and then what changes; a copy that missed a change asks for all of it again.
     """
 
     epoch: int = 0
     members: dict[str, Member] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)  # name -> why it left, until the name joins again
     retired: dict[str, str] = field(default_factory=dict)  # incarnation -> why nothing of it counts any more
+    changes: list[str] = field(default_factory=list)  # host: the names of every change since the others were told
 
     def add(self, member: Member) -> Member | None:
         """Enters `member`; returns the one of that name whose place it took."""
@@ -51,7 +52,7 @@ class Directory:
             self._retire(old, f"{member.name!r} joined again as process {member.pid}")
         self.members[member.name] = member
         self.gone.pop(member.name, None)
-        self.epoch += 1
+        self._note(member.name)
         return old
 
     def remove(self, name: str, reason: str) -> Member | None:
@@ -62,8 +63,12 @@ class Directory:
             self._retire(old, reason)
             self.gone[name] = reason
             _shorten(self.gone)
-            self.epoch += 1
+            self._note(name)
         return old
+
+    def _note(self, name: str) -> None:
+        self.epoch += 1
+        self.changes.append(name)
 
     def adopt(self, newer: Directory) -> list[Member]:
         """Becomes `newer`, unless it is not; returns the members that are no longer there."""
@@ -73,6 +78,36 @@ class Directory:
         for old in left:
             self._retire(old, newer.gone.get(old.name, f"{old.name!r} joined again"))
         self.epoch, self.members, self.gone = newer.epoch, newer.members, newer.gone
+        return left
+
+    def take_changes(self) -> tuple[int, Directory]:
+        """What changed since the last time this was asked, and the epoch before that."""
+        names = set(self.changes)
+        epoch, self.changes = self.epoch - len(self.changes), []
+        members = {name: self.members[name] for name in names if name in self.members}
+        return epoch, Directory(self.epoch, members, {name: self.gone[name] for name in names if name in self.gone})
+
+    def update(self, epoch: int, changed: Directory) -> list[Member] | None:
+        """Takes in what changed after `epoch`; returns the members that are no longer there, None if a change before
+        it is missing."""
+        if epoch > self.epoch:
+            return None
+        if changed.epoch <= self.epoch:
+            return []
+        left = []
+        for name, member in changed.members.items():
+            old, self.members[name] = self.members.get(name), member
+            self.gone.pop(name, None)
+            if old is not None and old != member:
+                self._retire(old, f"{name!r} joined again")
+                left.append(old)
+        for name, why in changed.gone.items():
+            self.gone[name] = why
+            if (old := self.members.pop(name, None)) is not None:
+                self._retire(old, why)
+                left.append(old)
+        _shorten(self.gone)
+        self.epoch = changed.epoch
         return left
 
     def holds(self, member: Member) -> bool:

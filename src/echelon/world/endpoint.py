@@ -18,6 +18,7 @@ from echelon.transport.sockets import HEARTBEAT_MS, SILENCE_MS
 from echelon.world.address import check_address, ipc_path, remove
 
 QUEUED_MESSAGES = 20_000  # per peer and direction
+MAX_SOCKETS = 16_384  # one for each peer
 LINGER_MS = 200  # how long `close` waits for what was sent last
 LONGEST_S = 3600.0  # one wait; libzmq counts milliseconds in 32 bits
 BURST = 1000  # messages taken from one socket before the others get their turn
@@ -66,6 +67,7 @@ class Endpoint:
         self.closed = False
         self.pid = os.getpid()
         self._context: zmq.Context[Socket] = zmq.Context.instance() if self.shared else zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._door = make_socket(self._context, zmq.ROUTER, max_frame_bytes)
         self._links: dict[str, Socket] = {}
         self._ignored: dict[bytes, None] = {}

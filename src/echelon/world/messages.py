@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from echelon.world.endpoint import Arrival, Endpoint
 TRACEBACK_CHARACTERS = 20_000
 FRAMES_MARK = b"\xc1"  # opens frames of a relay; no header of ours does, as msgpack never uses it
 RELAY_BYTES = 16  # the name of a relay
+MAX_ECHOES = 8  # where others never cease to speak
 
 
 class Refusal(Refused):
@@ -130,6 +132,7 @@ class Messenger:
         self._me, self._endpoint = me, endpoint
         self._pending: dict[int, Pending] = {}
         self._numbers = itertools.count(1)
+        self._num_arrivals = 0
         self._handlers: dict[str, Callable[..., Any]] = {}
 
     @property
@@ -163,6 +166,23 @@ class Messenger:
         Without a word when nobody is there, or the relay is closed.
         """
         return self._endpoint.send(address, [FRAMES_MARK + relay, *frames])
+
+    def hear_out(self, timeout_s: float) -> None:
+        """Serves what had reached this process before now, also of those who are dead by now.
+
+        It writes to itself until nothing but its own word comes: ZeroMQ reads a little of each socket in turn.
+        """
+        deadline = time.monotonic() + timeout_s
+        for _ in range(MAX_ECHOES):
+            if self._endpoint.closed or time.monotonic() >= deadline:
+                return
+            num_before = self._num_arrivals
+            echo = self._begin(self._me, "_echo", (), lambda echo: None)
+            while not echo.settled and (left_s := deadline - time.monotonic()) > 0.0:
+                self.poll(left_s)
+            self.abandon(echo)
+            if self._num_arrivals - num_before <= 2:  # the word and its answer
+                return
 
     def _begin(
         self, member: Member, function: str, args: tuple[Any, ...], on_settled: Callable[[Pending], None]
@@ -243,6 +263,10 @@ class Messenger:
                     self.abandon(pending)
         except Refused:
             self.refused += 1
+
+    def poll(self, timeout_s: float = 0.0, fds: Sequence[int] = ()) -> bool:
+        """Serves what came in."""
+        raise NotImplementedError
 
     def _why_stranger(self, request: Request) -> str:
         """Why the sender may ask for nothing here, or ""."""

@@ -1,7 +1,7 @@
 """The control plane: named processes that find, call and watch each other.
 
-The host keeps the directory of members and sends it, whole, to everyone when it changes. Calls and posts go straight
-from member to member.
+The host keeps the directory of members, sends it to whoever joins and its changes to everyone. Calls and posts go
+straight from member to member.
 
 A Node belongs to one thread of one process and works only inside `call`, `post` and `poll`: there is no thread behind
 it, and a member that does not poll does not answer. A member that waits in `call` serves what comes in meanwhile, so
@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from echelon.errors import ConfigError, PeerLost, Refused, RpcException, TransportTimeout
-from echelon.transport.codec import DEFAULT_LIMITS, Buffer, Limits
+from echelon.transport.codec import DEFAULT_LIMITS, Limits
 from echelon.world.address import NAME, check_name, is_sibling, member_address, remove
 from echelon.world.directory import Directory, Member, Progress
 from echelon.world.endpoint import Arrival, Endpoint
@@ -35,7 +35,7 @@ from echelon.world.messages import Messenger, Pending, Refusal, Request
 
 __all__ = ["Node", "Progress", "RpcException"]
 
-MAX_ECHOES = 8  # where others never cease to speak
+TELL_S = 0.02  # of those who join in this time the others are told together
 
 _here: weakref.WeakValueDictionary[str, Node] = weakref.WeakValueDictionary()  # address -> Node of this process
 
@@ -58,7 +58,7 @@ class Node(Messenger):
         self._directory = Directory()
         self._held: list[Arrival] = []  # requests that came while joining: nobody could `serve` anything yet
         self._progress: dict[str, Progress] = {}
-        self._num_arrivals = 0
+        self._tell_at = 0.0  # host: when the others are told of those who joined since the last time
         self.thread = threading.get_ident()  # that polls it
         _here[self.address] = self
 
@@ -196,6 +196,8 @@ class Node(Messenger):
         came, held = False, []
         if self._host is not None and self._held:
             held, self._held, timeout_s = self._held, [], 0.0
+        if self._directory.changes:
+            timeout_s = min(timeout_s, max(0.0, self._tell_at - time.monotonic()))
         for arrival in itertools.chain(held, self._endpoint.arrivals(timeout_s, fds)):
             came = True
             self._num_arrivals += 1
@@ -205,24 +207,9 @@ class Node(Messenger):
                 self._held.append(arrival)
             else:
                 self._take_request(arrival)
+        if self._directory.changes and time.monotonic() >= self._tell_at and not self._endpoint.closed:
+            self._tell_everyone()
         return came
-
-    def hear_out(self, timeout_s: float) -> None:
-        """Serves what had reached this process before now, also of those who are dead by now.
-
-        It writes to itself until nothing but its own word comes: ZeroMQ reads a little of each socket in turn.
-        """
-        deadline = time.monotonic() + timeout_s
-        for _ in range(MAX_ECHOES):
-            if self._endpoint.closed or time.monotonic() >= deadline:
-                return
-            num_before = self._num_arrivals
-            echo = self._begin(self._me, "_echo", (), lambda echo: None)
-            while not echo.settled and (left_s := deadline - time.monotonic()) > 0.0:
-                self.poll(left_s)
-            self.abandon(echo)
-            if self._num_arrivals - num_before <= 2:  # the word and its answer
-                return
 
     def beat(self, progress: int) -> None:
         """Tells the host how far this member's work is; call it now and then, not every step."""
@@ -331,6 +318,10 @@ class Node(Messenger):
                 return None
             case "_directory", (directory,) if self._host and request.incarnation == self._host.incarnation:
                 return self._adopt(Directory.from_wire(directory))
+            case "_changed", (int(epoch), directory) if self._host and request.incarnation == self._host.incarnation:
+                return self._on_changed(epoch, Directory.from_wire(directory))
+            case "_missed", () if self._is_host:
+                return self._send_directory(request.sender)
         raise Refusal(f"{self.name!r} does not take {request.function[:80]!r} from {request.sender[:80]!r}.")
 
     def _on_join(self, member: Member) -> tuple[Any, ...]:
@@ -341,8 +332,10 @@ class Node(Messenger):
         if not self._directory.holds(member):  # else it asks again, as our answer came late
             if why := self.admit(member):
                 raise Refusal(why)
+            is_known = member.name in self._directory.members or member.name in self._directory.gone
             self._enter(member)
-            self._tell_everyone()
+            if is_known or time.monotonic() >= self._tell_at:  # else `poll` tells of all who come until then
+                self._tell_everyone()
         return (self.name, self._directory.to_wire())
 
     def _on_beat(self, name: str, counter: int, epoch: int) -> None:
@@ -350,7 +343,7 @@ class Node(Messenger):
         if counter != last.counter:
             self._progress[name] = Progress(counter, time.monotonic(), last.pid, last.joined_at)
         if epoch < self._directory.epoch:  # it missed a change: its queue was full
-            self._endpoint.send(self._directory.members[name].address, self._directory_frames())
+            self._send_directory(name)
 
     def _enter(self, member: Member) -> None:
         now = time.monotonic()
@@ -378,14 +371,25 @@ class Node(Messenger):
         self._lose_pending(member, why)
         self.on_lost(member, why)
 
+    def _on_changed(self, epoch: int, changed: Directory) -> None:
+        left = self._directory.update(epoch, changed)
+        if left is None and self._host is not None:
+            self.post(self._host.name, "_missed")
+        for member in left or ():
+            self._mourn(member)
+
     def _tell_everyone(self) -> None:
-        frames = self._directory_frames()
+        """Of what changed; those who joined meanwhile know some of it, and who missed something says so."""
+        self._tell_at = time.monotonic() + TELL_S
+        epoch, changed = self._directory.take_changes()
+        frames = self._frames(0, "_changed", (epoch, changed.to_wire()))
         for member in self._directory.members.values():
             if member != self._me:
-                self._endpoint.send(member.address, frames)  # if its queue is full, a beat of it brings it again
+                self._endpoint.send(member.address, frames)  # if its queue is full, a beat of it brings everything
 
-    def _directory_frames(self) -> list[Buffer]:
-        return self._frames(0, "_directory", (self._directory.to_wire(),))
+    def _send_directory(self, name: str) -> None:
+        frames = self._frames(0, "_directory", (self._directory.to_wire(),))
+        self._endpoint.send(self._directory.members[name].address, frames)
 
     def _require_host(self, function: str) -> None:
         if not self._is_host:
