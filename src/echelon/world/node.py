@@ -233,6 +233,7 @@ class Node(Messenger):
     def lose_host(self, why: str) -> None:
         """The host is dead, as this member has found out by itself."""
         if self._host is not None and not self._is_host and self._directory.remove(self._host.name, why):
+            self._directory.changes.clear()  # which only the host tells
             self._mourn(self._host)
             remove(self._host.address)
 
