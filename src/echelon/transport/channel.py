@@ -20,9 +20,9 @@ Needs only the standard library.
 from __future__ import annotations
 
 import enum
-import functools
 import hashlib
 import struct
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MAGIC = 0x31_4E_48_43_48_43_45  # "ECHCHN1", little end first
@@ -50,17 +50,17 @@ class Kind(enum.IntEnum):
     ASK, POST, ANSWER, REFUSED = range(1, 5)
 
 
-class Service(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Service:
     """What is offered and asked for; equal on both sides."""
 
     name: str
     delivery: Delivery
     layout: int = 0  # digest of what both sides must agree on
+    digest: int = field(init=False)  # the name as the header carries it
 
-    @property
-    def digest(self) -> int:
-        """The name as the header carries it."""
-        return digest_of(self.name)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", digest_of(self.name))
 
 
 class Message(NamedTuple):
@@ -74,7 +74,6 @@ class Message(NamedTuple):
     frames: list[memoryview]  # the first opens with the header
 
 
-@functools.lru_cache
 def digest_of(agreed: object) -> int:
     """Sixty-four bits that differ where the representations of `agreed` do."""
     return int.from_bytes(hashlib.blake2b(repr(agreed).encode(), digest_size=8).digest(), "little", signed=True)

@@ -154,7 +154,9 @@ class Client:
             self._receive_ms = timeout_ms
         try:
             if self._copies:
-                frames = [memoryview(frame) for frame in self.socket.recv_multipart()]
+                frames = [memoryview(self.socket.recv())]
+                while self.socket.getsockopt(zmq.RCVMORE):
+                    frames.append(memoryview(self.socket.recv()))
             else:
                 frames = [frame.buffer for frame in self.socket.recv_multipart(copy=False)]
         except zmq.Again:

@@ -63,13 +63,17 @@ class RemoteSeat:
         self.client = Client("the inference server", address, secret, wire.stateful_bytes)
         self.address = self.client.address
         arrival = (bytearray(HEADER.size),)
-        self._arrival = self.client.ask(wire.seat, lambda: arrival, number=self._count, own=(self.index, 0, 0))
+        self._arrival: Request | None = self.client.ask(
+            wire.seat, lambda: arrival, number=self._count, own=(self.index, 0, 0)
+        )
         self._request: Request | None = None
 
     def ask(self) -> None:
         """Sends the question; `observation` and `first` must be in place, and the last answer read."""
         self._count += 1
-        self.client.forget(self._arrival)  # a question takes the seat, too
+        if self._arrival is not None:  # a question takes the seat, too
+            self.client.forget(self._arrival)
+            self._arrival = None
         own = (self.index, int(self.wants_state), 0)
         # The arrays rest until the answer is read.
         self._request = self.client.ask(self._wire.act, lambda: self._question, number=self._count, own=own)
