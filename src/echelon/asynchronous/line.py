@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from echelon.errors import ConfigError, TransportTimeout
+from echelon.errors import ConfigError, Refused, TransportTimeout
 from echelon.transport.channel import HEADER, Part
 from echelon.transport.channel_client import Client
 from echelon.transport.episode_wire import (
@@ -82,6 +82,8 @@ class Line:
                 self._told_after_s = TOLD_AFTER_S
                 self.round_trips.append(time.monotonic() - start)
                 return answer
+            else:
+                raise Refused(f"the learner at {self.address} answered with a {type(answer).__name__}.")
 
     def say(self, message: FromWorker) -> None:
         """Sends what has no answer; it is lost with a learner that is not there."""

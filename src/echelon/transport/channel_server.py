@@ -97,9 +97,9 @@ class Server:
     # What comes in.
 
     def take(self, most: int) -> int:
-        """Deals with what has come, at most `most` messages; returns how many it were.
+        """Deals with what has come, at most `most` messages; returns how many there were.
 
-        `sleep` only when it were fewer: sleeping tells only of what is new.
+        `sleep` only when there were fewer: it wakes only for what comes later.
         """
         self._look_at_gate()
         num = 0
