@@ -12,31 +12,16 @@ import zmq
 
 from echelon.errors import ConfigError
 from echelon.transport.codec import Buffer
-from echelon.transport.curve import secure_client, secure_server
+from echelon.transport.curve import Socket, secure_client, secure_server
 from echelon.transport.session import is_taken
-from echelon.transport.sockets import HEARTBEAT_MS, SILENCE_MS
+from echelon.transport.sockets import LINGER_MS, make_socket
 from echelon.world.address import check_address, ipc_path, remove
 
 QUEUED_MESSAGES = 20_000  # per peer and direction
 MAX_SOCKETS = 16_384  # one for each peer
-LINGER_MS = 200  # how long `close` waits for what was sent last
 LONGEST_S = 3600.0  # one wait; libzmq counts milliseconds in 32 bits
 BURST = 1000  # messages taken from one socket before the others get their turn
 IGNORED_CONNECTIONS = 10_000  # the oldest are forgotten
-
-Socket = zmq.Socket[bytes]
-
-
-def make_socket(context: zmq.Context[Socket], kind: int, max_frame_bytes: int) -> Socket:
-    """A socket with the world's rules on it."""
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)  # libzmq hangs up on a peer that sends a longer frame
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
-    return socket
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +53,7 @@ class Endpoint:
         self.pid = os.getpid()
         self._context: zmq.Context[Socket] = zmq.Context.instance() if self.shared else zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        self._door = make_socket(self._context, zmq.ROUTER, max_frame_bytes)
+        self._door = make_socket(self._context, zmq.ROUTER, max_frame_bytes, QUEUED_MESSAGES)
         self._links: dict[str, Socket] = {}
         self._ignored: dict[bytes, None] = {}
         self._gate = secure_server(self._door, self._secret) if self._secret is not None else None
@@ -90,7 +75,7 @@ class Endpoint:
         self._check_usable()
         link = self._links.get(address)
         if link is None:
-            link = make_socket(self._context, zmq.DEALER, self.max_frame_bytes)
+            link = make_socket(self._context, zmq.DEALER, self.max_frame_bytes, QUEUED_MESSAGES)
             if self._secret is not None:
                 secure_client(link, self._secret)
             link.connect(address)
