@@ -38,7 +38,7 @@ class Stage:
         self.messages: list[str] = []
         self.world.serve("message", self.messages.append)
         self.world.serve("env_restarted", self.messages.append)
-        for name in ("phases", "train", "finished", "evaluation"):
+        for name in ("train", "finished", "evaluation"):
             self.world.serve(name, lambda *told: None)
         context = Context(
             name="coordinator", index=0, incarnation=0, epoch=0, train=config, spaces=probe_spaces(config.env),

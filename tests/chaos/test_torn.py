@@ -79,7 +79,6 @@ class Bench:
         self.context = Context("host", 0, 0, 0, config, spaces, (), session, address, run_dir, 0.0)
         self.engine = LocalEngine(str(session), ["echelon.roles.actor"])
         self.world = Node.host(address)
-        self.world.serve("phases", lambda name, phases: None)
         self.plan = Plan(self.context)
         self.ring, self.board = self.plan.ring(), self.plan.board()
         self.source = QueueSource(config, self.context.schema, self.ring, torch.device("cpu"))

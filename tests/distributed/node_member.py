@@ -39,7 +39,6 @@ def main(address: str, name: str, starter: int) -> None:
     world.serve("fail", fail)
     world.serve("unsendable", lambda: {1, 2})
     world.serve("relay", relay)
-    world.serve("beat", world.beat)
     world.serve("stop", stop_with)
     while not stop and os.path.exists(f"/proc/{starter}"):
         world.poll(0.2)

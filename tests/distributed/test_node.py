@@ -46,7 +46,7 @@ def start(host: Node) -> Iterator[Start]:
         child = FORKSERVER.Process(target=node_member.main, args=(host.address, name, os.getpid()))
         child.start()
         children.append(child)
-        wait_for(host, lambda: (seen := host.last_progress(name)) is not None and seen.pid == child.pid)
+        wait_for(host, lambda: (seen := host.member(name)) is not None and seen.pid == child.pid)
         return child
 
     yield start_member
@@ -173,7 +173,7 @@ def test_whoever_waits_for_a_killed_member_gets_peer_lost(host: Node, start: Sta
     assert caught.value.kind == "PeerLost"
     with pytest.raises(PeerLost, match="killed by signal 9"):
         host.call("victim", "pid")
-    assert host.members == ["coordinator", "waiter"] and host.last_progress("victim") is None
+    assert host.members == ["coordinator", "waiter"]
 
 
 def test_a_new_incarnation_takes_the_name_over(host: Node, start: Start) -> None:
@@ -232,7 +232,7 @@ def test_a_former_life_is_refused(host: Node, knock: Knock) -> None:
     old.send_multipart(frames)
     wait_for(host, lambda: notes == [1])
     new.send_multipart(encode((1, "a", "fedcba9876543210", "_join", (member_of(host, "a.fedcba9876543210"), 2, ()))))
-    wait_for(host, lambda: (seen := host.last_progress("a")) is not None and seen.pid == 2)
+    wait_for(host, lambda: (seen := host.member("a")) is not None and seen.pid == 2)
     old.send_multipart(frames)
     old.send_multipart(encode((0, "a", "0123456789abcdef", "_leave", ())))
     wait_for(host, lambda: host.refused == 2)
@@ -251,24 +251,6 @@ def test_members_that_call_each_other_do_not_deadlock(host: Node, start: Start) 
     hops = ("b", "relay", "a", "relay", "b", "relay", "coordinator", "double", 21)
     assert ask(host, "a", "relay", *hops) == 42
     assert ask(host, "a", "relay", "a", "echo", 1) == (1,)
-
-
-def test_the_host_sees_progress_and_when_it_changed(host: Node, start: Start) -> None:
-    child = start("a")
-    first = host.last_progress("a")
-    assert first is not None and (first.counter, first.pid, first.changed_at) == (0, child.pid, first.joined_at)
-    ask(host, "a", "beat", 5)
-    wait_for(host, lambda: (seen := host.last_progress("a")) is not None and seen.counter == 5)
-    second = host.last_progress("a")
-    ask(host, "a", "beat", 5)
-    marks: list[int] = []
-    host.serve("mark", lambda: marks.append(1))
-    ask(host, "a", "post", "coordinator", "mark")
-    wait_for(host, lambda: marks == [1])  # the second beat came before it
-    assert host.last_progress("a") == second and second is not None and second.changed_at > first.changed_at
-    host.beat(9)
-    own = host.last_progress("coordinator")
-    assert own is not None and own.counter == 9
 
 
 def test_hostile_frames_cost_the_host_nothing(host: Node, start: Start, knock: Knock) -> None:

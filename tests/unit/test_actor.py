@@ -90,7 +90,7 @@ def test_an_actor_waits_until_it_is_admitted_and_ends_when_told(make_stage: Call
     stage.world.post("actor-0-0", "stop")
     deadline = time.monotonic() + 60.0
     while not actor.finished:
-        actor.station._next_beat = 0.0
+        actor.station._next_tick = 0.0
         actor.station.tick(time.perf_counter())
         actor.step(0.01)
         assert time.monotonic() < deadline

@@ -15,9 +15,9 @@ from echelon.engines.process import Exit, Failure, ProcessSpec
 from echelon.errors import RunError
 from echelon.roles import supervisor as module
 from echelon.roles.context import Context
+from echelon.roles.gauge import PHASES, Gauge
 from echelon.roles.supervisor import PROCESSES, START_GRACE_S, Supervisor, origin_of
 from echelon.schema import Spaces
-from echelon.world.directory import Progress
 from toy_envs import CounterEnv
 
 HANG_S = TrainConfig().supervision.hang_timeout_s
@@ -73,16 +73,19 @@ class Engine:
 
 
 class Node:
-    """Knows the progress that the test wrote down, or none: the role has not joined, or has left."""
-
-    def __init__(self) -> None:
-        self.progress: Progress | None = None
-
-    def last_progress(self, name: str) -> Progress | None:
-        return self.progress
+    """A world that nobody is in."""
 
     def forget(self, name: str, reason: str) -> None:
-        self.progress = None
+        pass
+
+
+def show(scene: Any, progress: int, incarnation: int = 0) -> None:
+    """What every role shows of its progress, as if it had just been started in this incarnation."""
+    for name in scene.supervisor.members:
+        gauge = Gauge(scene.folder, name)
+        gauge.begin(incarnation)
+        gauge.show(progress, dict.fromkeys(PHASES, 0.0))
+    scene.supervisor.look()
 
 
 def make_scene(folder: Path, monkeypatch: pytest.MonkeyPatch, config: TrainConfig, *names: str) -> Any:
@@ -109,12 +112,12 @@ def learners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "logs").mkdir()
     config = replace(TrainConfig(), **{"learner.num_learners": 2})
     scene = make_scene(tmp_path, monkeypatch, config, *config.learner_names)
-    scene.world.progress = Progress(5, 1000.0, 7, 1000.0)
+    show(scene, 5)
     return scene
 
 
 def test_a_role_has_time_to_begin(scene: Any) -> None:
-    scene.world.progress = Progress(0, 1000.0, 7, 1000.0)  # joined, and still at its imports
+    show(scene, 0)  # joined, and still at its imports
     watch(scene, START_GRACE_S)
     assert not scene.engine.signals
     watch(scene, 1.0)
@@ -122,7 +125,7 @@ def test_a_role_has_time_to_begin(scene: Any) -> None:
 
 
 def test_one_that_stands_still_is_killed_once(scene: Any) -> None:
-    scene.world.progress = Progress(5, 1000.0, 7, 1000.0)
+    show(scene, 5)
     watch(scene, HANG_S)
     assert not scene.engine.signals
     scene.clock.now += 1.0
@@ -134,7 +137,7 @@ def test_one_that_stands_still_is_killed_once(scene: Any) -> None:
 
 def test_nobody_is_judged_by_the_time_that_the_supervisor_was_stopped(scene: Any) -> None:
     """As by Ctrl-Z: what the roles told meanwhile is heard after the first look."""
-    scene.world.progress = Progress(5, 1000.0, 7, 1000.0)
+    show(scene, 5)
     watch(scene, HANG_S - 2.0)
     scene.clock.now += 10 * HANG_S
     scene.supervisor.look()
@@ -145,7 +148,7 @@ def test_nobody_is_judged_by_the_time_that_the_supervisor_was_stopped(scene: Any
 
 def test_a_supervisor_that_looks_seldom_still_notices(scene: Any) -> None:
     """As with a policy of the user's own that learns for seconds in the same process."""
-    scene.world.progress = Progress(5, 1000.0, 7, 1000.0)
+    show(scene, 5)
     for _ in range(int(HANG_S) + 1):
         assert not scene.engine.signals
         scene.clock.now += 5.0
@@ -155,10 +158,9 @@ def test_a_supervisor_that_looks_seldom_still_notices(scene: Any) -> None:
 
 def test_one_that_left_is_given_the_same_time_to_close(scene: Any) -> None:
     """However long it worked before: its silence begins with its last progress."""
-    scene.clock.now += 500.0
-    scene.world.progress = Progress(5, scene.clock.now, 7, 1000.0)
-    scene.supervisor.look()
-    scene.world.progress = None
+    for progress in range(1, 100):
+        watch(scene, 1.0)
+        show(scene, progress)
     watch(scene, HANG_S)
     assert not scene.engine.signals
     watch(scene, 1.0)
@@ -166,14 +168,19 @@ def test_one_that_left_is_given_the_same_time_to_close(scene: Any) -> None:
 
 
 def test_a_successor_is_not_judged_by_its_predecessor(scene: Any) -> None:
-    scene.world.progress = Progress(5, 1000.0, 7, 1000.0)
+    show(scene, 5)
     watch(scene, HANG_S + 1.0)
     scene.supervisor.replace(Exit("actor-0", 7, -1, signal.SIGKILL))
     scene.engine.signals.clear()
     scene.engine.process = 8
-    scene.world.progress = Progress(5, 1000.0, 7, 1000.0)  # a beat of the dead one that came late
+    show(scene, 6)  # what the dead one showed last
     watch(scene, HANG_S + 1.0)
+    assert not scene.engine.signals, "it has not begun yet"
+    show(scene, 1, incarnation=1)
+    watch(scene, HANG_S)
     assert not scene.engine.signals
+    watch(scene, 1.0)
+    assert scene.engine.signals == [signal.SIGUSR1, signal.SIGKILL]
     assert [spec.config["incarnation"] for spec in scene.engine.started] == [0, 1]
     assert scene.supervisor.restarts == 1
 
@@ -230,7 +237,8 @@ def test_several_that_hang_are_asked_at_once(learners: Any, monkeypatch: pytest.
 
     monkeypatch.setattr(learners.supervisor, "_stacks", ask)
     learners.supervisor.start("actor-0", "actor", 0)
-    watch(learners, START_GRACE_S + 1.0)
+    show(learners, 5)
+    watch(learners, HANG_S + 1.0)
     assert asked == [["actor-0", "learner-0", "learner-1"]]
 
 

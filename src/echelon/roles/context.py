@@ -14,13 +14,13 @@ import zmq
 from echelon import config_io
 from echelon.config import TrainConfig
 from echelon.roles.brought import Brought
+from echelon.roles.gauge import PHASES, Gauge
 from echelon.schema import Spaces, TrajectorySchema
 from echelon.world.node import Node
 
 COORDINATOR = "coordinator"
-BEAT_INTERVAL_S = 0.25
+TICK_S = 0.25
 JOIN_S = 10.0  # between two knocks
-PHASES = ("env", "act", "wait", "transfer", "learn", "exchange")  # the last: between several learners
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Context:
 
 
 class Station:
-    """A role's place in the world: it hears `stop`, beats with its progress, and tells where its time goes."""
+    """A role's place in the world: it hears `stop`, and shows its progress and where its time goes."""
 
     def __init__(self, context: Context) -> None:
         # Until it is let in: a coordinator that is dead takes us with it, and one that was stopped goes on.
@@ -98,7 +98,9 @@ class Station:
         self.stop_requested = False
         self.progress = 0
         self.phases = dict.fromkeys(PHASES, 0.0)
-        self._next_beat, self._has_begun = 0.0, False
+        self.gauge = Gauge(context.session, context.name)
+        self.gauge.begin(context.incarnation)
+        self._next_tick, self._has_begun = 0.0, False
         self.world.serve("stop", self._stop)
         self.tick(time.perf_counter())
 
@@ -107,10 +109,9 @@ class Station:
 
     def tick(self, now: float) -> None:
         """Keeps in touch; cheap when nothing is due."""
-        if now >= self._next_beat or (self.progress and not self._has_begun):  # who has begun is known at once
-            self._next_beat, self._has_begun = now + BEAT_INTERVAL_S, self.progress > 0
-            self.world.beat(self.progress)
-            self.world.post(COORDINATOR, "phases", self.world.name, self.phases)
+        if now >= self._next_tick or (self.progress and not self._has_begun):  # who has begun is known at once
+            self._next_tick, self._has_begun = now + TICK_S, self.progress > 0
+            self.gauge.show(self.progress, self.phases)
             self.world.poll(0.0)
 
     def wait(self, timeout_s: float, descriptors: Sequence[int]) -> None:
@@ -136,6 +137,6 @@ class Station:
         self.world.post(COORDINATOR, function, *args)
 
     def close(self) -> None:
-        """Leaves, with its last account: a short run may be over before the first was due."""
-        self.report("phases", self.world.name, self.phases)
+        """Leaves, with its last values: a short run may be over before the first were due."""
+        self.gauge.show(self.progress, self.phases)
         self.world.close()

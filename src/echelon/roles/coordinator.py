@@ -54,14 +54,7 @@ class Coordinator:
         self.env_restarts = 0
         self.stopping = False
         self.next_console = 0.0
-        self.serving: dict[str, dict[str, float]] = {}  # of each inference server, since it was started
-        self.shards: dict[str, dict[str, float]] = {}  # of each shard server, since it was started
-        self.workers: dict[str, float] = {}  # what the door tells of them
         self.newest_evaluation = 0  # the number of the last one of a worker that is in the record
-        world.serve("phases", self._on_phases)
-        world.serve("serving", self._on_serving)
-        world.serve("shards", self._on_shards)
-        world.serve("workers", self._on_workers)
         world.serve("train", self._on_train)
         world.serve("evaluation", self._on_evaluation)
         world.serve("worker_evaluation", self._on_worker_evaluation)
@@ -73,25 +66,10 @@ class Coordinator:
 
     # What the roles tell.
 
-    def _on_phases(self, name: str, phases: dict[str, float]) -> None:
-        if name in self.supervisor.members:
-            self.supervisor.members[name].phases = phases
-
-    def _on_serving(self, name: str, figures: dict[str, float]) -> None:
-        self.serving[name] = figures
-
-    def _on_shards(self, name: str, figures: dict[str, float]) -> None:
-        self.shards[name] = figures
-
-    def _on_workers(self, figures: dict[str, float]) -> None:
-        self.workers = figures
-
     def _on_train(self, row: dict[str, Any]) -> None:
         self.row = row
-        serving = {"inference": self.serving} if self.serving else {}
-        shards = {"shards": self.shards} if self.shards else {}
-        workers = {"workers": self.workers} if self.workers else {}
-        self.metrics.write({"kind": "train", **row, "time": self.shares(), **serving, **shards, **workers})
+        shown = {name: figures for name, figures in self.figures().items() if figures}
+        self.metrics.write({"kind": "train", **row, "time": self.shares(), **shown})
 
     def _on_evaluation(self, score: dict[str, Any]) -> None:
         self.evaluations.append(score["return_mean"])
@@ -193,6 +171,15 @@ class Coordinator:
     def shares(self) -> dict[str, dict[str, float]]:
         return self.supervisor.shares()
 
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """What servers show of themselves: each inference server, each shard server, and the gateway of workers."""
+        figures = self.supervisor.figures
+        return {"inference": figures("inference"), "shards": figures("shards"), "workers": self._workers}
+
+    @property
+    def _workers(self) -> dict[str, float]:
+        return self.supervisor.figures("door").get("door", {})
+
     def _filling(self) -> tuple[int, int] | None:
         """Transitions in a replay that is not learned from yet, and how many there must be."""
         replay, least = self.row.get("replay"), self.config.replay.min_size
@@ -223,7 +210,7 @@ class Coordinator:
                 dropped=row.get("dropped", 0),
                 experience=self.config.algorithm.slots,
                 roles=self.shares(),
-                workers=self.workers,
+                workers=self._workers,
                 filling=self._filling(),
             )
         )

@@ -267,7 +267,7 @@ class EpisodeDoor:
         figures = {"workers": self.attendance.num_here, **totals, "interactions_per_hour": per_hour}
         figures |= {"transitions": self.intake.writer.head, "refused": self.door.num_refused}
         figures |= self.handling.figures()
-        self.station.report("workers", figures)
+        self.station.gauge.show_figures("door", figures)
 
     def close(self) -> None:
         self._tell(time.perf_counter())

@@ -24,7 +24,7 @@ INFERENCE_SEED = 1 << 22  # an actor number that no actor has: what servers draw
 class Inference(Serving):
     """Answers one round a step."""
 
-    TOLD_AS = "serving"
+    KIND = "inference"
     server: InferenceServer
 
     def __init__(self, context: Context) -> None:

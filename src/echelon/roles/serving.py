@@ -1,4 +1,4 @@
-"""Servers as roles of a run: each steps its server, says where its time goes, and tells now and then how it does."""
+"""Servers as roles of a run: each steps its server, and shows where its time goes and how it does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Server(Protocol):
 class Serving:
     """A role around a server, which its subclass makes and gives account of."""
 
-    TOLD_AS: ClassVar[str]  # the coordinator's service that takes the figures
+    KIND: ClassVar[str]  # by which its figures are named
     server: Server
 
     def __init__(self, context: Context) -> None:
@@ -38,7 +38,7 @@ class Serving:
         now = time.perf_counter()
         if now >= self.next_report:
             self.next_report = now + REPORT_S
-            self._tell()
+            self._show()
         self.station.tick(now)
         return worked
 
@@ -47,13 +47,13 @@ class Serving:
         raise NotImplementedError
 
     def figures(self) -> dict[str, Any]:
-        """What to tell of it, for the record."""
+        """What to show of it, for the record."""
         raise NotImplementedError
 
-    def _tell(self) -> None:
-        self.station.report(self.TOLD_AS, self.station.world.name, self.figures())
+    def _show(self) -> None:
+        self.station.gauge.show_figures(self.KIND, self.figures())
 
     def close(self) -> None:
-        self._tell()
+        self._show()
         self.server.close()
         self.station.close()

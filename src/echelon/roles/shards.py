@@ -19,7 +19,7 @@ from echelon.transport.sockets import announce
 class Shards(Serving):
     """Answers what has come, a step at a time."""
 
-    TOLD_AS = "shards"
+    KIND = "shards"
     server: ShardServer
 
     def __init__(self, context: Context) -> None:

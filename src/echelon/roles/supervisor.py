@@ -22,7 +22,8 @@ from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, Failure, ProcessSpec
 from echelon.errors import ConfigError, DivergedError, EnvError, RunError
-from echelon.roles.context import PHASES, Context
+from echelon.roles.context import Context
+from echelon.roles.gauge import PHASES, Gauge
 from echelon.world.node import Node
 
 PROCESSES = "processes.json"
@@ -43,12 +44,23 @@ class Member:
 
     spec: ProcessSpec
     context: Context
+    kind: str
+    gauge: Gauge
     moved: float  # when it last made progress; before it has begun, when it was started
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    progress: int = 0  # what its gauge showed then
     past_phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     failures: collections.deque[tuple[float, str]] = field(default_factory=lambda: collections.deque(maxlen=16))
-    begun: bool = False
     doomed: bool = False  # killed by us, its exit is under way
+
+    @property
+    def has_begun(self) -> bool:
+        return self.progress > 0
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """The seconds that the role spent in each phase, its earlier lives included."""
+        phases = self.gauge.phases(self.context.incarnation)
+        return {phase: seconds + self.past_phases[phase] for phase, seconds in phases.items()}
 
 
 class Supervisor:
@@ -79,7 +91,8 @@ class Supervisor:
         here = self.engine.is_here(name)
         log = "" if here else str(self._log(name))
         spec = ProcessSpec(name, f"echelon.roles.{kind}:{kind}", context.to_config(keep_objects=here), log, nice)
-        self.members[name] = Member(spec, context, time.monotonic())
+        gauge = Gauge(context.session, name)
+        self.members[name] = Member(spec, context, kind, gauge, time.monotonic())
         if name in self.together:
             self.members[name].failures = self._failures
         self.engine.start(spec)
@@ -125,12 +138,10 @@ class Supervisor:
 
     def _restart(self, name: str) -> None:
         member = self.members[name]
-        for phase, seconds in member.phases.items():
-            member.past_phases[phase] += seconds
-        member.phases = dict.fromkeys(PHASES, 0.0)
+        member.past_phases = member.phases
         member.context = replace(member.context, incarnation=member.context.incarnation + 1)
         member.spec = replace(member.spec, config=member.context.to_config(keep_objects=False))
-        member.moved, member.begun, member.doomed = time.monotonic(), False, False
+        member.moved, member.progress, member.doomed = time.monotonic(), 0, False
         self.engine.start(member.spec)
 
     def _judge(self, member: Member, failure: Failure) -> None:
@@ -153,7 +164,7 @@ class Supervisor:
         """Kills roles whose progress stands still, after asking for their stacks; their exit then replaces them."""
         now = time.monotonic()
         self._forgive(now)
-        self._look_at_progress()
+        self._look_at_progress(now)
         hung: list[tuple[list[str], float]] = []
         for names in [*([name] for name in self.members if name not in self.together), self.together]:
             living = [name for name in names if self.engine.pid(name) is not None and not self.members[name].doomed]
@@ -182,15 +193,15 @@ class Supervisor:
         silent_s = now - max(one.moved for one in group)  # also of one that left and is just closing
         timeout_s = self.config.hang_timeout_s
         compiling = names[0] in self.context.train.learner_names and self.context.train.learner.compile
-        if compiling or not all(one.begun for one in group):
+        if compiling or not all(one.has_begun for one in group):
             timeout_s = max(timeout_s, START_GRACE_S)
         return silent_s if silent_s > timeout_s else 0.0
 
-    def _look_at_progress(self) -> None:
-        for name, member in self.members.items():
-            pid, progress = self.engine.pid(name), self.world.last_progress(name)
-            if pid is not None and progress is not None and progress.pid == pid and progress.counter > 0:
-                member.begun, member.moved = True, max(member.moved, progress.changed_at)
+    def _look_at_progress(self, now: float) -> None:
+        for member in self.members.values():
+            progress = member.gauge.progress(member.context.incarnation)
+            if progress != member.progress:
+                member.progress, member.moved = progress, now
 
     def _end_hung(self, names: Sequence[str], silent_s: float, stacks: dict[str, str]) -> None:
         """Kills a hung role; of several that wait for each other, those that the others wait for."""
@@ -248,11 +259,16 @@ class Supervisor:
         """For every role, the share of its time that each phase took."""
         shares = {}
         for name, member in self.members.items():
-            total = {phase: member.phases[phase] + member.past_phases[phase] for phase in PHASES}
-            seconds = sum(total.values())
+            phases = member.phases
+            seconds = sum(phases.values())
             if seconds > 0 and name != "evaluator":
-                shares[name] = {phase: value / seconds for phase, value in total.items()}
+                shares[name] = {phase: value / seconds for phase, value in phases.items()}
         return shares
+
+    def figures(self, kind: str) -> dict[str, dict[str, float]]:
+        """What each role of `kind` shows of itself, if anything yet."""
+        shown = {name: member.gauge.figures(kind) for name, member in self.members.items() if member.kind == kind}
+        return {name: figures for name, figures in shown.items() if figures}
 
     def _record(self) -> None:
         """Writes down who runs as which process, whenever that changed."""

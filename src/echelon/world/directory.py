@@ -22,16 +22,6 @@ class Member:
     card: tuple[Any, ...] = ()  # what it says of itself to everyone; the directory only carries it
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What the host knows of a member's work; times are the host's monotonic clock."""
-
-    counter: int
-    changed_at: float  # when the counter last changed
-    pid: int
-    joined_at: float
-
-
 @dataclass(slots=True)
 class Directory:
     """Names and the members behind them; `epoch` counts its changes, so a copy knows which of two is newer.

@@ -29,11 +29,11 @@ from typing import Any
 from echelon.errors import ConfigError, PeerLost, Refused, RpcException, TransportTimeout
 from echelon.transport.codec import DEFAULT_LIMITS, Limits
 from echelon.world.address import NAME, check_name, is_sibling, member_address, remove
-from echelon.world.directory import Directory, Member, Progress
+from echelon.world.directory import Directory, Member
 from echelon.world.endpoint import Arrival, Endpoint
 from echelon.world.messages import Messenger, Pending, Refusal, Request
 
-__all__ = ["Node", "Progress", "RpcException"]
+__all__ = ["Node", "RpcException"]
 
 TELL_S = 0.02  # of those who join in this time the others are told together
 
@@ -57,7 +57,7 @@ class Node(Messenger):
         self._host: Member | None = None
         self._directory = Directory()
         self._held: list[Arrival] = []  # requests that came while joining: nobody could `serve` anything yet
-        self._progress: dict[str, Progress] = {}
+        self._behind: set[str] = set()  # host: members whose queue was full when a change was told
         self._tell_at = 0.0  # host: when the others are told of those who joined since the last time
         self.thread = threading.get_ident()  # that polls it
         _here[self.address] = self
@@ -196,7 +196,7 @@ class Node(Messenger):
         came, held = False, []
         if self._host is not None and self._held:
             held, self._held, timeout_s = self._held, [], 0.0
-        if self._directory.changes:
+        if self._directory.changes or self._behind:
             timeout_s = min(timeout_s, max(0.0, self._tell_at - time.monotonic()))
         for arrival in itertools.chain(held, self._endpoint.arrivals(timeout_s, fds)):
             came = True
@@ -209,19 +209,10 @@ class Node(Messenger):
                 self._take_request(arrival)
         if self._directory.changes and time.monotonic() >= self._tell_at and not self._endpoint.closed:
             self._tell_everyone()
+        if self._behind and time.monotonic() >= self._tell_at and not self._endpoint.closed:
+            self._tell_at = time.monotonic() + TELL_S
+            self._behind = {name for name in self._behind if not self._send_directory(name)}
         return came
-
-    def beat(self, progress: int) -> None:
-        """Tells the host how far this member's work is; call it now and then, not every step."""
-        if self._is_host:
-            self._on_beat(self.name, progress, self._directory.epoch)
-        elif self._host is not None:
-            self.post(self._host.name, "_beat", progress, self._directory.epoch)
-
-    def last_progress(self, name: str) -> Progress | None:
-        """What the host knows of a member's progress; poll before judging, beats wait in the queue until then."""
-        self._require_host("last_progress")
-        return self._progress.get(name)
 
     def forget(self, name: str, reason: str) -> None:
         """Declares a member gone (host only): calls to it, also those that wait, raise PeerLost with `reason`."""
@@ -311,8 +302,6 @@ class Node(Messenger):
         match request.function, request.args:
             case "_join", (str(address), int(pid), tuple(card)) if self._is_host:
                 return self._on_join(Member(request.sender, address, pid, request.incarnation, card))
-            case "_beat", (int(counter), int(epoch)) if self._is_host:
-                return self._on_beat(request.sender, counter, epoch)
             case "_leave", () if self._is_host:
                 return self._strike(request.sender, "it left")
             case "_echo", () if request.incarnation == self.incarnation:
@@ -322,7 +311,8 @@ class Node(Messenger):
             case "_changed", (int(epoch), directory) if self._host and request.incarnation == self._host.incarnation:
                 return self._on_changed(epoch, Directory.from_wire(directory))
             case "_missed", () if self._is_host:
-                return self._send_directory(request.sender)
+                self._behind.add(request.sender)
+                return None
         raise Refusal(f"{self.name!r} does not take {request.function[:80]!r} from {request.sender[:80]!r}.")
 
     def _on_join(self, member: Member) -> tuple[Any, ...]:
@@ -339,22 +329,12 @@ class Node(Messenger):
                 self._tell_everyone()
         return (self.name, self._directory.to_wire())
 
-    def _on_beat(self, name: str, counter: int, epoch: int) -> None:
-        last = self._progress[name]
-        if counter != last.counter:
-            self._progress[name] = Progress(counter, time.monotonic(), last.pid, last.joined_at)
-        if epoch < self._directory.epoch:  # it missed a change: its queue was full
-            self._send_directory(name)
-
     def _enter(self, member: Member) -> None:
-        now = time.monotonic()
         if old := self._directory.add(member):
             self._lose(old)
-        self._progress[member.name] = Progress(0, now, member.pid, now)
 
     def _strike(self, name: str, reason: str) -> None:
         if old := self._directory.remove(name, reason):
-            del self._progress[name]
             self._tell_everyone()  # before those who wait hear of it: they may ask next who is there
             self._lose(old)
 
@@ -385,12 +365,13 @@ class Node(Messenger):
         epoch, changed = self._directory.take_changes()
         frames = self._frames(0, "_changed", (epoch, changed.to_wire()))
         for member in self._directory.members.values():
-            if member != self._me:
-                self._endpoint.send(member.address, frames)  # if its queue is full, a beat of it brings everything
+            if member != self._me and not self._endpoint.send(member.address, frames):
+                self._behind.add(member.name)
 
-    def _send_directory(self, name: str) -> None:
+    def _send_directory(self, name: str) -> bool:
         frames = self._frames(0, "_directory", (self._directory.to_wire(),))
-        self._endpoint.send(self._directory.members[name].address, frames)
+        member = self._directory.members.get(name)
+        return member is None or self._endpoint.send(member.address, frames)
 
     def _require_host(self, function: str) -> None:
         if not self._is_host:

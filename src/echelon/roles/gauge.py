@@ -1,0 +1,77 @@
+"""Gauges: what a role shows of itself while it works, in a row of shared memory: progress, phases, figures.
+
+Every role has a row, which it alone writes and the supervisor reads whenever it wants to know; the newest value wins,
+and nobody waits. A row stays when its writer dies, so the last values of a dead role are not lost; its successor begins
+with zeros. No stop and no schedule depends on a gauge: what must be exact is counted by the learner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echelon.transport.segments import join_segment
+
+PHASES = ("env", "act", "wait", "transfer", "learn", "exchange")  # the last: between several learners
+FIGURES = {  # what roles of a kind show beside it, for the record
+    "inference": ("rounds", "mean_rows", "missed", "refused"),
+    "shards": ("answers", "items", "refused"),
+    "door": (
+        *("workers", "episodes", "evaluations", "interactions", "repeated", "interactions_per_hour", "transitions"),
+        *("refused", "handling_mean_ms", "handling_p50_ms", "handling_p95_ms", "handling_max_ms"),
+    ),
+}
+LIFE, PROGRESS = 0, 1
+NUM_WORDS, NUM_FIGURES = 2, 14
+ROW_BYTES = 8 * (NUM_WORDS + len(PHASES) + NUM_FIGURES)
+
+
+class Gauge:
+    """The row of the role `name`."""
+
+    def __init__(self, session: Path, name: str) -> None:
+        folder = session / "gauges"
+        folder.mkdir(exist_ok=True)
+        memory = join_segment(folder / name, ROW_BYTES)
+        self._words = memory[: 8 * NUM_WORDS].view(np.int64)
+        self._phases, self._figures = np.split(memory[8 * NUM_WORDS :].view(np.float64), [len(PHASES)])
+
+    # The role's side.
+
+    def begin(self, incarnation: int) -> None:
+        """From now on the row is this incarnation's, whose predecessor is dead."""
+        self._words[LIFE] = 0  # until the values are its own
+        self._words[PROGRESS], self._phases[:], self._figures[:] = 0, 0.0, np.nan
+        self._words[LIFE] = incarnation + 1
+
+    def show(self, progress: int, phases: Mapping[str, float]) -> None:
+        self._phases[:] = [phases[phase] for phase in PHASES]
+        self._words[PROGRESS] = progress
+
+    def show_figures(self, kind: str, figures: Mapping[str, Any]) -> None:
+        """Figures of a role of this kind; those that are not given are not known yet."""
+        names = FIGURES[kind]
+        assert set(figures) <= set(names), f"{sorted(set(figures) - set(names))} are no figures of {kind}"
+        self._figures[: len(names)] = [figures.get(name, np.nan) for name in names]
+
+    # The supervisor's side.
+
+    def progress(self, incarnation: int) -> int:
+        """How far this incarnation is; 0 if it has not begun."""
+        return int(self._words[PROGRESS]) if self._words[LIFE] == incarnation + 1 else 0
+
+    def phases(self, incarnation: int) -> dict[str, float]:
+        """The seconds that this incarnation has spent in each phase."""
+        seconds = self._phases if self._words[LIFE] == incarnation + 1 else np.zeros(len(PHASES))
+        return dict(zip(PHASES, seconds.tolist(), strict=True))
+
+    def figures(self, kind: str) -> dict[str, float]:
+        """The figures that are known."""
+        if not self._words[LIFE]:
+            return {}
+        values = self._figures.tolist()
+        shown = {name: value for name, value in zip(FIGURES[kind], values, strict=False) if value == value}  # no NaN
+        return {name: int(value) if value.is_integer() else value for name, value in shown.items()}
