@@ -11,6 +11,7 @@ authenticated nor encrypted by gloo or nccl: keep such groups on a network of th
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import os
@@ -39,7 +40,8 @@ SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 # Every group lives until it is ended: torch keeps only its own half of a store that is written in Python, and it stops
 # for good if the last to let go of a group is a DistributedDataParallel just after an operation. Its end then waits for
 # gloo's thread without giving up the interpreter, which that thread needs to tidy the operation up.
-_alive: dict[dist.ProcessGroup, Store] = {}
+_alive: dict[int, tuple[dist.ProcessGroup, Store]] = {}  # by id
+_releasing = threading.Lock()
 
 
 def make_process_group(
@@ -89,16 +91,26 @@ def make_process_group(
             f"the process group {name!r} of {', '.join(members)} could not be connected from {hostname}: {error}. "
             "Did a member end meanwhile, or is there a firewall between them?"
         ) from error
-    _alive[group] = store
+    _alive[id(group)] = (group, store)
     return cast(dist.ProcessGroup, group)
 
 
 def end_process_group(group: dist.ProcessGroup) -> None:
     """Ends a group of `make_process_group`; its sockets close a little later, when nothing refers to it any more."""
     group.shutdown()
-    timer = threading.Timer(LINGER_S, _alive.pop, (group, None))
+    timer = threading.Timer(LINGER_S, _release, (id(group),))
     timer.daemon = True
     timer.start()
+
+
+def _release(key: int) -> None:
+    with _releasing:
+        _alive.pop(key, None)
+
+
+# Before the interpreter ends it waits for a group that is just being released, and then nothing is released any more: it
+# would end that thread in the middle, which torch answers by aborting the process.
+atexit.register(_releasing.acquire)
 
 
 def _check(rank: int, members: Sequence[str], backend: str) -> None:
