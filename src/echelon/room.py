@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,8 +41,23 @@ def free_memory(folder: Path | None = None) -> Free:
     return Free(min(*free, found.f_bavail * found.f_frsize), f"in {folder}", remedy)
 
 
-def _left_to_groups() -> Iterator[int]:
-    """What the control groups of this process (of either version) leave it; a container has its own as the root."""
+def num_out_of_memory() -> int:
+    """How many processes the kernel has ended for lack of memory: in the container, or where it does not count them, on
+    the machine."""
+    files = [folder / name for folder, _, _ in _groups() for name in ("memory.events", "memory.oom_control")]
+    for file in [*files, PROC / "vmstat"]:
+        with contextlib.suppress(OSError):
+            for line in file.read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
+
+
+def _groups() -> Iterator[tuple[Path, str, str]]:
+    """The control groups of this process (of either version), the files of their limit and usage; inner ones first.
+
+    A container has its own as the root.
+    """
     for line in (PROC / "self" / "cgroup").read_text().splitlines():
         _, controllers, place = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -52,11 +68,16 @@ def _left_to_groups() -> Iterator[int]:
             continue
         group = root / place.lstrip("/")
         for folder in (group, *group.parents):
-            left = _left_to(folder, *names)
-            if left is not None:
-                yield left
+            yield folder, *names
             if folder == root:
                 break
+
+
+def _left_to_groups() -> Iterator[int]:
+    for group in _groups():
+        left = _left_to(*group)
+        if left is not None:
+            yield left
 
 
 def _left_to(group: Path, limit: str, usage: str) -> int | None:

@@ -162,27 +162,38 @@ def test_who_leaves_while_the_engine_is_closing_is_told(engine: LocalEngine, sta
     assert engine.exits() == []
 
 
-def test_a_killed_server_is_an_error_and_takes_the_roles_with_it(engine: LocalEngine, start: Start) -> None:
-    start("Counting")
-    pid = wait_until(lambda: (engine.exits(), engine.pid("role"))[1], "it runs")
-    assert pid is not None
-    os.kill(engine.server_pid, signal.SIGKILL)
-    with pytest.raises(RunError, match="was ended by SIGKILL, and every role with it"):
-        wait_until(engine.exits, "the loss is told")
-    with pytest.raises(RunError, match="was ended by SIGKILL"):
-        start("Counting")
-    wait_until(lambda: not is_alive(pid), "the kernel ended the role")
-    engine.close(5.0)
+def test_a_killed_server_takes_the_roles_with_it_and_is_replaced(engine: LocalEngine, start: Start) -> None:
+    files = [start("Counting", name) for name in ("one", "two")]
+    wait_until(lambda: all(file.exists() for file in files) and engine.exits() == [], "both run")
+    pids = wait_until(lambda: (engine.exits(), {engine.pid("one"), engine.pid("two")} - {None})[1], "they are known")
+    server = engine.server_pid
+    os.kill(server, signal.SIGKILL)
+    gone = wait_until(engine.exits, "the loss is told")
+    assert not any(is_alive(pid or 0) for pid in pids), "told when all have ended"
+    assert {one.name for one in gone} == {"one", "two"}
+    assert {one.ended_with for one in gone} == {f"the fork server (process {server}) was ended by SIGKILL"}
+    assert engine.pid("one") is None and engine.descriptors == []
+    start("Counting", "three", steps=1)
+    assert next_exit(engine).name == "three" and engine.server_pid != server
 
 
-def test_a_server_killed_with_requests_unread_is_the_same_error(engine: LocalEngine, start: Start) -> None:
+def test_who_was_to_be_started_by_a_killed_server_is_told_too(engine: LocalEngine, start: Start) -> None:
     start("Counting")
     wait_until(lambda: (engine.exits(), engine.pid("role"))[1], "it runs")
     os.kill(engine.server_pid, signal.SIGSTOP)
     start("Counting", "never")
     os.kill(engine.server_pid, signal.SIGKILL)
-    with pytest.raises(RunError, match="was ended by SIGKILL"):
-        wait_until(engine.exits, "the loss is told")
+    gone = wait_until(engine.exits, "the loss is told")
+    assert [(one.name, one.signal) for one in gone] == [("role", signal.SIGKILL), ("never", signal.SIGKILL)]
+
+
+def test_a_server_that_fails_by_itself_is_an_error(tmp_path: Path) -> None:
+    engine = LocalEngine(str(tmp_path / "session"), preload=["there_is_no_such_module"])
+    try:
+        with pytest.raises(RunError, match="left with code 1, and every role with it"):
+            wait_until(engine.exits, "the failure is told")
+    finally:
+        engine.close(0.0)
 
 
 def test_failures_go_by_their_name_in_the_exception_tree() -> None:

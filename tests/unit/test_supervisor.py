@@ -228,6 +228,39 @@ def test_failures_of_learners_count_together(learners: Any) -> None:
         fail(0)
 
 
+def test_who_is_ended_from_outside_again_and_again_is_started_with_growing_pauses(scene: Any) -> None:
+    pauses = []
+    for _ in range(10):
+        begun = scene.clock.now
+        scene.supervisor.replace(Exit("actor-0", 7, -1, signal.SIGKILL))
+        while len(scene.engine.started) < len(pauses) + 2:
+            watch(scene, 1.0)
+        pauses.append(scene.clock.now - begun)
+    assert pauses == [0.0, 0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert "actor-0 (process 7) was ended by SIGKILL; starting it again" in scene.told[0]
+    assert "was ended by SIGKILL, 5 times within 5 minutes; starting it again in 2 s" in scene.told[4]
+    scene.clock.now += 2 * module.AGAIN_S
+    scene.supervisor.look()
+    scene.supervisor.replace(Exit("actor-0", 7, -1, signal.SIGKILL))
+    assert len(scene.engine.started) == 12, "at once: what was long ago does not count"
+
+
+def test_memory_that_ran_out_is_named(scene: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "num_out_of_memory", lambda: 1_000_000)
+    scene.supervisor.replace(Exit("actor-0", 7, -1, signal.SIGKILL))
+    scene.supervisor.replace(Exit("actor-0", 7, -1, signal.SIGKILL))
+    assert ["memory ran out" in text for text in scene.told] == [True, False]
+
+
+def test_who_ends_with_the_fork_server_is_told_of_once(scene: Any) -> None:
+    scene.supervisor.start("actor-1", "role", 1)
+    for name in ("actor-0", "actor-1"):
+        scene.supervisor.replace(Exit(name, 7, -1, signal.SIGKILL, ended_with="the fork server ended"))
+    assert scene.told == ["the fork server ended, and every role with it; starting them again"]
+    assert [spec.name for spec in scene.engine.started[2:]] == ["actor-0", "actor-1"]
+    assert scene.supervisor.restarts == 1
+
+
 def test_several_that_hang_are_asked_at_once(learners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 

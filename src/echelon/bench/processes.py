@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from echelon import errors
 from echelon.engines.local import LocalEngine
-from echelon.engines.process import Failure, ProcessSpec
+from echelon.engines.process import Failure, ProcessSpec, how_ended
 from echelon.errors import EchelonError, RunError
 from echelon.transport.segments import check_platform
 from echelon.transport.session import create_session
@@ -70,7 +69,7 @@ class Processes:
             if gone.failure is not None:
                 raise error_of(gone.name, gone.failure)
             if gone.code or gone.signal:
-                text = ended(f"{gone.name} (process {gone.pid})", -gone.signal if gone.signal else gone.code)
+                text = f"{gone.name} (process {gone.pid}) {gone.cause}, so the run is over."
                 tail = self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace") if self.log.exists() else ""
                 raise RunError(f"{text}\n{tail}".strip())
             self.working.discard(gone.name)
@@ -86,8 +85,7 @@ def error_of(name: str, failure: Failure) -> EchelonError:
 
 def ended(name: str, code: int) -> str:
     """How a process ended; a negative `code` is a signal's."""
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
-    return f"{name} {how}, so the run is over."
+    return f"{name} {how_ended(code)}, so the run is over."
 
 
 def free_port(address: str = "127.0.0.1") -> int:

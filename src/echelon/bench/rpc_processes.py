@@ -233,7 +233,7 @@ class Coordinator:
         while not condition():
             if self.interrupts.came:
                 raise KeyboardInterrupt
-            select.select([self.processes.engine.descriptor], [], [], LOOK_INTERVAL_S)
+            select.select(self.processes.engine.descriptors, [], [], LOOK_INTERVAL_S)
             self.processes.check()
             self.progress(int(self.results.num_answered.sum()), self.setting.num_requests)
 

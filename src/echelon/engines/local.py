@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from echelon.engines.inline import World
-from echelon.engines.process import Exit, Failure, ProcessSpec
+from echelon.engines.process import CRASHES, Exit, Failure, ProcessSpec, how_ended
 from echelon.errors import RunError
+from echelon.transport.session import is_running, start_ticks
 
 # Threads that wait by spinning would take the cores that other roles need.
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
@@ -25,26 +26,34 @@ WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "KMP
 # torch's optimizers import its compiler when the first is made, 1.3 s: worth preloading where processes make some.
 COMPILER = "torch._dynamo"
 
+END_TIMEOUT_S = 10.0  # how long the kernel may take to end the roles of a fork server that was killed
+
 
 class LocalEngine:
     """Starts roles as processes of this machine.
 
     The fork server imports `preload` while the caller goes on; `start` returns at once. `session` is the folder that
-    the server removes should this process be killed.
+    the server removes should this process be killed. If the server is killed, the kernel ends every role; `exits` tells
+    of them when all are gone, and the next `start` has a new server made.
     """
 
     def __init__(self, session: str, preload: Sequence[str] = ()) -> None:
-        mine, theirs = socket.socketpair()
-        self._socket = mine
-        self._buffer = b""
-        self._asked = False
+        self._session, self._preload = session, list(preload)
+        self._asked: set[str] = set()  # to be started, and not known to have been
         self._pids: dict[str, int] = {}
+        self._ticks: dict[str, int | None] = {}  # when each of them started
         self._exits: list[Exit] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Starts a fork server."""
+        self._socket, theirs = socket.socketpair()
+        self._buffer = b""
         package_root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
         path = os.pathsep.join([package_root, *(entry for entry in sys.path if entry)])
-        command = [sys.executable, "-m", "echelon.engines.forkserver", str(theirs.fileno()), session, *preload]
+        arguments = [str(theirs.fileno()), self._session, *self._preload]
         self._server = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "echelon.engines.forkserver", *arguments],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -55,30 +64,60 @@ class LocalEngine:
     def _send(self, **request: Any) -> None:
         """Takes in what the server tells meanwhile: neither side may wait for the other to read."""
         left = memoryview(json.dumps(request).encode() + b"\n")
-        try:
-            while left:
-                readable, _, _ = select.select([self._socket], [self._socket], [])
-                if readable:
-                    self._receive(0.0)
-                with contextlib.suppress(BlockingIOError):
-                    left = left[self._socket.send(left, socket.MSG_DONTWAIT) :]
-        except ConnectionError as error:
-            raise self._lost() from error
+        while left and self._is_served:
+            readable, _, _ = select.select([self._socket], [self._socket], [])
+            if readable:
+                self._receive(0.0)
+                continue
+            try:
+                left = left[self._socket.send(left, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                pass
+            except ConnectionError:
+                self._lose_server()
 
-    def _lost(self) -> RunError:
+    @property
+    def _is_served(self) -> bool:
+        return self._socket.fileno() >= 0
+
+    def _lose_server(self) -> None:
+        """The fork server is gone, and every role with it; RunError if that was its own doing."""
+        self._socket.close()
         try:
             code = self._server.wait(5.0)
         except subprocess.TimeoutExpired:
             self._server.kill()
             code = self._server.wait()
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
-        return RunError(
-            f"the fork server (process {self._server.pid}) {how}, and every role with it. Its messages, if any, are "
-            "above; the run can be resumed from its newest checkpoint."
-        )
+        how = f"the fork server (process {self._server.pid}) {how_ended(code)}"
+        if code >= 0 or -code in CRASHES:
+            raise RunError(
+                f"{how}, and every role with it. Its messages, if any, are above; the run can be resumed from its "
+                "newest checkpoint."
+            )
+        self._await_ends(how)
+        for name in [*self._pids, *self._asked - set(self._pids)]:
+            self._exits.append(Exit(name, self._pids.get(name, 0), -1, int(signal.SIGKILL), ended_with=how))
+        self._pids.clear()
+        self._asked.clear()
+
+    def _await_ends(self, how: str) -> None:
+        """Until the kernel has ended every role: a successor must not meet its predecessor."""
+        deadline = time.monotonic() + END_TIMEOUT_S
+        for name, pid in self._pids.items():
+            with contextlib.suppress(OSError):  # what it started goes, too; there may be nothing
+                os.killpg(pid, signal.SIGKILL)
+            while is_running(pid, self._ticks[name]):
+                if time.monotonic() > deadline:
+                    raise RunError(
+                        f"{how}, but {name} (process {pid}) has not ended with it after {END_TIMEOUT_S:g} s: it is "
+                        "stuck in the kernel. The run can be resumed from its newest checkpoint."
+                    )
+                time.sleep(0.005)
 
     def start(self, spec: ProcessSpec) -> None:
-        self._asked = True
+        if not self._is_served:
+            self._begin()
+        self._asked.add(spec.name)
         self._send(do="start", spec=dataclasses.asdict(spec))
 
     def _receive(self, timeout_s: float) -> None:
@@ -90,12 +129,15 @@ class LocalEngine:
         except ConnectionError:  # it left before it had read everything
             data = b""
         if not data:
-            raise self._lost()
+            self._lose_server()
+            return
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
             if message.pop("event") == "started":
+                self._asked.discard(message["name"])
                 self._pids[message["name"]] = message["pid"]
+                self._ticks[message["name"]] = start_ticks(message["pid"])
                 continue
             if self._pids.get(message["name"]) == message["pid"]:
                 del self._pids[message["name"]]
@@ -112,16 +154,16 @@ class LocalEngine:
         return self._server.pid
 
     @property
-    def descriptor(self) -> int:
+    def descriptors(self) -> list[int]:
         """Readable when a process started or ended."""
-        return self._socket.fileno()
+        return [self._socket.fileno()] if self._is_served else []
 
     def run(self, world: World, timeout_s: float) -> None:
         """Waits until something came to `world`, or the fork server tells something, at most `timeout_s`."""
-        world.poll(timeout_s, [self.descriptor])
+        world.poll(timeout_s, self.descriptors)
 
     def exits(self) -> list[Exit]:
-        if self._socket.fileno() >= 0:
+        if self._is_served:
             self._receive(0.0)
         exits, self._exits = self._exits, []
         return exits
@@ -134,13 +176,13 @@ class LocalEngine:
 
     def close(self, timeout_s: float) -> None:
         """Waits `timeout_s` for the roles to leave, kills what is left, ends the server; may be called twice."""
-        if self._socket.fileno() < 0:
+        if not self._is_served:
             return
         deadline = time.monotonic() + timeout_s
         try:
-            while self._pids and time.monotonic() < deadline:
+            while self._pids and self._is_served and time.monotonic() < deadline:
                 self._receive(0.05)
-            if self._asked:
+            if self._ticks or self._asked:
                 self._send(do="close")
             else:
                 self._server.kill()  # it may still be importing, and it has no child

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 from echelon.errors import EchelonError
 
 STEP_TIMEOUT_S = 0.1  # the longest a role may sleep inside one step
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)  # a process's own doing
 INHERITED = "-"  # as a log: what the process writes goes where its starter's output goes
 
 
@@ -44,6 +46,21 @@ class Exit:
     code: int
     signal: int
     failure: Failure | None = None
+    ended_with: str = ""  # what took it along, and how that ended: "the fork server (process 7) was ended by SIGKILL"
+
+    @property
+    def cause(self) -> str:
+        """How it ended, in words."""
+        if self.ended_with:
+            return f"ended, as {self.ended_with}"
+        if self.failure is not None:
+            return f"failed: {self.failure.kind}: {self.failure.message}"
+        return how_ended(-self.signal if self.signal else self.code)
+
+
+def how_ended(code: int) -> str:
+    """How a process ended whose return code is `code`, as subprocess has it."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
 
 
 class Role(Protocol):

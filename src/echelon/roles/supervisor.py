@@ -20,10 +20,11 @@ from typing import Any
 
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
-from echelon.engines.process import Exit, Failure, ProcessSpec
+from echelon.engines.process import CRASHES, Exit, Failure, ProcessSpec
 from echelon.errors import ConfigError, DivergedError, EnvError, RunError
 from echelon.roles.context import Context
 from echelon.roles.gauge import PHASES, Gauge
+from echelon.room import num_out_of_memory
 from echelon.world.node import Node
 
 PROCESSES = "processes.json"
@@ -35,7 +36,9 @@ FAREWELL_S = 2.0  # how long the last words of roles that have left may be under
 LOG_TAIL_BYTES = 6_000
 EXCHANGE = "roles/learners.py"  # in the stack of a learner that waits for the others
 FATAL = {"ConfigError": ConfigError, "EnvError": EnvError, "DivergedError": DivergedError}
-CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)  # a process's own doing
+AGAIN_S = 300.0  # deaths from outside, as for lack of memory, within so long are counted together
+NUM_AT_ONCE = 3  # of them are replaced at once; before the next there is a pause, twice as long each time
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class Member:
     progress: int = 0  # what its gauge showed then
     past_phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     failures: collections.deque[tuple[float, str]] = field(default_factory=lambda: collections.deque(maxlen=16))
+    deaths: collections.deque[float] = field(default_factory=lambda: collections.deque(maxlen=64))  # from outside
     doomed: bool = False  # killed by us, its exit is under way
 
     @property
@@ -82,6 +86,10 @@ class Supervisor:
         self.together = learners if len(learners) > 1 else []  # those that live and die as one
         self._gone: dict[str, Exit] = {}  # of them, until all are
         self._failures = collections.deque[tuple[float, str]](maxlen=16)  # of all of them
+        self._deaths = collections.deque[float](maxlen=64)
+        self._due: list[tuple[float, str]] = []  # when to start which role again
+        self._told = ""  # what took several roles along
+        self._num_out_of_memory = num_out_of_memory()
         self._patience = math.inf  # until when those that are left may leave by themselves
         self._looked_at = time.monotonic()
         self._recorded: dict[str, Any] = {}
@@ -94,20 +102,46 @@ class Supervisor:
         gauge = Gauge(context.session, name)
         self.members[name] = Member(spec, context, kind, gauge, time.monotonic())
         if name in self.together:
-            self.members[name].failures = self._failures
+            self.members[name].failures, self.members[name].deaths = self._failures, self._deaths
         self.engine.start(spec)
 
     def replace(self, gone: Exit) -> None:
         """Starts a role that ended anew, or all that it lives and dies with; raises if that cannot help."""
-        cause = cause_of(gone)
-        self.world.forget(gone.name, cause)
+        self.world.forget(gone.name, gone.cause)
         if gone.name in self.together:
             self._lose(gone)
-            return
-        self._judge_exit(gone)
-        self.tell(f"{gone.name} (process {gone.pid}) {cause}; starting it again")
-        self.restarts += 1
-        self._restart(gone.name)
+        else:
+            self._judge_exit(gone)
+            self._begin_again(gone, [gone.name], "it")
+
+    def _begin_again(self, gone: Exit, names: Sequence[str], whom: str) -> None:
+        """Starts the roles again; after a pause if the one that is gone was ended from outside again and again."""
+        member, now, often = self.members[gone.name], time.monotonic(), ""
+        if not gone.failure and gone.signal and gone.signal not in CRASHES and not member.doomed:
+            member.deaths.append(now)
+            count = sum(now - then <= AGAIN_S for then in member.deaths)
+            often = f", {count} times within {AGAIN_S / 60:g} minutes" if count > 1 else ""
+            often += self._why_outside()
+        pause_s = 0.0
+        if often and count > NUM_AT_ONCE:
+            pause_s = min(FIRST_PAUSE_S * 2.0 ** (count - NUM_AT_ONCE - 1), LONGEST_PAUSE_S)
+        if not gone.ended_with or gone.ended_with != self._told:
+            self._told, self.restarts = gone.ended_with, self.restarts + 1
+            what = f"{gone.ended_with}, and every role with it" if gone.ended_with else _describe(gone)
+            later = f" in {pause_s:g} s" if pause_s else ""
+            self.tell(f"{what}{often}; starting {'them' if gone.ended_with else whom} again{later}")
+        for name in names:
+            if pause_s:
+                self._due.append((now + pause_s, name))
+            else:
+                self._restart(name)
+
+    def _why_outside(self) -> str:
+        """Why processes are ended from outside, where the kernel says so."""
+        before, self._num_out_of_memory = self._num_out_of_memory, num_out_of_memory()
+        if self._num_out_of_memory <= before:
+            return ""
+        return ", as memory ran out (lower --actors, --envs-per-actor or --replay.capacity)"
 
     def _lose(self, gone: Exit) -> None:
         """One of those is gone that live and die as one."""
@@ -121,18 +155,13 @@ class Supervisor:
         first = min(self._gone.values(), key=_is_consequence)
         self._gone, self._patience = {}, math.inf
         self._judge_exit(first)
-        self.tell(
-            f"{first.name} (process {first.pid}) {cause_of(first)}; starting all {len(self.together)} learners again"
-        )
-        self.restarts += 1
-        for name in self.together:
-            self._restart(name)
+        self._begin_again(first, self.together, f"all {len(self.together)} learners")
 
     def _judge_exit(self, gone: Exit) -> None:
         failure = gone.failure
         if failure is None and (gone.signal in CRASHES or not gone.signal):
             text = _tail(self._log(gone.name), 0)
-            failure = Failure(cause_of(gone), "the end of its log follows", text, expected=False)
+            failure = Failure(gone.cause, "the end of its log follows", text, expected=False)
         if failure is not None:
             self._judge(self.members[gone.name], failure)
 
@@ -163,6 +192,9 @@ class Supervisor:
     def look(self) -> None:
         """Kills roles whose progress stands still, after asking for their stacks; their exit then replaces them."""
         now = time.monotonic()
+        for when, name in [one for one in self._due if one[0] <= now]:
+            self._due.remove((when, name))
+            self._restart(name)
         self._forgive(now)
         self._look_at_progress(now)
         hung: list[tuple[list[str], float]] = []
@@ -303,13 +335,8 @@ def origin_of(failure: Failure) -> str:
     return places[-1] if places else failure.message
 
 
-def cause_of(gone: Exit) -> str:
-    """How a process ended, in words."""
-    if gone.failure is not None:
-        return f"failed: {gone.failure.kind}: {gone.failure.message}"
-    if gone.signal:
-        return f"was ended by {signal.Signals(gone.signal).name}"
-    return f"left with code {gone.code}"
+def _describe(gone: Exit) -> str:
+    return f"{gone.name} (process {gone.pid}) {gone.cause}"
 
 
 def _size(path: Path) -> int:

@@ -42,6 +42,15 @@ def start_ticks(pid: int) -> int | None:
     return int(stat.rpartition(")")[2].split()[19])
 
 
+def is_running(pid: int, ticks: int | None) -> bool:
+    """Whether the process that had this number and started then has not ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return ticks is not None and int(fields[19]) == ticks and fields[0] not in "ZX"
+
+
 def pid_namespace() -> str | None:
     """Where this process's number counts: containers that share a mount do not share process numbers."""
     try:

@@ -164,7 +164,7 @@ class Launch:
 
     def step(self) -> None:
         """Waits a little and deals with what has happened."""
-        self._node.poll(LOOK_S, [self._engine.descriptor, *self._registry.watch.descriptors])
+        self._node.poll(LOOK_S, [*self._engine.descriptors, *self._registry.watch.descriptors])
         if exits := self._engine.exits():
             self._node.hear_out(HEAR_S)
         for left in exits:
@@ -189,6 +189,8 @@ class Launch:
         if left.failure is not None:  # it failed before it could say so
             text = f"{who} failed with {left.failure.kind}: {left.failure.message}"
             self._fail(RpcException(text, left.failure.kind, left.failure.traceback))
+        elif left.ended_with:
+            self._fail(PeerLost(f"{left.ended_with}, and every member with it."))
         elif left.signal:
             self._fail(PeerLost(f"{who} was killed by {signal_name}, and the rest stopped."))
         elif left.code or left.name not in self._results:

@@ -108,8 +108,8 @@ def _release(key: int) -> None:
         _alive.pop(key, None)
 
 
-# Before the interpreter ends it waits for a group that is just being released, and then nothing is released any more: it
-# would end that thread in the middle, which torch answers by aborting the process.
+# Before the interpreter ends, it waits for a group that is just being released, and no other is released after that: it
+# would stop that thread in the middle, which torch answers by aborting the process.
 atexit.register(_releasing.acquire)
 
 

@@ -42,7 +42,6 @@ from echelon.roles.placement import pick_device
 from echelon.roles.plan.layouts import act_layout, num_groups
 from echelon.roles.plan.placement import learner_device
 from echelon.roles.rehearsal import RESULT, Measured, round_rows
-from echelon.roles.supervisor import cause_of
 
 REHEARSAL = "rehearsal"
 LIMIT_S = 30.0  # a rehearsal that is not over by then is ended
@@ -175,7 +174,7 @@ def choose_acting(context: Context, engine: InlineEngine | LocalEngine, model: M
         return Choice("local", "learner.max_lag=0 repeats exactly, which central acting cannot")
     gone = _rehearse(context, engine)
     if gone is None or gone.code or gone.signal:
-        how = f"was not over within {LIMIT_S:g} s" if gone is None else _first_line(cause_of(gone))
+        how = f"was not over within {LIMIT_S:g} s" if gone is None else _first_line(gone.cause)
         return Choice("local", f"the rehearsal {how}")
     measured = Measured.read(context.session / RESULT)
     shape = Shape.of(config, len(os.sched_getaffinity(0)), model.nbytes)
@@ -212,12 +211,12 @@ def _rehearse(context: Context, engine: LocalEngine) -> Exit | None:
     engine.start(ProcessSpec(REHEARSAL, "echelon.roles.rehearsal:rehearsal", context.to_config(keep_objects=False)))
     deadline = math.inf
     while time.monotonic() < deadline:
-        select.select([engine.descriptor], [], [], LOOK_S)
+        select.select(engine.descriptors, [], [], LOOK_S)
         for gone in engine.exits():
             return gone
         if deadline == math.inf and engine.pid(REHEARSAL) is not None:  # before, the fork server is still importing
             deadline = time.monotonic() + LIMIT_S
     engine.signal(REHEARSAL, signal.SIGKILL)
     while not engine.exits():  # killed: the fork server tells
-        select.select([engine.descriptor], [], [], LOOK_S)
+        select.select(engine.descriptors, [], [], LOOK_S)
     return None
