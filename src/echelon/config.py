@@ -14,6 +14,7 @@ from echelon.sections import ActingConfig as ActingConfig
 from echelon.sections import ActorConfig as ActorConfig
 from echelon.sections import EnvConfig as EnvConfig
 from echelon.sections import EvaluationConfig as EvaluationConfig
+from echelon.sections import HostsConfig as HostsConfig
 from echelon.sections import LearnerConfig as LearnerConfig
 from echelon.sections import NetworkConfig as NetworkConfig
 from echelon.sections import OptimizerConfig as OptimizerConfig
@@ -44,7 +45,9 @@ class TrainConfig(Section, frozen=True):
     """One training run, whole."""
 
     preset: Annotated[str, doc("the preset that the values come from")] = "impala"
-    engine: Annotated[Literal["inline", "local"], doc("all roles in one process, or a process each")] = "local"
+    engine: Annotated[
+        Literal["inline", "local", "hosts"], doc("all roles in one process, a process each, or actors on several hosts")
+    ] = "local"
     seed: Annotated[int, doc("seed of everything drawn", ge=0, le=(1 << 63) - 1)] = 0
     shm_dir: Annotated[str, doc("where shared memory lives")] = "/dev/shm"
     env: EnvConfig = field(default_factory=EnvConfig)
@@ -57,6 +60,7 @@ class TrainConfig(Section, frozen=True):
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    hosts: HostsConfig = field(default_factory=HostsConfig)
     run: RunConfig = field(default_factory=RunConfig)
     stop: StopConfig = field(default_factory=StopConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
@@ -95,8 +99,23 @@ class TrainConfig(Section, frozen=True):
             f"stop.epochs={self.stop.epochs} counts what workers bring, and there are none. Use `echelon "
             "learner`, or --steps.",
         )
+        self._check_hosts()
         self._check_workers()
         self._check_learners()
+
+    def _check_hosts(self) -> None:
+        """What crosses between hosts so far: trajectories of actors that act by themselves, to one learner."""
+        if self.engine != "hosts":
+            return
+        alone = "--engine hosts, but {}. Use --engine local."
+        is_queue = self.algorithm.experience != "replay" and self.algorithm.slots == "trajectories"
+        require(is_queue, alone.format(f"{self.algorithm.name} learns from no queue of trajectories"))
+        require(self.acting.mode != "central", "--engine hosts acts on every host. Use --acting local.")
+        require(
+            self.hosts.count <= self.actor.num_actors,
+            f"hosts.count={self.hosts.count} exceeds actor.num_actors={self.actor.num_actors}, and a host without an "
+            "actor does nothing. Lower it, or raise --actors.",
+        )
 
     def _check_workers(self) -> None:
         address = f"workers.address={self.workers.address}"

@@ -245,6 +245,27 @@ class StopConfig(Section, frozen=True):
     epochs: Annotated[int, doc("stop after this many workers' episodes that were learned from", "episodes", ge=0)] = 0
 
 
+class HostsConfig(Section, frozen=True):
+    """Several hosts, with `engine=hosts`: this one, the head, and those whose agents join."""
+
+    SECTION = "hosts"
+
+    count: Annotated[int, doc("the hosts of the run, this one among them", ge=2)] = 2
+    address: Annotated[str, doc("where this host listens for the others; port 0: any free one")] = "tcp://127.0.0.1:0"
+    lease_s: Annotated[
+        float, doc("a host that has not heard this one for so long ends its actors; others then get them", "s", ge=1)
+    ] = 30.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_address(self.address, "hosts.address")
+
+    @property
+    def bulk_address(self) -> str:
+        """Where slots come to: any free port at the same interface."""
+        return f"{self.address.rpartition(':')[0]}:0"
+
+
 class SupervisionConfig(Section, frozen=True):
     """What the coordinator does about roles that die or hang."""
 

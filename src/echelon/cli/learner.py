@@ -9,7 +9,7 @@ from echelon.errors import ConfigError
 from echelon.presets import REPLAY_PRESETS
 
 DEFAULT_ADDRESS = "127.0.0.1:4444"
-NOT_HERE = ("actors", "envs-per-actor", "learners", "acting", "engine")
+NOT_HERE = ("actors", "envs-per-actor", "learners", "acting", "engine", "hosts")
 OPTIONS = {
     "address": ("workers.address", "HOST:PORT"),
     "epochs": ("stop.epochs", "N"),

@@ -16,6 +16,7 @@ COMMANDS = {
     "resume": "go on with a run: echelon resume RUN",
     "learner": "learn from the episodes that workers bring: echelon learner PRESET ENV",
     "worker": "bring episodes to a learner: echelon worker --learner HOST:PORT",
+    "host": "lend this host to a run: echelon host --join HOST:PORT",
     "eval": "play greedy episodes with a run's newest weights: echelon eval RUN",
     "bench": "measure: echelon bench train | rpc | act | replay | world | plot",
     "doctor": "look at this machine: cores, GPU, shared memory, leftovers",

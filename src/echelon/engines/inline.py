@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from echelon.engines.process import Exit, ProcessSpec, Role, make_role
 
@@ -38,6 +38,15 @@ class InlineEngine:
     def pid(self, name: str) -> int | None:
         del name
         return None
+
+    def place(self, name: str) -> str:
+        """The host that a role runs on; "": this one."""
+        del name
+        return ""
+
+    def reports(self) -> list[tuple[str, list[Any]]]:
+        """What roles of other hosts have to say to the coordinator: one of its services, and the arguments."""
+        return []
 
     def signal(self, name: str, number: int) -> None:
         del name, number  # roles of the caller's own process are never killed

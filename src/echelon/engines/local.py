@@ -171,6 +171,15 @@ class LocalEngine:
     def pid(self, name: str) -> int | None:
         return self._pids.get(name)
 
+    def place(self, name: str) -> str:
+        """The host that a role runs on; "": this one."""
+        del name
+        return ""
+
+    def reports(self) -> list[tuple[str, list[Any]]]:
+        """What roles of other hosts have to say to the coordinator: one of its services, and the arguments."""
+        return []
+
     def signal(self, name: str, number: int) -> None:
         self._send(do="signal", name=name, number=number)
 

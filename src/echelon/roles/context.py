@@ -39,6 +39,7 @@ class Context:
     run_dir: Path
     started_at: float  # by the monotonic clock, which all processes of a host share; minus the past of a resumed run
     shares_process: bool = False  # with the other roles: then threads and random generators are not its own
+    streams: tuple[int, int] | None = None  # the first actor and their number, where a host has some of them
     brought: Brought | None = None  # by the caller's program; there for roles of its own process alone
 
     def to_config(self, *, keep_objects: bool) -> dict[str, Any]:
@@ -56,6 +57,7 @@ class Context:
             "run_dir": str(self.run_dir),
             "started_at": self.started_at,
             "shares_process": self.shares_process,
+            "streams": self.streams,
             **({"brought": self.brought} if keep_objects else {}),
         }
 
@@ -75,6 +77,7 @@ class Context:
             run_dir=Path(config["run_dir"]),
             started_at=config["started_at"],
             shares_process=config["shares_process"],
+            streams=tuple(config["streams"]) if config.get("streams") else None,
             brought=config.get("brought"),
         )
 

@@ -58,6 +58,7 @@ class Coordinator:
         world.serve("train", self._on_train)
         world.serve("evaluation", self._on_evaluation)
         world.serve("worker_evaluation", self._on_worker_evaluation)
+        self.reported = {"message": self.console.message, "env_restarted": self._on_env_restarted}  # also from afar
         world.serve("message", self.console.message)
         world.serve("restored", self._on_restored)
         world.serve("env_restarted", self._on_env_restarted)
@@ -139,6 +140,8 @@ class Coordinator:
     def _loop(self) -> None:
         while self.summary is None:
             self.engine.run(self.world, LOOP_S)
+            for function, args in self.engine.reports():
+                self.reported[function](*args)
             if exits := self.engine.exits():
                 self.world.hear_out(LAST_WORDS_S)
             for gone in exits:

@@ -15,7 +15,7 @@ MOST_FRAMES = 8  # of a stack whose images would be only 1, 3 or 4 pixels wide
 def stack_leaves(config: TrainConfig, spaces: Spaces) -> list[Leaf]:
     """The leaves of an observation that are stacks of images over their first axis."""
     frames, leaves = config.replay.frames, space_leaves(spaces.observation)
-    found = [leaf for leaf in leaves if leaf.dtype == np.uint8 and len(leaf.shape) >= 3 and not _is_image(leaf)]
+    found = image_stacks(spaces)
     if frames != "stacked":
         num_stacked = _num_stacked(config.env) if frames == "auto" else 0
         return [leaf for leaf in found if leaf.shape[0] == num_stacked]
@@ -26,6 +26,12 @@ def stack_leaves(config: TrainConfig, spaces: Spaces) -> list[Leaf]:
             "Use --replay.frames whole, or stack frames in the environment, over the first axis."
         )
     return found
+
+
+def image_stacks(spaces: Spaces) -> list[Leaf]:
+    """The leaves of an observation that may be stacks of images over their first axis."""
+    leaves = space_leaves(spaces.observation)
+    return [leaf for leaf in leaves if leaf.dtype == np.uint8 and len(leaf.shape) >= 3 and not _is_image(leaf)]
 
 
 def _is_image(leaf: Leaf) -> bool:

@@ -306,10 +306,12 @@ class Supervisor:
         """Writes down who runs as which process, whenever that changed."""
         if (server_pid := self.engine.server_pid) is None:
             return
-        processes = {"coordinator": {"pid": os.getpid()}, "forkserver": {"pid": server_pid}}
+        processes: dict[str, dict[str, Any]] = {"coordinator": {"pid": os.getpid()}, "forkserver": {"pid": server_pid}}
         for name, member in self.members.items():
             if (pid := self.engine.pid(name)) is not None:
                 processes[name] = {"pid": pid, "incarnation": member.context.incarnation}
+                if place := self.engine.place(name):
+                    processes[name]["host"] = place
         if processes != self._recorded:
             path = self.context.run_dir / PROCESSES
             temporary = path.with_name(f".{PROCESSES}")

@@ -81,6 +81,15 @@ class Server:
         self._gate_descriptors = self._gate.descriptors if self._gate else []
         self._descriptors = [int(self._socket.getsockopt(zmq.FD)), *self._gate_descriptors]
 
+    @property
+    def descriptors(self) -> list[int]:
+        """Readable when something may have come: `take` then, until there is nothing more."""
+        return self._descriptors
+
+    @property
+    def is_open(self) -> bool:
+        return not self._socket.closed
+
     def serve(self, service: Service, handler: Handler) -> None:
         """Has `handler` deal with what comes for `service`: it calls `answer`, sooner or later, or `hold`."""
         self._offers[service.digest] = service, handler

@@ -156,6 +156,8 @@ def choose_acting(context: Context, engine: InlineEngine | LocalEngine, model: M
         return Choice("local", "every worker chooses its own actions")
     if config.experience == "gradients":
         return Choice("local", "actors learn with the policy that they act with")
+    if config.engine == "hosts":
+        return Choice("local", "every host acts for its own actors")
     if config.acting.mode != "auto":
         return Choice(config.acting.mode, "as asked for")
     if config.experience == "replay" and config.replay.prioritized:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +14,11 @@ from echelon.algorithms.exploration import Explorer
 from echelon.algorithms.model import Model, Policy
 from echelon.algorithms.peers import ALONE
 from echelon.config import TrainConfig
+from echelon.hosts.messages import Welcome
+from echelon.hosts.ownership import Ownership
 from echelon.objectives.distributions import Distribution
 from echelon.roles.context import Context, Station
+from echelon.roles.frame_stacks import image_stacks
 from echelon.roles.gradient_slots import GradientSchema
 from echelon.roles.journal import Journal
 from echelon.roles.own import StateLayout
@@ -22,10 +26,12 @@ from echelon.roles.placement import keep_freed_memory
 from echelon.roles.plan.layouts import act_layout, num_groups, num_pieces, window
 from echelon.roles.plan.placement import learner_device
 from echelon.roles.plan.replay import ReplayPlan
+from echelon.roles.plan.start import PRELOAD
 from echelon.schema import TrajectorySchema, space_choices
 from echelon.transport.act_board import ActBoard
 from echelon.transport.session import make_secret, secret_of
 from echelon.transport.shared_memory import SlotRing, WeightsBoard
+from echelon.transport.slot_wire import SlotBytes, Stack
 from echelon.transport.sockets import announce
 
 if TYPE_CHECKING:
@@ -62,6 +68,8 @@ def roles_of(config: TrainConfig) -> list[RoleSpec]:
     roles = [RoleSpec(name, "learner", index) for index, name in enumerate(config.learner_names)]
     if config.has_workers:
         return [*roles, RoleSpec("door", "door")]
+    if config.engine == "hosts":
+        roles.append(RoleSpec("carrier", "carrier"))
     if config.algorithm.experience == "replay" and config.replay.transport == "tcp":
         roles.append(RoleSpec("shards-0", "shards"))
     if config.acting.mode == "central":
@@ -125,7 +133,43 @@ class Plan:
         if train.learner.num_learners > 1:
             folder /= f"ring-{learner}"
             folder.mkdir(exist_ok=True)
-        return SlotRing(folder, self.slots, len(train.actors_of(learner)), window(train))
+        return SlotRing(folder, self.slots, self._num_streams(learner), window(train))
+
+    def _num_streams(self, learner: int = 0) -> int:
+        return self.context.streams[1] if self.context.streams else len(self.context.train.actors_of(learner))
+
+    # Other hosts.
+
+    @cached_property
+    def slot_bytes(self) -> SlotBytes:
+        """A slot as it crosses to another host."""
+        stacks, actor = [], self.context.train.actor
+        for leaf in image_stacks(self.context.spaces):
+            place = next(field for field in self.schema.fields if field.name == leaf.path)
+            frames, frame_bytes = leaf.shape[0], math.prod(leaf.shape[1:])
+            stacks.append(Stack(place.offset, actor.trajectory + 1, actor.envs, frames, frame_bytes))
+        return SlotBytes(self.schema.nbytes, tuple(stacks))
+
+    def raw_ring(self) -> SlotRing:
+        """The slots of the actors as bytes."""
+        return SlotRing(self.context.session, self.slot_bytes, self._num_streams(), window(self.context.train))
+
+    def ownership(self) -> Ownership:
+        return Ownership(self.context.session, self._num_streams())
+
+    @property
+    def carrier_file(self) -> Path:
+        """Where the carrier writes the address that host agents bring slots to."""
+        return self.context.session / "carrier.address"
+
+    def welcome(self) -> Welcome:
+        """What a host needs to know before its first role."""
+        return Welcome(
+            slots=window(self.context.train),
+            slot=self.slot_bytes.to_wire(),
+            weights=self.weights_bytes,
+            preload=list(PRELOAD),
+        )
 
     def board(self) -> WeightsBoard:
         return WeightsBoard(self.context.session, self.weights_bytes)
@@ -210,7 +254,8 @@ class Plan:
         from echelon.roles.experience import SlotExperience
 
         learner = config.learner_of(index)
-        stream = index - config.actors_of(learner).start
+        first = self.context.streams[0] if self.context.streams else config.actors_of(learner).start
+        stream = index - first
         return SlotExperience(self.ring(learner), self.schema, stream, station)
 
     def acting(self, distribution: Distribution, seed: int) -> Acting:

@@ -12,6 +12,7 @@ from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.envs.make import probe_spaces
 from echelon.errors import ConfigError
+from echelon.hosts.engine import HostsEngine, streams_of_hosts
 from echelon.names import absolute, describe_callable, text_of
 from echelon.roles.brought import Brought
 from echelon.roles.context import Context
@@ -75,6 +76,9 @@ def prepare(
     else:
         context, choice = _choose(context, engine, tell)
     _make_memory(context, tell)
+    if isinstance(engine, HostsEngine):
+        plan, streams = Plan(context), streams_of_hosts(config.actor.num_actors, config.hosts.count)
+        engine.gather(plan.welcome(), streams, plan.carrier_file, tell)
     return context, choice
 
 

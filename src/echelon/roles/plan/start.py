@@ -11,6 +11,7 @@ from echelon.engines.hosted import HostedEngine
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import COMPILER, LocalEngine
 from echelon.errors import ConfigError
+from echelon.hosts.engine import HostsEngine
 from echelon.names import text_of
 
 PRELOAD = (
@@ -35,6 +36,9 @@ def make_engine(config: TrainConfig, session: Path, *, has_objects: bool) -> Inl
     if config.engine == "inline":
         return InlineEngine()
     preload = PRELOAD_WITH_WORKERS if config.has_workers else PRELOAD
+    if config.engine == "hosts":
+        hosts = config.hosts
+        return HostsEngine(str(session), (*preload, "echelon.roles.carrier"), hosts.address, hosts.count, hosts.lease_s)
     return HostedEngine(str(session), preload, ["learner"]) if has_objects else LocalEngine(str(session), preload)
 
 

@@ -1,0 +1,27 @@
+"""`echelon host --join HOST:PORT`: lend this host to a run that was started with --engine hosts."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+
+from echelon.cli.main import Parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    from echelon.hosts.agent import take_part
+
+    parser = Parser(
+        prog="echelon host",
+        description="Lend this host to a run: `echelon train PRESET ENV --engine hosts --hosts N` says where to join, "
+        "and has some of its actors here until it is over. Off the loopback ECHELON_SECRET must be that of the run.",
+    )
+    parser.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens for hosts")
+    parser.add_argument("--name", default="", metavar="NAME", help="what the run calls this host (default: its name)")
+    parser.add_argument("--shm-dir", default="/dev/shm", metavar="DIR", help="where shared memory lives")
+    known = parser.parse_args(list(arguments))
+    address = known.join if known.join.startswith("tcp://") else f"tcp://{known.join}"
+    tell = functools.partial(print, file=sys.stdout, flush=True)
+    tell(f"left: {take_part(address, known.shm_dir, tell, known.name)}")
+    return 0

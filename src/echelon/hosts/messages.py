@@ -1,0 +1,117 @@
+"""What the head and the agents of other hosts say to each other.
+
+Control: an agent joins (a read, repeated until it is let in), asks what it is to do (a state: commands behind those it
+has), reports what happened (records, numbered from 1 up) and posts what its roles show. Bulk: it asks for what is newer
+than its weights and grants (a state), and brings slots (records, `transport.slot_wire`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from echelon.errors import Refused
+from echelon.transport.channel import HEADER, Delivery, Part, Service
+from echelon.transport.codec import Buffer, Limits, decode, encode
+
+PROTOCOL = 1  # goes up when a message changes its meaning
+LIMITS = Limits(total_bytes=64 << 20)
+MAX_BYTES = 64 << 20  # of a frame of control
+
+JOIN = Service("join", Delivery.READ)  # Arrival -> Welcome
+COMMANDS = Service("commands", Delivery.STATE)  # own words: commands taken, the token -> list of commands
+EVENTS = Service("events", Delivery.RECORD)  # own words: 0, the token; list of events -> nothing
+GAUGES = Service("gauges", Delivery.STATE)  # posted; own words: 0, the token; rows by role
+NEWER = Service("weights and grants", Delivery.STATE)  # own words: version, first stream, token; known grants
+
+
+class Arrival(msgspec.Struct):
+    """A host that wants to take part."""
+
+    protocol: int
+    name: str
+    cores: int
+
+
+class Welcome(msgspec.Struct):
+    """What a host needs to know before its first role; `wait`: the run is not ready to say."""
+
+    wait: bool = False
+    token: int = 0
+    lease_s: float = 0.0
+    bulk: str = ""  # the address of the carrier, whose host is the one that was joined
+    first: int = 0  # actor whose slots are stream 0 of the host's ring
+    streams: int = 0
+    slots: int = 0  # of each stream
+    slot: list[Any] = []  # SlotBytes
+    weights: int = 0  # bytes
+    preload: list[str] = []
+
+
+class Start(msgspec.Struct, tag="start"):
+    """Start a role."""
+
+    spec: dict[str, Any]  # ProcessSpec
+
+
+class Signal(msgspec.Struct, tag="signal"):
+    """Send a signal to a role."""
+
+    name: str
+    number: int
+
+
+class Leave(msgspec.Struct, tag="leave"):
+    """The run is over, or has no use for the host; why."""
+
+    why: str
+
+
+class Started(msgspec.Struct, tag="started"):
+    """A role runs."""
+
+    name: str
+    pid: int
+
+
+class Ended(msgspec.Struct, tag="ended"):
+    """A role ended."""
+
+    exit: dict[str, Any]  # Exit
+
+
+class Report(msgspec.Struct, tag="report"):
+    """What a role has to say to the coordinator."""
+
+    function: str
+    args: list[Any]
+
+
+class Left(msgspec.Struct, tag="left"):
+    """The host leaves; all of its roles have ended."""
+
+    why: str
+
+
+Command = Start | Signal | Leave
+Event = Started | Ended | Report | Left
+
+
+def pack(value: Any) -> list[Buffer]:
+    """The frames of a message, to follow a header."""
+    return encode(msgspec.to_builtins(value), LIMITS)
+
+
+def question(value: Any) -> list[Part]:
+    """The frames of a message as a client sends it, with room for its header."""
+    return [bytearray(HEADER.size), *pack(value)]
+
+
+def unpack(frames: Sequence[Buffer], kind: Any) -> Any:
+    """The message in the frames after the header; raises Refused on anything else."""
+    try:
+        return msgspec.convert(decode(frames, LIMITS), kind)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise Refused(f"a message between hosts was refused: {error}.") from None

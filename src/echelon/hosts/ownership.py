@@ -1,0 +1,49 @@
+"""Which host writes the slots of which actor, in shared memory of the head.
+
+The engine decides it; the carrier looks before it writes a slot that came from another host. A host that is lost must
+never write again, however late its messages come: the engine takes its streams away, and gives the actors to another
+host only when the carrier has seen that, or is dead. Needs only numpy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from echelon.transport.segments import join_segment
+
+CHANGES, SEEN = 0, 1
+HERE = 0  # the token of the head itself
+
+
+class Ownership:
+    """The owner of each stream: a token of a host that joined, or HERE."""
+
+    def __init__(self, session: Path, num_streams: int) -> None:
+        words = join_segment(session / "ownership", 8 * (2 + num_streams)).view(np.int64)
+        self._words, self._owners = words[:2], words[2:]
+
+    # The engine's side.
+
+    def give(self, streams: range, token: int) -> None:
+        self._owners[streams.start : streams.stop] = token
+        self._words[CHANGES] += 1
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether the carrier has seen the last change."""
+        return bool(self._words[SEEN] == self._words[CHANGES])
+
+    # The carrier's side.
+
+    def look(self) -> None:
+        """From now on nothing is written for former owners."""
+        self._words[SEEN] = self._words[CHANGES]
+
+    def has(self, stream: int, token: int) -> bool:
+        return bool(token != HERE and self._owners[stream] == token)
+
+    def of_others(self) -> list[int]:
+        """The streams that other hosts write."""
+        return [int(stream) for stream in np.flatnonzero(self._owners != HERE)]
