@@ -99,7 +99,7 @@ class Agent:
                     waits = True
                     self.tell(f"waiting for the run at {self.address}: {self._control.why_silent()}")
             assert request.answer is not None
-            welcome: Welcome = unpack(request.answer[1:], Welcome)
+            welcome: Welcome = unpack(request.answer, Welcome)
             if not welcome.wait:
                 return welcome
             if not waits:
@@ -171,7 +171,7 @@ class Agent:
         if self._asking.answer is None:
             return
         self._heard_at = self._asked_at
-        commands: list[Command] = unpack(self._asking.answer[1:], list[Command])
+        commands: list[Command] = unpack(self._asking.answer, list[Command])
         for command in commands:
             self._num_commands += 1
             self._obey(command)

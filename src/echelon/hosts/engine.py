@@ -117,12 +117,12 @@ class HostsEngine(LocalEngine):
     # What agents say.
 
     def _on_join(self, message: Message) -> None:
-        arrival = unpack(message.frames[1:], Arrival)
+        arrival = unpack(message.frames, Arrival)
         if arrival.protocol != PROTOCOL:
             raise Refused(f"it speaks protocol {arrival.protocol}, this run {PROTOCOL}: install the same echelon")
         welcome = self._welcome
         if welcome is None:
-            self._control.answer(message, *pack(Welcome(wait=True)))
+            self._control.answer(message, pack(Welcome(wait=True)))
             return
         host = next((one for one in self._hosts.values() if one.connection == message.connection), None)
         if host is not None:
@@ -136,7 +136,7 @@ class HostsEngine(LocalEngine):
             self._ownership.give(streams, token)
             self._places |= {f"actor-{stream}": token for stream in streams}
         if not self._carrier.exists():  # it listens soon
-            self._control.answer(message, *pack(Welcome(wait=True)))
+            self._control.answer(message, pack(Welcome(wait=True)))
             return
         answer = msgspec.structs.replace(
             welcome,
@@ -146,7 +146,7 @@ class HostsEngine(LocalEngine):
             lease_s=self._lease_s,
             bulk=self._carrier.read_text(),
         )
-        self._control.answer(message, *pack(answer))
+        self._control.answer(message, pack(answer))
 
     def _heard(self, token: int) -> Host:
         host = self._hosts.get(token)
@@ -161,7 +161,7 @@ class HostsEngine(LocalEngine):
         host.num_told = taken
 
         def answer() -> None:
-            self._control.answer(message, *pack(host.commands[taken:]))
+            self._control.answer(message, pack(host.commands[taken:]))
 
         if len(host.commands) > taken:
             answer()
@@ -170,7 +170,7 @@ class HostsEngine(LocalEngine):
 
     def _on_events(self, message: Message) -> None:
         host = self._heard(message.own[1])
-        events: list[Event] = unpack(message.frames[1:], list[Event])
+        events: list[Event] = unpack(message.frames, list[Event])
         if message.number > host.num_events:  # else it comes again
             host.num_events = message.number
             for event in events:
@@ -196,7 +196,7 @@ class HostsEngine(LocalEngine):
 
     def _on_gauges(self, message: Message) -> None:
         host = self._heard(message.own[1])
-        rows: dict[str, bytes] = unpack(message.frames[1:], dict[str, bytes])
+        rows: dict[str, bytes] = unpack(message.frames, dict[str, bytes])
         for name, row in rows.items():
             path = self._folder / "gauges" / name
             if self._places.get(name) == host.token and path.exists():

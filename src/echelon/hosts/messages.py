@@ -14,10 +14,8 @@ import msgspec
 
 from echelon.errors import Refused
 from echelon.transport.channel import HEADER, Delivery, Part, Service
-from echelon.transport.codec import Buffer, Limits, decode, encode
 
 PROTOCOL = 1  # goes up when a message changes its meaning
-LIMITS = Limits(total_bytes=64 << 20)
 MAX_BYTES = 64 << 20  # of a frame of control
 
 JOIN = Service("join", Delivery.READ)  # Arrival -> Welcome
@@ -99,19 +97,21 @@ Command = Start | Signal | Leave
 Event = Started | Ended | Report | Left
 
 
-def pack(value: Any) -> list[Buffer]:
-    """The frames of a message, to follow a header."""
-    return encode(msgspec.to_builtins(value), LIMITS)
+def pack(value: Any) -> bytes:
+    """A message, to follow a header."""
+    return msgspec.msgpack.encode(value)
 
 
 def question(value: Any) -> list[Part]:
     """The frames of a message as a client sends it, with room for its header."""
-    return [bytearray(HEADER.size), *pack(value)]
+    return [bytearray(HEADER.size), pack(value)]
 
 
-def unpack(frames: Sequence[Buffer], kind: Any) -> Any:
-    """The message in the frames after the header; raises Refused on anything else."""
+def unpack(frames: Sequence[memoryview], kind: Any) -> Any:
+    """The message in the frame after the header; raises Refused on anything else."""
+    if len(frames) != 2:
+        raise Refused(f"a message between hosts was refused: {len(frames)} frames, not 2.")
     try:
-        return msgspec.convert(decode(frames, LIMITS), kind)
-    except (msgspec.ValidationError, TypeError) as error:
+        return msgspec.msgpack.decode(frames[1], type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(f"a message between hosts was refused: {error}.") from None
