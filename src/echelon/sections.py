@@ -252,6 +252,9 @@ class HostsConfig(Section, frozen=True):
 
     count: Annotated[int, doc("the hosts of the run, this one among them", ge=2)] = 2
     address: Annotated[str, doc("where this host listens for the others; port 0: any free one")] = "tcp://127.0.0.1:0"
+    bulk_port: Annotated[
+        int, doc("where trajectories come to, at the same address; 0: any free one", ge=0, le=65_535)
+    ] = 0
     lease_s: Annotated[
         float, doc("a host that has not heard this one for so long ends its actors; others then get them", "s", ge=1)
     ] = 30.0
@@ -262,8 +265,8 @@ class HostsConfig(Section, frozen=True):
 
     @property
     def bulk_address(self) -> str:
-        """Where slots come to: any free port at the same interface."""
-        return f"{self.address.rpartition(':')[0]}:0"
+        """Where slots come to, at the same interface."""
+        return f"{self.address.rpartition(':')[0]}:{self.bulk_port}"
 
 
 class SupervisionConfig(Section, frozen=True):

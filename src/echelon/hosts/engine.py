@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -108,8 +109,9 @@ class HostsEngine(LocalEngine):
         missing = 0
         while len(self._hosts) < self._num_hosts - 1:
             if missing != (missing := self._num_hosts - 1 - len(self._hosts)):
-                address = self.address.removeprefix("tcp://")
-                tell(f"waiting for {missing} more host{'s' * (missing > 1)}: echelon host --join {address}")
+                name, _, port = self.address.removeprefix("tcp://").rpartition(":")
+                name = socket.gethostname() if name == "0.0.0.0" else name
+                tell(f"waiting for {missing} more host{'s' * (missing > 1)}: echelon host --join {name}:{port}")
             self._serve(LOOK_S)
         for host in self._hosts.values():
             tell(f"host {host.name} has actors {host.streams.start} to {host.streams.stop - 1}")
