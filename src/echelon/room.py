@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from echelon.errors import ConfigError
 
+PROCESS_BYTES = 24 << 20  # that an actor of a small environment has for itself
+FIXED_DESCRIPTORS, DESCRIPTORS_PER_PROCESS = 128, 2  # of the coordinator, and of the fork server
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
@@ -28,6 +31,25 @@ def check_room(nbytes: int, what: str, free: Free, lower: str = "replay.capacity
             f"{what} needs {_size(nbytes)} {free.where}, where {_size(free.nbytes)} are free. Lower {lower}, "
             f"{free.remedy}"
         )
+
+
+def check_processes(count: int, free: Free, lower: str = "--actors") -> None:
+    """Raises ConfigError unless so many processes can be started here; lets this one open as many files as it needs."""
+    nbytes, descriptors = count * PROCESS_BYTES, FIXED_DESCRIPTORS + DESCRIPTORS_PER_PROCESS * count
+    if nbytes > free.nbytes:
+        raise ConfigError(
+            f"{count:,} processes need {_size(nbytes)} {free.where}, at least {_size(PROCESS_BYTES)} each beside their "
+            f"environments, and {_size(free.nbytes)} are free. Lower {lower}, {free.remedy}"
+        )
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors > most:
+        raise ConfigError(
+            f"{count:,} processes need {descriptors:,} open files in the one that watches them "
+            f"({DESCRIPTORS_PER_PROCESS} each, and {FIXED_DESCRIPTORS}), and {most:,} are allowed. Lower {lower}, or "
+            "raise the limit (ulimit -Hn)."
+        )
+    if descriptors > allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, most))
 
 
 def free_memory(folder: Path | None = None) -> Free:

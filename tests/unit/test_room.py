@@ -8,7 +8,7 @@ import pytest
 
 from echelon import room
 from echelon.errors import ConfigError
-from echelon.room import check_room, free_memory
+from echelon.room import Free, check_processes, check_room, free_memory, num_out_of_memory
 
 GB = 10**9
 
@@ -57,3 +57,36 @@ def test_a_container_that_sees_only_its_own_group_is_limited_by_it(machine: Path
     (machine / "self" / "cgroup").write_text("0::/a/path/of/the/host\n")
     limit(machine / "groups", ("memory.max", "memory.current"), str(3 * GB), 2 * GB, "inactive_file 0\n")
     assert free_memory().nbytes == GB
+
+
+def test_processes_that_memory_does_not_hold_are_refused_with_the_arithmetic() -> None:
+    free = Free(12 << 30, "of memory", "or give the machine more.")
+    check_processes(500, free)
+    with pytest.raises(
+        ConfigError, match=r"1,000 processes need 25\.17 GB of memory, at least 25\.2 MB each .* 12\.88"
+    ):
+        check_processes(1000, free)
+
+
+def test_processes_that_need_more_files_than_are_allowed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(1024, 1500)]
+    monkeypatch.setattr("resource.getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr("resource.setrlimit", lambda which, both: limits.append(both))
+    free = Free(1 << 40, "of memory", "or not.")
+    check_processes(400, free)
+    assert limits == [(1024, 1500)], "they are enough"
+    check_processes(600, free)
+    assert limits[1:] == [(1328, 1500)], "as many as it needs"
+    with pytest.raises(ConfigError, match=r"1,000 processes need 2,128 open files .* 1,500 are allowed"):
+        check_processes(1000, free)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), [("memory.events", "oom 9\noom_kill 3\n"), ("vmstat", "pgfault 1\noom_kill 3\n")]
+)
+def test_processes_that_the_kernel_ended_for_lack_of_memory_are_counted(machine: Path, file: str, text: str) -> None:
+    (machine / "self" / "cgroup").write_text("0::/job\n")
+    (machine / "groups" / "job").mkdir(parents=True)
+    assert num_out_of_memory() == 0
+    (machine / file if file == "vmstat" else machine / "groups" / "job" / file).write_text(text)
+    assert num_out_of_memory() == 3

@@ -65,8 +65,7 @@ class LocalEngine:
         """Takes in what the server tells meanwhile: neither side may wait for the other to read."""
         left = memoryview(json.dumps(request).encode() + b"\n")
         while left and self._is_served:
-            readable, _, _ = select.select([self._socket], [self._socket], [])
-            if readable:
+            if _events(self._socket, select.POLLIN | select.POLLOUT, None) & ~select.POLLOUT:
                 self._receive(0.0)
                 continue
             try:
@@ -121,8 +120,7 @@ class LocalEngine:
         self._send(do="start", spec=dataclasses.asdict(spec))
 
     def _receive(self, timeout_s: float) -> None:
-        ready, _, _ = select.select([self._socket], [], [], timeout_s)
-        if not ready:
+        if not _events(self._socket, select.POLLIN, timeout_s):
             return
         try:
             data = self._socket.recv(1 << 20)
@@ -200,3 +198,11 @@ class LocalEngine:
             self._server.kill()
             self._server.wait()
         self._socket.close()
+
+
+def _events(socket: socket.socket, wanted: int, timeout_s: float | None) -> int:
+    """What there is of the `wanted` events; unlike select, however many files are open."""
+    poller = select.poll()
+    poller.register(socket, wanted)
+    ready = poller.poll(None if timeout_s is None else 1000 * timeout_s)
+    return ready[0][1] if ready else 0

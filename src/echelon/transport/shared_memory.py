@@ -53,6 +53,24 @@ class Doorbell:
         os.close(self.descriptor)
 
 
+class Doorbells:
+    """One for each stream, opened when it is first used: an actor needs its own alone."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._opened: dict[int, Doorbell] = {}
+
+    def __getitem__(self, stream: int) -> Doorbell:
+        if (bell := self._opened.get(stream)) is None:
+            bell = self._opened[stream] = Doorbell(self._folder / f"{self._name}-{stream}")
+        return bell
+
+    def close(self) -> None:
+        for bell in self._opened.values():
+            bell.close()
+        self._opened.clear()
+
+
 class SlotLayout(Protocol):
     """How a slot lies in memory."""
 
@@ -86,7 +104,7 @@ class SlotRing:
         slots = memory[self._words_size(num_streams) :].reshape(num_streams, num_slots, schema.nbytes)
         self.slots = [[schema.views(slots[s, i]) for i in range(num_slots)] for s in range(num_streams)]
         self.ready = Doorbell(folder / "ready")
-        self.free = [Doorbell(folder / f"free-{s}") for s in range(num_streams)]
+        self.free = Doorbells(folder, "free")
 
     @staticmethod
     def _words_size(num_streams: int) -> int:
@@ -131,8 +149,8 @@ class SlotRing:
             self.free[stream].ring()
 
     def close(self) -> None:
-        for doorbell in (self.ready, *self.free):
-            doorbell.close()
+        self.ready.close()
+        self.free.close()
 
 
 class WeightsBoard:

@@ -21,9 +21,9 @@ from echelon.roles.own import StateLayout, state_of
 from echelon.roles.placement import pick_device
 from echelon.roles.plan.choice import Choice, choose_acting
 from echelon.roles.plan.layouts import minibatch_samples
-from echelon.roles.plan.parts import Plan
+from echelon.roles.plan.parts import Plan, roles_of
 from echelon.roles.plan.placement import learner_threads
-from echelon.room import check_room, free_memory
+from echelon.room import check_processes, check_room, free_memory
 from echelon.runs.checkpoint import find_weights
 from echelon.runs.folder import check_new, default_run_dir
 from echelon.schema import Spaces
@@ -126,6 +126,8 @@ def _choose(
 
 def _make_memory(context: Context, tell: Callable[[str], None]) -> None:
     plan = Plan(context)
+    if not context.shares_process:
+        check_processes(len(roles_of(context.train)), free_memory())
     sizes = "--envs-per-actor, --actor.trajectory or --actor.slots"
     check_room(plan.shared_bytes(), "the run's shared memory", free_memory(context.session.parent), sizes)
     for text in plan.make():
