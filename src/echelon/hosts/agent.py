@@ -135,26 +135,33 @@ class Agent:
 
     def run(self) -> str:
         """Works until the run is over, or this host must leave it; says why."""
+        looked_at = 0.0
         while not self.over:
-            self._sleep()
-            self._node.poll(0.0)
-            self._control.poll()
+            is_control = self._sleep()
             self._bulk.poll()
-            self._take_commands()
             self._take_newer()
             self._send_slots()
-            self._look_at_roles()
-            self._send_events()
-            self._check_lease()
+            if is_control or time.monotonic() >= looked_at + LOOK_S:  # slots come often, all else seldom
+                looked_at = time.monotonic()
+                self._node.poll(0.0)
+                self._control.poll()
+                self._take_commands()
+                self._look_at_roles()
+                self._send_events()
+                self._check_lease()
         return self.over
 
-    def _sleep(self) -> None:
+    def _sleep(self) -> bool:
+        """Until something comes; whether that is anything else than slots, and answers about them."""
         assert self._engine is not None
-        descriptors = [*self._engine.descriptors, self._ring.ready.descriptor]
-        watched = [*self._node.watched, self._control.socket, self._bulk.socket, *descriptors]
-        items = [item if isinstance(item, tuple) else (item, zmq.POLLIN) for item in watched]
-        zmq.zmq_poll(items, int(1000 * LOOK_S))
-        self._ring.ready.clear()
+        bulk: list[Any] = [self._bulk.socket, self._ring.ready.descriptor]
+        others = [item for item, _ in self._node.watched]
+        others += [self._control.socket, *self._engine.descriptors]
+        ready = zmq.zmq_poll([(item, zmq.POLLIN) for item in [*bulk, *others]], int(1000 * LOOK_S))
+        came = [item for item, _ in ready]
+        if self._ring.ready.descriptor in came:
+            self._ring.ready.clear()
+        return any(item in others for item in came)
 
     # Control.
 

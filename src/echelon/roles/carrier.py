@@ -8,6 +8,7 @@ its number is the ring's own count.
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -35,6 +36,7 @@ class Carrier:
         plan = Plan(context)
         self.slots, self.ring, self.board = plan.slot_bytes, plan.raw_ring(), plan.board()
         self.ownership = plan.ownership()
+        self._bells = functools.cache(self._find_bells)
         self.weights = np.empty(plan.weights_bytes, np.uint8)
         file = plan.carrier_file
         address = file.read_text() if file.exists() else context.train.hosts.bulk_address
@@ -48,12 +50,14 @@ class Carrier:
             self.finished = True
             return False
         start = time.perf_counter()
-        self.ownership.look()
+        if not self.ownership.is_seen:
+            self.ownership.look()
+            self._bells.cache_clear()
         worked = self.server.take(BURST)
         now = time.perf_counter()
         self.station.phases["transfer"] += now - start
         if not worked:
-            bells = {self.ring.free[stream].descriptor: stream for stream in self.ownership.of_others()}
+            bells = self._bells()
             for descriptor in self.server.sleep(timeout_s, list(bells)):
                 self.ring.free[bells[descriptor]].clear()
             self.station.waited(now)
@@ -61,6 +65,10 @@ class Carrier:
         self.station.progress += 1
         self.station.tick(now)
         return True
+
+    def _find_bells(self) -> dict[int, int]:
+        """The doorbells of other hosts' streams, by which the learner admits their actors."""
+        return {self.ring.free[stream].descriptor: stream for stream in self.ownership.of_others()}
 
     def _take_slot(self, message: Message) -> None:
         """The next slot of a stream; one that came before is answered again, one that came too early is not."""

@@ -1,0 +1,188 @@
+"""A run on two hosts beside the same run on one, on the same cores: steps a second, processor time, bytes on the link.
+
+    python benchmarks/hosts.py [PRESET ENV] [--pairs 4] [--seconds 15] [-- --actors 2 --envs-per-actor 32 ...]
+
+The two hosts are network namespaces with a cable between them; each run is read while it trains, and one host and two
+take turns (A-B-B-A). Needs unshare, nsenter and ip, and a kernel that lets a user make namespaces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HEAD, OTHER = "10.9.8.1", "10.9.8.2"
+SECRET = "a secret for two hosts of one benchmark"
+TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+WARM_UP_S, PATIENCE_S = 4.0, 120.0
+Words = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A run at a moment."""
+
+    at: float
+    env_steps: int
+    used_s: dict[str, float]  # processor time by role
+    link_bytes: int
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Words, Words]]:
+    """What to put before a command to run it on either host."""
+    holders = [subprocess.Popen(["unshare", "-rn", "sleep", "3600"])]
+    try:
+        head = _entered(holders[0])
+        _run(*head, "ip", "link", "add", "cable0", "type", "veth", "peer", "name", "cable1")
+        holders.append(subprocess.Popen([*head, "unshare", "-n", "sleep", "3600"]))
+        other = _entered(holders[1])
+        _run(*head, "ip", "link", "set", "cable1", "netns", str(holders[1].pid))
+        for words, address, device in ((head, HEAD, "cable0"), (other, OTHER, "cable1")):
+            _run(*words, "ip", "addr", "add", f"{address}/24", "dev", device)
+            _run(*words, "ip", "link", "set", device, "up")
+            _run(*words, "ip", "link", "set", "lo", "up")
+        yield head, other
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait()
+
+
+def _entered(holder: subprocess.Popen[bytes]) -> Words:
+    deadline = time.monotonic() + 10.0
+    while Path(f"/proc/{holder.pid}/comm").read_text().strip() != "sleep":
+        if time.monotonic() > deadline:
+            raise SystemExit("namespaces cannot be made here")
+        time.sleep(0.01)
+    return ("nsenter", "-t", str(holder.pid), "-U", "--preserve-credentials", "-n")
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, timeout=10.0)
+
+
+def measure(options: Sequence[str], hosts: tuple[Words, Words] | None, seconds: float) -> tuple[Reading, Reading]:
+    """A run at two moments, `seconds` apart."""
+    folder = Path(tempfile.mkdtemp(prefix="echelon-hosts-"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ECHELON_SECRET": SECRET}
+    echelon = (sys.executable, "-m", "echelon.cli.main")
+    words: list[str] = [*(hosts[0] if hosts else ()), *echelon, "train", *options, f"--run-dir={folder}/run"]
+    if hosts:
+        words += ["--engine=hosts", "--hosts=2", f"--hosts.address=tcp://{HEAD}:7000"]
+    started: dict[str, subprocess.Popen[str]] = {}
+    with (folder / "output").open("w") as output:
+        try:
+            started["coordinator"] = subprocess.Popen(words, stdout=output, stderr=output, env=environment, text=True)
+            if hosts:
+                join = [*hosts[1], *echelon, "host", f"--join={HEAD}:7000", "--name=other"]
+                started["agent"] = subprocess.Popen(join, stdout=output, stderr=output, env=environment, text=True)
+            deadline = time.monotonic() + PATIENCE_S
+            while not _is_whole(folder):
+                if time.monotonic() > deadline or started["coordinator"].poll() is not None:
+                    raise SystemExit((folder / "output").read_text())
+                time.sleep(0.1)
+            time.sleep(WARM_UP_S)
+            first = _read(folder, started, hosts)
+            time.sleep(seconds)
+            return first, _read(folder, started, hosts)
+        finally:
+            for process in started.values():
+                process.send_signal(signal.SIGINT)
+            for process in started.values():
+                process.wait(PATIENCE_S)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether every actor is at work."""
+    rows = _rows(folder)
+    num_actors = json.loads((folder / "run" / "config.json").read_text())["config"]["actor"]["num_actors"] if rows else 1
+    return len([name for name in (rows[-1]["time"] if rows else ()) if name.startswith("actor-")]) == num_actors
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    try:
+        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if '"train"' in line]
+
+
+def _read(folder: Path, started: dict[str, subprocess.Popen[str]], hosts: tuple[Words, Words] | None) -> Reading:
+    used: dict[str, float] = defaultdict(float)
+    for name, process in started.items():
+        for pid in _family(process.pid):
+            try:
+                text = Path(f"/proc/{pid}/stat").read_text()
+            except OSError:
+                continue
+            role = name if pid == process.pid else text.partition("(")[2].rpartition(")")[0].partition("-")[0]
+            used[role] += sum(map(int, text.rpartition(")")[2].split()[11:13])) * TICK_S
+    count = 0
+    if hosts:
+        shown = subprocess.run(
+            [*hosts[0], "ip", "-s", "-j", "link", "show", "cable0"], capture_output=True, text=True, timeout=10.0
+        )
+        stats = json.loads(shown.stdout)[0]["stats64"]
+        count = stats["rx"]["bytes"] + stats["tx"]["bytes"]
+    return Reading(time.monotonic(), _rows(folder)[-1]["env_steps"], dict(used), count)
+
+
+def _family(pid: int) -> list[int]:
+    """A process and its descendants."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+    return [pid, *(one for child in children for one in _family(child))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", nargs="*", default=["impala", "CartPole-v1"], metavar="PRESET ENV")
+    parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=15.0)
+    given = sys.argv[1:]
+    own, more = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    arguments = parser.parse_args(own)
+    more = more or ["--actors=2", "--envs-per-actor=32"]
+    options = [*arguments.task, "--minutes=10", "--evaluation.interval-s=0", "--acting=local", *more]
+    rates: dict[int, list[float]] = {1: [], 2: []}
+    costs: dict[int, list[float]] = {1: [], 2: []}
+    with two_hosts() as hosts:
+        for pair in range(arguments.pairs):
+            for count in (1, 2) if pair % 2 == 0 else (2, 1):
+                first, last = measure(options, hosts if count == 2 else None, arguments.seconds)
+                steps, wall_s = last.env_steps - first.env_steps, last.at - first.at
+                used = {role: last.used_s[role] - first.used_s.get(role, 0.0) for role in last.used_s}
+                rates[count].append(steps / wall_s)
+                costs[count].append(1e6 * sum(used.values()) / steps)
+                shares = ", ".join(f"{r} {1e6 * s / steps:.2f}" for r, s in sorted(used.items()) if s > 0)
+                link = (last.link_bytes - first.link_bytes) / wall_s / 1e6
+                print(
+                    f"{count} host{'s' * (count > 1)}: {rates[count][-1]:>9,.0f} steps/s, {costs[count][-1]:.2f} us of "
+                    f"processor time a step ({shares})" + (f", {link:.1f} MB/s on the link" if count > 1 else ""),
+                    flush=True,
+                )
+    paired = [two / one for one, two in zip(rates[1], rates[2], strict=True)]
+    paid = [one / two for one, two in zip(costs[1], costs[2], strict=True)]
+    print(f"steps/s on two hosts / on one: median {statistics.median(paired):.3f} of {[round(r, 3) for r in paired]}")
+    print(f"processor time on one / on two: median {statistics.median(paid):.3f} of {[round(r, 3) for r in paid]}")
+
+
+if __name__ == "__main__":
+    main()
