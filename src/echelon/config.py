@@ -105,14 +105,22 @@ class TrainConfig(Section, frozen=True):
 
     def _check_hosts(self) -> None:
         """What crosses between hosts so far: trajectories of actors that act by themselves, to one learner."""
-        if self.engine != "hosts":
-            return
-        alone = "--engine hosts, but {}. Use --engine local."
-        is_queue = self.algorithm.experience != "replay" and self.algorithm.slots == "trajectories"
-        require(is_queue, alone.format(f"{self.algorithm.name} learns from no queue of trajectories"))
-        require(self.acting.mode != "central", "--engine hosts acts on every host. Use --acting local.")
         require(
-            self.hosts.count <= self.actor.num_actors,
+            self.engine != "hosts" or (self.algorithm.experience != "replay" and self.algorithm.slots != "gradients"),
+            f"--engine hosts, but what actors of {self.algorithm.name} bring does not cross between hosts yet: only "
+            "trajectories do, as of impala, ppo and async-ppo. Use --engine local.",
+        )
+        require(
+            (self.hosts.count > 1) == (self.engine == "hosts"),
+            f"--hosts {self.hosts.count} does not go with --engine {self.engine}: use --engine hosts with --hosts "
+            "2 or more, and no other engine with them.",
+        )
+        require(
+            self.engine != "hosts" or self.acting.mode != "central",
+            "--engine hosts has every host act for its own actors. Use --acting local.",
+        )
+        require(
+            self.engine != "hosts" or self.hosts.count <= self.actor.num_actors,
             f"hosts.count={self.hosts.count} exceeds actor.num_actors={self.actor.num_actors}, and a host without an "
             "actor does nothing. Lower it, or raise --actors.",
         )

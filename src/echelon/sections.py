@@ -250,7 +250,7 @@ class HostsConfig(Section, frozen=True):
 
     SECTION = "hosts"
 
-    count: Annotated[int, doc("the hosts of the run, this one among them", ge=2)] = 2
+    count: Annotated[int, doc("the hosts of the run, this one among them", ge=1)] = 1
     address: Annotated[str, doc("where this host listens for the others; port 0: any free one")] = "tcp://127.0.0.1:0"
     bulk_port: Annotated[
         int, doc("where trajectories come to, at the same address; 0: any free one", ge=0, le=65_535)

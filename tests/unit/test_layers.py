@@ -57,9 +57,22 @@ ALLOWED: dict[str, set[str]] = {
     | PLANES
     | {"replay", "servers", "envs", "runs", "roles", "presets", "training", "asynchronous", "__init__"},
     "cli": GROUND
+    | {"fields"}
     | LEARNING
     | PLANES
-    | {"replay", "servers", "envs", "runs", "roles", "presets", "training", "asynchronous", "bench", "__init__"},
+    | {
+        "replay",
+        "servers",
+        "envs",
+        "runs",
+        "roles",
+        "presets",
+        "training",
+        "asynchronous",
+        "bench",
+        "fields",
+        "__init__",
+    },
 }
 
 

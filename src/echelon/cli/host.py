@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from echelon.cli.main import Parser
+from echelon.fields import require_address
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -21,7 +22,8 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--name", default="", metavar="NAME", help="what the run calls this host (default: its name)")
     parser.add_argument("--shm-dir", default="/dev/shm", metavar="DIR", help="where shared memory lives")
     known = parser.parse_args(list(arguments))
-    address = known.join if known.join.startswith("tcp://") else f"tcp://{known.join}"
+    address: str = known.join if known.join.startswith("tcp://") else f"tcp://{known.join}"
+    require_address(address, "--join")
     tell = functools.partial(print, file=sys.stdout, flush=True)
     tell(f"left: {take_part(address, known.shm_dir, tell, known.name)}")
     return 0

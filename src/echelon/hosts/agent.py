@@ -38,17 +38,17 @@ from echelon.hosts.messages import (
     MAX_BYTES,
     NEWER,
     PROTOCOL,
-    Arrival,
+    Assignment,
     Command,
+    Dismiss,
     Ended,
     Event,
-    Leave,
+    JoinRequest,
     Left,
     Report,
     Signal,
     Start,
     Started,
-    Welcome,
     question,
     unpack,
 )
@@ -78,7 +78,7 @@ class Agent:
         self._secret = secret_from_environment()
         identity = b"h" + os.urandom(15)
         self._control = Client("the run", address, self._secret, MAX_BYTES, name=identity)
-        self._welcome = self._join()
+        self._assignment = self._join()
         self._session = create_session(shm_dir)
         self._logs = Path(tempfile.mkdtemp(prefix="echelon-host-"))
         self._engine: LocalEngine | None = None
@@ -88,37 +88,37 @@ class Agent:
             self.close()
             raise
 
-    def _join(self) -> Welcome:
+    def _join(self) -> Assignment:
         """Waits for the run to be ready; raises Refused if it does not take this host."""
-        arrival = Arrival(PROTOCOL, self.name, len(os.sched_getaffinity(0)))
+        make = functools.partial(question, JoinRequest(PROTOCOL, self.name, len(os.sched_getaffinity(0))))
         waits = False
         while True:
-            request = self._control.ask(JOIN, functools.partial(question, arrival))
+            request = self._control.ask(JOIN, make)
             while not self._control.wait(request, 1.0):
                 if not waits and self._control.silent_s > 1.0:
                     waits = True
                     self.tell(f"waiting for the run at {self.address}: {self._control.why_silent()}")
             assert request.answer is not None
-            welcome: Welcome = unpack(request.answer, Welcome)
-            if not welcome.wait:
-                return welcome
+            assignment: Assignment = unpack(request.answer, Assignment)
+            if not assignment.wait:
+                return assignment
             if not waits:
                 waits = True
                 self.tell(f"joined {self.address}, which is still preparing its run")
             time.sleep(ASK_AGAIN_S)
 
     def _make(self) -> None:
-        welcome, session = self._welcome, self._session
-        self._slots = SlotBytes.from_wire(welcome.slot)
-        self._ring = SlotRing(session, self._slots, welcome.streams, welcome.slots)
-        self._board = WeightsBoard(session, welcome.weights)
-        self._engine = LocalEngine(str(session), welcome.preload)
+        assignment, session = self._assignment, self._session
+        self._slots = SlotBytes.from_wire(assignment.slot)
+        self._ring = SlotRing(session, self._slots, assignment.streams, assignment.slots)
+        self._board = WeightsBoard(session, assignment.weights)
+        self._engine = LocalEngine(str(session), assignment.preload)
         self._node = Node.host(f"ipc://{session}/world")
         for function in REPORTED:
             self._node.serve(function, functools.partial(self._report, function))
         host, _, _ = self.address.rpartition(":")
-        bulk = f"{host}:{welcome.bulk.rpartition(':')[2]}"
-        most = max(welcome.weights, 8 * welcome.streams)
+        bulk = f"{host}:{assignment.bulk.rpartition(':')[2]}"
+        most = max(assignment.weights, 8 * assignment.streams)
         name = b"b" + os.urandom(15)
         self._bulk = Client("the run's carrier", bulk, self._secret, most, queued=2 * QUEUED_SLOTS, name=name)
         self._events: list[Event] = []
@@ -127,11 +127,11 @@ class Agent:
         self._asking, self._asked_at, self._num_commands = self._ask_commands(), time.monotonic(), 0
         self._heard_at = self._asked_at  # when the last question was sent that the head has answered
         self._newer = self._ask_newer()
-        self._under_way: list[deque[Request]] = [deque() for _ in range(welcome.streams)]
+        self._under_way: list[deque[Request]] = [deque() for _ in range(assignment.streams)]
         self._gauges_at = 0.0
         self._roles: dict[str, int | None] = {}
         self.over = ""  # why this host leaves
-        self.tell(f"{self.name} takes part with {welcome.streams} actors; logs of its roles: {self._logs}")
+        self.tell(f"{self.name} takes part with {assignment.streams} actors; logs of its roles: {self._logs}")
 
     def run(self) -> str:
         """Works until the run is over, or this host must leave it; says why."""
@@ -167,7 +167,7 @@ class Agent:
 
     @property
     def _token(self) -> int:
-        return self._welcome.token
+        return self._assignment.token
 
     def _ask_commands(self) -> Request:
         self._asked_at = time.monotonic()
@@ -192,7 +192,7 @@ class Agent:
                 self._roles.setdefault(spec["name"], None)
             case Signal(name, number):
                 self._engine.signal(name, number)
-            case Leave(why):
+            case Dismiss(why):
                 self.over = why
 
     def _local(self, spec: ProcessSpec) -> ProcessSpec:
@@ -201,7 +201,7 @@ class Agent:
             "session": str(self._session),
             "address": self._node.address,
             "run_dir": str(self._logs),
-            "streams": [self._welcome.first, self._welcome.streams],
+            "streams": [self._assignment.first, self._assignment.streams],
         }
         log = str(self._logs / f"{spec.name}.log")
         return dataclasses.replace(spec, config={**spec.config, **here}, log=log)
@@ -236,7 +236,7 @@ class Agent:
 
     def _check_lease(self) -> None:
         silent_s = time.monotonic() - self._heard_at
-        if silent_s > self._welcome.lease_s:
+        if silent_s > self._assignment.lease_s:
             raise PeerLost(
                 f"the run at {self.address} was not heard for {silent_s:.0f} s, so {self.name} has ended its roles: by "
                 f"now they may be given to another host. {self._control.why_silent()}"
@@ -250,7 +250,7 @@ class Agent:
         def make() -> list[bytearray]:
             return [bytearray(HEADER.size) + granted.tobytes()]
 
-        return self._bulk.ask(NEWER, make, own=(version, self._welcome.first, self._token))
+        return self._bulk.ask(NEWER, make, own=(version, self._assignment.first, self._token))
 
     def _take_newer(self) -> None:
         """The weights first: an actor that is admitted finds those that its admission assumes."""
@@ -277,7 +277,7 @@ class Agent:
                 parts = self._slots.pack(ring.readable(stream, len(under_way))["slot"])
                 message: list[Part] = [bytearray(HEADER.size), *parts]
                 number = count * ring.num_streams + stream + 1
-                own = (self._welcome.first + stream, count, self._token)
+                own = (self._assignment.first + stream, count, self._token)
                 under_way.append(self._bulk.ask(SLOTS, functools.partial(_same, message), number=number, own=own))
 
     # The end.

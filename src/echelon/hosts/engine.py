@@ -23,7 +23,7 @@ import msgspec
 from echelon.engines.inline import World
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, Failure, ProcessSpec
-from echelon.errors import ConfigError, Refused
+from echelon.errors import Refused
 from echelon.hosts.messages import (
     COMMANDS,
     EVENTS,
@@ -31,17 +31,17 @@ from echelon.hosts.messages import (
     JOIN,
     MAX_BYTES,
     PROTOCOL,
-    Arrival,
+    Assignment,
     Command,
+    Dismiss,
     Ended,
     Event,
-    Leave,
+    JoinRequest,
     Left,
     Report,
     Signal,
     Start,
     Started,
-    Welcome,
     pack,
     unpack,
 )
@@ -58,6 +58,7 @@ LOOK_S = 0.05
 GOODBYE_S = 2.0  # how long agents may take to hear that the run is over
 CARRIER = "carrier"
 SIGKILL = 9
+Tell = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class HostsEngine(LocalEngine):
         self._control = Server("hosts", address, secret_from_environment(), MAX_BYTES)
         self._hosts: dict[int, Host] = {}  # by token, those that are lost among them
         self._places: dict[str, int] = {}  # of a role elsewhere, the token
-        self._welcome: Welcome | None = None
+        self._assignment: Assignment | None = None
         self._streams: list[range] = []
         self._far_exits: list[Exit] = []
         self._reports: list[tuple[str, list[Any]]] = []
@@ -101,10 +102,12 @@ class HostsEngine(LocalEngine):
         """What agents join."""
         return self._control.address
 
-    def gather(self, welcome: Welcome, streams: Sequence[range], carrier: Path, tell: Callable[[str], None]) -> None:
+    def gather(
+        self, assignment: Assignment, streams: Sequence[range], carrier: Path, tell: Callable[[str], None]
+    ) -> None:
         """Waits until every host is there; `streams` are the actors of each, the head's first, and `carrier` is the
         file that the carrier writes its address to."""
-        self._welcome, self._streams, self._carrier = welcome, list(streams), carrier
+        self._assignment, self._streams, self._carrier = assignment, list(streams), carrier
         self._ownership = Ownership(self._folder, self._streams[-1].stop)
         missing = 0
         while len(self._hosts) < self._num_hosts - 1:
@@ -119,12 +122,12 @@ class HostsEngine(LocalEngine):
     # What agents say.
 
     def _on_join(self, message: Message) -> None:
-        arrival = unpack(message.frames, Arrival)
-        if arrival.protocol != PROTOCOL:
-            raise Refused(f"it speaks protocol {arrival.protocol}, this run {PROTOCOL}: install the same echelon")
-        welcome = self._welcome
-        if welcome is None:
-            self._control.answer(message, pack(Welcome(wait=True)))
+        request = unpack(message.frames, JoinRequest)
+        if request.protocol != PROTOCOL:
+            raise Refused(f"it speaks protocol {request.protocol}, this run {PROTOCOL}: install the same echelon")
+        assignment = self._assignment
+        if assignment is None:
+            self._control.answer(message, pack(Assignment(wait=True)))
             return
         host = next((one for one in self._hosts.values() if one.connection == message.connection), None)
         if host is not None:
@@ -133,15 +136,15 @@ class HostsEngine(LocalEngine):
             if len(self._hosts) == self._num_hosts - 1:
                 raise Refused(f"the run has its {self._num_hosts} hosts already")
             token, streams = secrets.randbits(62) + 1, self._streams[len(self._hosts) + 1]
-            host = Host(arrival.name[:64], token, message.connection, streams, time.monotonic())
+            host = Host(request.name[:64], token, message.connection, streams, time.monotonic())
             self._hosts[token] = host
             self._ownership.give(streams, token)
             self._places |= {f"actor-{stream}": token for stream in streams}
         if not self._carrier.exists():  # it listens soon
-            self._control.answer(message, pack(Welcome(wait=True)))
+            self._control.answer(message, pack(Assignment(wait=True)))
             return
         answer = msgspec.structs.replace(
-            welcome,
+            assignment,
             token=host.token,
             first=host.streams.start,
             streams=len(host.streams),
@@ -284,7 +287,7 @@ class HostsEngine(LocalEngine):
         living = [host for host in self._hosts.values() if not host.lost]
         if self._control.is_open:
             for host in living:
-                host.commands.append(Leave("the run is over"))
+                host.commands.append(Dismiss("the run is over"))
             deadline = time.monotonic() + GOODBYE_S
             while any(not host.lost for host in living) and time.monotonic() < deadline:
                 self._serve(LOOK_S)
@@ -294,7 +297,5 @@ class HostsEngine(LocalEngine):
 
 def streams_of_hosts(num_actors: int, num_hosts: int) -> list[range]:
     """The actors of each host, as even as can be; the head's first."""
-    if num_actors < num_hosts:
-        raise ConfigError(f"hosts.count={num_hosts} exceeds the {num_actors} actors. Lower it, or raise --actors.")
     bounds = [host * num_actors // num_hosts for host in range(num_hosts + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(bounds)]

@@ -18,14 +18,14 @@ from echelon.transport.channel import HEADER, Delivery, Part, Service
 PROTOCOL = 1  # goes up when a message changes its meaning
 MAX_BYTES = 64 << 20  # of a frame of control
 
-JOIN = Service("join", Delivery.READ)  # Arrival -> Welcome
+JOIN = Service("join", Delivery.READ)  # JoinRequest -> Assignment
 COMMANDS = Service("commands", Delivery.STATE)  # own words: commands taken, the token -> list of commands
 EVENTS = Service("events", Delivery.RECORD)  # own words: 0, the token; list of events -> nothing
 GAUGES = Service("gauges", Delivery.STATE)  # posted; own words: 0, the token; rows by role
 NEWER = Service("weights and grants", Delivery.STATE)  # own words: version, first stream, token; known grants
 
 
-class Arrival(msgspec.Struct):
+class JoinRequest(msgspec.Struct):
     """A host that wants to take part."""
 
     protocol: int
@@ -33,7 +33,7 @@ class Arrival(msgspec.Struct):
     cores: int
 
 
-class Welcome(msgspec.Struct):
+class Assignment(msgspec.Struct):
     """What a host needs to know before its first role; `wait`: the run is not ready to say."""
 
     wait: bool = False
@@ -61,7 +61,7 @@ class Signal(msgspec.Struct, tag="signal"):
     number: int
 
 
-class Leave(msgspec.Struct, tag="leave"):
+class Dismiss(msgspec.Struct, tag="dismiss"):
     """The run is over, or has no use for the host; why."""
 
     why: str
@@ -93,7 +93,7 @@ class Left(msgspec.Struct, tag="left"):
     why: str
 
 
-Command = Start | Signal | Leave
+Command = Start | Signal | Dismiss
 Event = Started | Ended | Report | Left
 
 

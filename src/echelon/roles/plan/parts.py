@@ -14,7 +14,7 @@ from echelon.algorithms.exploration import Explorer
 from echelon.algorithms.model import Model, Policy
 from echelon.algorithms.peers import ALONE
 from echelon.config import TrainConfig
-from echelon.hosts.messages import Welcome
+from echelon.hosts.messages import Assignment
 from echelon.hosts.ownership import Ownership
 from echelon.objectives.distributions import Distribution
 from echelon.roles.context import Context, Station
@@ -162,9 +162,9 @@ class Plan:
         """Where the carrier writes the address that host agents bring slots to."""
         return self.context.session / "carrier.address"
 
-    def welcome(self) -> Welcome:
+    def assignment(self) -> Assignment:
         """What a host needs to know before its first role."""
-        return Welcome(
+        return Assignment(
             slots=window(self.context.train),
             slot=self.slot_bytes.to_wire(),
             weights=self.weights_bytes,

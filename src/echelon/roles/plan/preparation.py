@@ -78,7 +78,7 @@ def prepare(
     _make_memory(context, tell)
     if isinstance(engine, HostsEngine):
         plan, streams = Plan(context), streams_of_hosts(config.actor.num_actors, config.hosts.count)
-        engine.gather(plan.welcome(), streams, plan.carrier_file, tell)
+        engine.gather(plan.assignment(), streams, plan.carrier_file, tell)
     return context, choice
 
 
