@@ -78,6 +78,20 @@ def test_when_the_host_dies_everybody_who_waits_is_told() -> None:
         assert kind == "PeerLost" and "'m0'" in text, text
 
 
+@pytest.mark.parametrize(("how", "why"), [("killed", "has ended"), ("fails", "it ended with ValueError: it broke")])
+def test_when_the_host_is_gone_buffers_and_servers_do_not_go_on_alone(how: str, why: str) -> None:
+    """Nor do members that live declare each other lost."""
+    with running("world_alone.py", how) as process:
+        out, err = process.communicate(timeout=3 * DEADLINE_S)
+        assert process.returncode == 0, err
+    told = sorted(json.loads(line) for line in out.splitlines())
+    assert [name for name, _, _ in told] == ["m1", "m2", "m3"]
+    for _, errors, lost in told:
+        for operation, (kind, text) in errors.items():
+            assert kind == "PeerLost" and "'m0'" in text and why in text, (operation, text)
+        assert set(lost) <= {"m0"}, lost
+
+
 def test_nothing_is_left_of_a_launch_whose_launcher_is_killed() -> None:
     with running("world_ends.py", "launcher") as process:
         assert process.stdout is not None

@@ -51,6 +51,9 @@ class Group:
     def register(self, key: str, service: Callable[..., Any]) -> None:
         self.services[key] = service
 
+    def check_world(self, what: str) -> None:
+        """It has no end."""
+
     def registered_sync(self, key: str, args: Sequence[Any] = ()) -> Any:
         return self.registered_async(key, args).wait()
 

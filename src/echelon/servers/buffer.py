@@ -3,8 +3,8 @@
 Every member keeps what it appends in its own memory, behind its own lock; nothing travels until somebody samples. Who
 samples decides, by what the members weigh, how many items each of them draws, and calls all of them at once. What they
 weigh by then comes along with every answer, so a batch costs one round trip, and a second one only if another split
-follows from it. A member whose process dies is left out: sampling
-goes on with the rest, a message is logged, and `lost` names it.
+follows from it. A member whose process dies is left out: sampling goes on with the rest, a message is logged, and
+`lost` names it. When the host of the world dies, nobody can be reached: what concerns all members raises PeerLost.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class GlobalBuffer:
 
     def clear(self) -> None:
         """Forgets what this member holds."""
-        self._peers.ask("clear", {self._peers.own: ()})
+        self._peers.note(self._peers.own, self._member.clear())
 
     def all_clear(self) -> None:
         """Forgets what all members hold."""

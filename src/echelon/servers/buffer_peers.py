@@ -22,6 +22,8 @@ class Peers:
 
     `services` are the own member's, which the others call. A member that dies is left out from then on: `lost` says who
     and why, and a message is logged. Answers that nobody needs at once are awaited by whoever asks that member next.
+    Without the host of the world no member can be reached, and none of them is known to be dead: whatever is asked then
+    raises PeerLost, or WorldStopped if the world has ended.
     """
 
     def __init__(self, name: str, group: RpcGroup, services: Mapping[str, Callable[..., Answer]]) -> None:
@@ -49,13 +51,14 @@ class Peers:
 
     def ask(self, service: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Answer]:
         """Calls a service of several members at once; those that are lost have no answer."""
+        self._check(f"{service}()")
         self.settle(arguments)
         futures = {
             member: self._begin(service, member, given) for member, given in arguments.items() if member != self.own
         }
         answers = {}
         if self.own in arguments:
-            answers[self.own] = self._note(self.own, self.services[service](*arguments[self.own]))
+            answers[self.own] = self.note(self.own, self.services[service](*arguments[self.own]))
         for member, future in futures.items():
             if (answer := self._wait(member, future)) is not None:
                 answers[member] = answer
@@ -63,8 +66,9 @@ class Peers:
 
     def tell(self, service: str, member: str, arguments: tuple[Any, ...]) -> None:
         """Calls a service of one member and does not wait; its calls are served in order."""
+        self._check(f"{service}()")
         if member == self.own:
-            self._note(member, self.services[service](*arguments))
+            self.note(member, self.services[service](*arguments))
             return
         self.settle([member])
         if (future := self._begin(service, member, arguments)) is not None:
@@ -108,14 +112,20 @@ class Peers:
         except PeerLost as error:
             self._leave_out(member, error)
             return None
-        return self._note(member, answer)
+        return self.note(member, answer)
 
-    def _note(self, member: str, answer: Answer) -> Answer:
+    def note(self, member: str, answer: Answer) -> Answer:
+        """Takes over what `member` weighs by its answer."""
         self.masses[member] = Mass(*answer["mass"])
         self.passed_over += answer.get("passed_over", 0)
         return answer
 
+    def _check(self, what: str) -> None:
+        """Raises if the world is over."""
+        self.group.check_world(f"{what} of the buffer {self.name!r}")
+
     def _leave_out(self, member: str, error: PeerLost) -> None:
+        self._check(f"a call to {member!r}")  # which lives, if only the host of the world is gone
         size = self.masses.pop(member, Mass()).size
         self.lost[member] = (
             f"buffer {self.name}: member {member} is lost with {size} items ({error}). Sampling goes on with "

@@ -8,7 +8,7 @@
 Nobody waits for a step: a push is done when a reducer has it, and a reducer whose queue is full drops its oldest
 gradient, counts it and says so. If a secondary reducer dies, members push to another one; what they had handed in there
 and was not passed on is gone with it: they count it and say so. If the primary one dies, or a reducer fails, the next
-push raises, as does `watch`.
+push raises, as does `watch`. If the host of the world dies, everything here raises PeerLost.
 """
 
 from __future__ import annotations
@@ -137,7 +137,12 @@ class PushPullGradServer:
         self.undelivered += 1
         raise PeerLost(f"{self._where}: none of the reducers {self.secondary_reducers} is alive: {self._death}")
 
+    def _check_world(self, what: str) -> None:
+        """Raises if the world is over: then reducers are out of reach, and none of them need be dead."""
+        self.group.check_world(f"{what} of the gradient server {self.server_name!r}")
+
     def _leave_out(self, reducer: str, error: PeerLost) -> None:
+        self._check_world(f"a push to {reducer!r}")
         num, self._death = len(self._handed_in.pop(reducer)), error
         self.lost += num
         logger.warning(
@@ -164,6 +169,7 @@ class PushPullGradServer:
 
     def _ask_reducers(self, service: str) -> dict[str, Any]:
         """What a service of every reducer that is alive says."""
+        self._check_world(f"{service}()")
         members = set(self.secondary_reducers)
         with contextlib.suppress(PeerLost):  # it is told of by whoever pushes
             members.add(self.group.registered_sync(f"{self.server_name}/primary"))
@@ -175,6 +181,7 @@ class PushPullGradServer:
         for member, future in futures.items():
             with contextlib.suppress(PeerLost):
                 answers[member] = future.wait()
+        self._check_world(f"{service}()")  # else answers may be missing of reducers that live
         return answers
 
     def dropped(self) -> int:

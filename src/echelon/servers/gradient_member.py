@@ -136,7 +136,8 @@ class PushPullGradServerImpl:
             thread.join()
 
     def watch(self) -> None:
-        """Raises what this member's reducers failed by, if they did."""
+        """Raises what this member's reducers failed by, if they did; PeerLost if the host of the world is gone."""
+        self.group.check_world(f"the reducer {self.own!r} of the gradient server {self.server_name!r}")
         if isinstance(self._failure, PeerLost):
             lost = f"gradient server {self.server_name}: the primary reducer {self.primary_reducer} is lost"
             raise PeerLost(f"{lost}: {self._failure}") from self._failure

@@ -39,7 +39,7 @@ class OrderedServerImpl:
 
     Threads that serve other members push and pull; a lock lets one in at a time. Who pushes or pulls here directly
     shares the value with the server and changes it no more. If the process dies, its values are gone and whoever asks
-    for them gets PeerLost.
+    for them gets PeerLost; so does whoever asks here once the host of the world is gone, as nobody else can push.
     """
 
     def __init__(self, server_name: str, group: RpcGroup, version_depth: int = 1) -> None:
@@ -52,6 +52,7 @@ class OrderedServerImpl:
             group.register(f"{server_name}/{service.__name__}", service)
 
     def push(self, key: str, value: Any, version: Version, prev_version: Version | None) -> bool:
+        self._check("push")
         with self._lock:
             kept = self._values.setdefault(key, OrderedDict())
             if kept and (next(reversed(kept)) != prev_version or version in kept):
@@ -62,6 +63,7 @@ class OrderedServerImpl:
             return True
 
     def pull(self, key: str, version: Version | None = None) -> tuple[Any, Version] | None:
+        self._check("pull")
         with self._lock:
             kept = self._values.get(key)
             if not kept:
@@ -72,6 +74,9 @@ class OrderedServerImpl:
     def newer(self, key: str, version: Version | None) -> tuple[Any, Version] | Version | None:
         newest = self.pull(key)
         return version if newest is not None and newest[1] == version else newest
+
+    def _check(self, service: str) -> None:
+        self.group.check_world(f"{service}() of the ordered server {self.server_name!r}")
 
 
 class OrderedServer:

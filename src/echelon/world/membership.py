@@ -109,10 +109,17 @@ class Membership:
         """A timeout as users give it: None, or below 0, is the world's own."""
         return self.timeout_s if timeout is None or timeout < 0 else timeout
 
-    def begin_call(self, to: str, what: str, request: tuple[Any, ...], timeout: float | None) -> Future:
-        """Sends a request to `to`; `what` names it in errors."""
+    def check(self, what: str) -> None:
+        """Raises if the world is over for this process: PeerLost with the host, WorldStopped, or as it left itself.
+
+        `what` names in the error what was tried.
+        """
         if self._over is not None:
             raise self._over(what)
+
+    def begin_call(self, to: str, what: str, request: tuple[Any, ...], timeout: float | None) -> Future:
+        """Sends a request to `to`; `what` names it in errors."""
+        self.check(what)
         seconds = self.seconds(timeout)
         deadline = time.monotonic() + seconds
         calls = self._switchboard.calls_to(to, seconds)  # the first time it makes the line
@@ -124,8 +131,7 @@ class Membership:
 
     def control(self, function: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Asks the host of the world."""
-        if self._over is not None:
-            raise self._over(f"{function}()")
+        self.check(f"{function}()")
         return self._thread.call(self._node.host_name, function, *args, timeout_s=self.seconds(timeout_s))
 
     def explain(self, error: EchelonError, function: str, *args: Any) -> Any:
@@ -149,8 +155,7 @@ class Membership:
 
     def why_lost(self, name: str) -> str:
         """Why a member is gone, or ""; raises WorldStopped, or PeerLost with the host, if the world is over."""
-        if self._over is not None:
-            raise self._over("whatever waits")
+        self.check("whatever waits")
         return "" if self._node.member(name) else self._node.why_gone(name) or "it never came"
 
     # What happens to others; in the thread of the node.

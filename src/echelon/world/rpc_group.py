@@ -273,6 +273,13 @@ class RpcGroup:
             self._world.control("leave_group", self._name, self._world.name)
             self._destroyed = True
 
+    def check_world(self, what: str) -> None:
+        """Raises PeerLost if the host of the world is gone, WorldStopped if the world has ended.
+
+        For `what` needs no call, as all others have left, but must not go on alone.
+        """
+        self._world.check(what)
+
     @property
     def _shown(self) -> str:
         return _listed(self._members)
