@@ -61,6 +61,12 @@ def test_a_process_may_leave_and_enter_the_next_world() -> None:
     run(programs.stop_and_begin_again)
 
 
+def test_a_host_that_stops_serves_the_other_ranks_until_they_have_left() -> None:
+    told, *rest = run(programs.stop_the_host_early, 3)
+    assert rest == [None, None]
+    assert told == ["'m0', the host of its world, waits for 'm1', 'm2' to leave. Ctrl-C ends all."]
+
+
 @pytest.mark.parametrize("how", ["barrier", "call", "group"])
 def test_exit_in_a_member_ends_the_world_for_all(how: str) -> None:
     with started(faults.exit_while_others_wait, 3, (how,)) as members:

@@ -14,7 +14,7 @@ import torch
 from world_cast import PATIENCE_S, TIMEOUT_S, Outcome
 
 from echelon.errors import ConfigError, PeerLost, Refused, TransportTimeout, WorldError
-from echelon.world import RpcException, RpcGroup, World, get_world
+from echelon.world import RpcException, RpcGroup, World, get_world, membership
 from echelon.world.entrance import Entrance, enter
 
 # Functions that members call in each other.
@@ -287,6 +287,34 @@ def stop_and_begin_again(world: World) -> Any:
         with pytest.raises(WorldError, match="has left the world"):
             group.barrier()
         world = World(f"m{world.rank}", world.rank, 2, timeout_s=TIMEOUT_S)
+    return None
+
+
+def is_stopping() -> bool:
+    return bool(STOPPING)
+
+
+STOPPING: list[bool] = []
+
+
+def stop_the_host_early(world: World) -> Any:
+    """The host has nothing more to do; the others call it, and meet by it, for long after its own timeout."""
+    group = group_of(world)
+    if world.rank == 0:
+        told: list[str] = []
+        membership.print_error = told.append
+        world.timeout_s = 0.05
+        STOPPING.append(True)
+        world.stop()
+        return told
+    while not group.rpc_sync("m0", is_stopping):
+        time.sleep(0.001)
+    others = world.create_rpc_group("others", ["m1", "m2"])
+    until = time.monotonic() + 20 * 0.05
+    while time.monotonic() < until:
+        assert group.rpc_sync("m0", add, args=(1,)) == 2
+    others.barrier()
+    world.stop()
     return None
 
 

@@ -210,7 +210,11 @@ class Membership:
             self.control("end", why, timeout_s=EXPLAIN_S)
 
     def stop(self) -> None:
-        """Leaves the world; the host first waits, at most `timeout_s`, until the other ranks have left."""
+        """Leaves the world; the host first waits until all other ranks have left or died.
+
+        Until then it serves what it registered and paired, and keeps keys and barriers. It does not wait for members
+        without a rank: what they do next raises PeerLost.
+        """
         self._await_others()
         self._close()
 
@@ -232,13 +236,21 @@ class Membership:
         self._close()
 
     def _await_others(self) -> None:
-        """The host keeps what the others need until they have left, or for `timeout_s`."""
-        if self._registry and self._over is None:
-            with self._departed:
-                self._departed.wait_for(self._is_alone, self.timeout_s)
+        """The host keeps what the other ranks need until they have left or died; if that takes long, it says so."""
+        if self._registry is None:
+            return
+        with self._departed:
+            if not self._departed.wait_for(self._is_alone, self.timeout_s):
+                still_there = ", ".join(map(repr, self._others()))
+                print_error(f"{self.name!r}, the host of its world, waits for {still_there} to leave. Ctrl-C ends all.")
+                self._departed.wait_for(self._is_alone)
 
     def _is_alone(self) -> bool:
-        return self._over is not None or not any(self._node.member(name) for name in self._ranked if name != self.name)
+        return self._over is not None or not self._others()
+
+    def _others(self) -> list[str]:
+        """The other ranks that are there."""
+        return [name for name in self._ranked if name != self.name and self.is_there(name)]
 
     def _close(self) -> None:
         global _here
