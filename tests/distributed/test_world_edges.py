@@ -15,10 +15,12 @@ from running import DEADLINE_S, MARK, TESTS
 
 BROKE = "it ended with ValueError: it broke"
 WORDS = {
-    "exits": (0, "WorldStopped", "'m0' called exit(0)"),
-    "exits far down": (0, "WorldStopped", "'m1' called exit(0)"),
+    "exits in a block": (0, "WorldStopped", "'m0' called exit(0)"),
+    "raises SystemExit in a block": (0, "WorldStopped", "'m1' called exit(0)"),
+    "exits": (0, "PeerLost", "it left"),  # a plain process cannot tell that from the end of its script
+    "ends the world": (0, "WorldStopped", "it is solved"),
     "raises": (1, "PeerLost", BROKE),
-    "leaves a block": (1, "PeerLost", BROKE),
+    "raises in a block": (1, "PeerLost", BROKE),
     "dies while it connects": (-signal.SIGKILL, "PeerLost", "'m1' is gone: its process"),
 }
 

@@ -15,23 +15,36 @@ from echelon.errors import EchelonError, WorldStopped
 from echelon.world import World
 from echelon.world.store import WorldStore
 
-WHO = {"exits": 0, "raises": 0, "leaves a block": 0, "exits far down": 1, "dies while it connects": 1}
+WHO = {
+    "exits in a block": 0,
+    "raises SystemExit in a block": 1,
+    "exits": 1,
+    "ends the world": 1,
+    "raises": 0,
+    "raises in a block": 0,
+    "dies while it connects": 1,
+}
 
 
-def leave(how: str) -> None:
-    if "exits" in how:
+def leave(world: World, how: str) -> None:
+    if how.startswith("exits"):
         exit(0)
+    if how.startswith("raises SystemExit"):
+        raise SystemExit
+    if how == "ends the world":
+        world.end("it is solved")
+        sys.exit(0)
     raise ValueError("it broke")
 
 
 def go(world: World, how: str) -> None:
-    if how == "leaves a block":
+    if "block" in how:
         with world:
-            leave(how)
+            leave(world, how)
     elif how == "dies while it connects":
         WorldStore.set = set_and_die  # type: ignore[method-assign]
     else:
-        leave(how)
+        leave(world, how)
 
 
 def main(rank: int, how: str) -> None:

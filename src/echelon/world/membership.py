@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -21,7 +22,6 @@ from echelon.errors import EchelonError, PeerLost, TransportError, TransportTime
 from echelon.transport.secret import SECRET_VARIABLE
 from echelon.world.calls import Future
 from echelon.world.directory import Member
-from echelon.world.ending import ending_error, note_exits
 from echelon.world.entrance import LIMITS, Entrance, enter, remove_folder, remove_folder_of
 from echelon.world.functions import Scope
 from echelon.world.messages import print_error
@@ -79,8 +79,7 @@ class Membership:
         if host is not None and not self._registry:
             self._beats = not self._watch.add(host, Card.of(host))
         self._thread.start()
-        note_exits()
-        self._finalize = Finalize(None, lambda: self._leave(ending_error()), exitpriority=100)
+        self._finalize = Finalize(None, lambda: self._leave(_uncaught_error()), exitpriority=100)
         try:
             self._ranked, self.world_size = self._await_all()
         except BaseException:
@@ -264,6 +263,18 @@ class Membership:
         self._switchboard.close()
         self.scope.groups.clear()  # what was registered need not live as long as this object
         remove_folder(Path(self._card.folder))
+
+
+def _uncaught_error() -> BaseException | None:
+    """The error that ends this process, asked while it ends; None if it has come to its end.
+
+    A child of multiprocessing ends with the error in flight. A plain process has lost it by then: `sys.last_value` has
+    one that nobody caught, but nothing is left of `exit()`, which only a `with` block around it sees.
+    """
+    if (error := sys.exc_info()[1]) is not None:
+        return error
+    uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # at a prompt errors end nothing
+    return uncaught if isinstance(uncaught, BaseException) else None
 
 
 def _forget_in_fork() -> None:

@@ -32,6 +32,7 @@ class World(Membership):
     By hand: every process makes a World with its `rank` and the same `world_size` and returns from it when all are
     there; rank 0 is the host. Without an `address` the children of one process find each other; with
     "tcp://HOST:PORT", that of rank 0, processes anywhere do. A rank of -1 joins a world at an address at any time.
+    `with World(...) as world:` leaves at the end of the block; `exit(0)` inside of it ends the world for all.
 
     What waits here ends in bounded time: with an answer; TransportTimeout after `timeout_s` or the timeout of the call;
     PeerLost if the process it waits for dies; WorldStopped if a member ends the world. There is one World in a process;
