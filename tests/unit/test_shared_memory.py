@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from echelon import train
+from echelon.bench.processes import Processes
+from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError, TransportError
+from echelon.presets import dqn
 from echelon.schema import Spaces, TrajectorySchema
 from echelon.transport import segments
 from echelon.transport.segments import check_platform, create_segment, join_segment, open_segment
 from echelon.transport.shared_memory import Doorbell, SlotRing, WeightsBoard
+from echelon.world import World, launch
 from running import TESTS, wait_until
 
 BOARD_BYTES = 1 << 16
@@ -107,11 +113,38 @@ def test_another_layout_is_refused(shm_dir: Path, schema: TrajectorySchema) -> N
         WeightsBoard(shm_dir, 128)
 
 
-def test_a_processor_that_reorders_stores_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+SHARERS: dict[str, Callable[[Path], object]] = {  # whoever starts or joins processes that share memory
+    "train": lambda folder: train(config_in(folder, "local")),
+    "launch": lambda folder: launch(do_nothing, 2),
+    "a world by hand": lambda folder: World("m0", 0, 1),
+    "a world at an address": lambda folder: World("m0", 0, 1, "tcp://127.0.0.1:0"),
+    "bench": lambda folder: Processes(folder),
+}
+
+
+def do_nothing(world: World) -> None:
+    """What a launch would run."""
+
+
+def config_in(folder: Path, engine: str) -> TrainConfig:
+    run = {"run.dir": str(folder / "run"), "evaluation.interval_s": 0.0, "stop.steps": 64}
+    return replace(dqn("CartPole-v1"), **{"engine": engine, "shm_dir": str(folder), **run})
+
+
+@pytest.mark.parametrize("sharer", SHARERS)
+def test_a_processor_that_reorders_stores_is_refused(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch, sharer: str
+) -> None:
     check_platform()
     monkeypatch.setattr(segments.platform, "machine", lambda: "aarch64")
-    with pytest.raises(ConfigError, match=r"aarch64.*--engine inline"):
-        check_platform()
+    with pytest.raises(ConfigError, match=r"processor is aarch64, and only x86-64 .*--engine inline"):
+        SHARERS[sharer](shm_dir)
+    assert not list(shm_dir.iterdir()) and not list(Path("/dev/shm").glob(f"echelon-{os.getpid()}-*"))
+
+
+def test_one_process_may_reorder_stores(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments.platform, "machine", lambda: "aarch64")
+    assert train(config_in(shm_dir, "inline"), output=io.StringIO()).status == "finished"
 
 
 class TestDoorbell:

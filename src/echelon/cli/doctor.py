@@ -24,6 +24,7 @@ def _machine(shm_dir: str) -> list[tuple[str, str]]:
     import torch
 
     from echelon.runs.folder import versions
+    from echelon.transport.segments import keeps_store_order
 
     cores = len(os.sched_getaffinity(0))
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -34,8 +35,7 @@ def _machine(shm_dir: str) -> list[tuple[str, str]]:
         rows.append(("shared memory", f"{usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f} at {shm_dir}"))
     else:
         rows.append(("shared memory", f"{shm_dir} is not there: name another folder with --shm-dir"))
-    order = "kept (fast path)" if platform.machine().lower() in ("x86_64", "amd64") else "weak: use --engine inline"
-    rows.append(("store order", order))
+    rows.append(("store order", "kept" if keeps_store_order() else "weak: no shared memory, use --engine inline"))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions().items() if version)))
     return rows
 

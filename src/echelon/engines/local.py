@@ -18,6 +18,7 @@ from typing import Any
 from echelon.engines.inline import World
 from echelon.engines.process import CRASHES, Exit, Failure, ProcessSpec, how_ended
 from echelon.errors import RunError
+from echelon.transport.segments import check_platform
 from echelon.transport.session import is_running, start_ticks
 
 # Threads that wait by spinning would take the cores that other roles need.
@@ -38,6 +39,7 @@ class LocalEngine:
     """
 
     def __init__(self, session: str, preload: Sequence[str] = ()) -> None:
+        check_platform()
         self._session, self._preload = session, list(preload)
         self._asked: set[str] = set()  # to be started, and not known to have been
         self._pids: dict[str, int] = {}

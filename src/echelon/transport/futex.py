@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import platform
 import threading
 import time
 from typing import Any
@@ -19,7 +20,8 @@ Array = np.ndarray[Any, Any]
 EVERYONE = 0xFFFFFFFF
 NUM_MASKS = 32
 
-_SYS_FUTEX = 202  # x86-64, the one processor that `check_platform` lets pass
+# Processes sleep here on x86-64 alone, which `check_platform` sees to; elsewhere one process may ring its own words.
+_SYS_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(), -1)  # -1: fails and does nothing
 _WAIT_BITSET, _WAKE_BITSET = 9, 10
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long

@@ -24,12 +24,21 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value
 
 
+def keeps_store_order() -> bool:
+    """Whether other processes see the plain stores of one in program order, as on x86-64."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
 def check_platform() -> None:
-    """Refuses processors that reorder stores: the rings publish a row by a later plain store."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
+    """Refuses processors that reorder stores: a row, a message or weights are published by a later plain store.
+
+    Whatever starts or joins processes that share memory passes here: the local engine, and a member of a world.
+    """
+    if not keeps_store_order():
         raise ConfigError(
-            f"shared memory between processes needs a processor that keeps store order (x86-64); this is "
-            f"{platform.machine()}. Use --engine inline here."
+            f"processes cannot share memory on this machine: its processor is {platform.machine()}, and only x86-64 "
+            "shows the stores of one process to others in their order. Use a machine with x86-64, or train in one "
+            "process with --engine inline."
         )
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from echelon.errors import ConfigError, Refused, TransportTimeout
 from echelon.transport.codec import Limits
 from echelon.transport.secret import SECRET_VARIABLE, secret_from_environment
+from echelon.transport.segments import check_platform
 from echelon.transport.session import NAME, create_session, start_ticks, sweep
 from echelon.transport.sockets import is_turned_away, why_silent
 from echelon.world.address import check_address, check_name, resolved
@@ -73,6 +74,7 @@ class Entered:
 
 def enter(entrance: Entrance) -> Entered:
     """Opens or joins the world; raises within the entrance's timeout, in a sentence that says why."""
+    check_platform()
     address = resolved(entrance.address) or f"ipc://{_meeting_folder(entrance.size)}/{DOOR}"
     secret = secret_from_environment() if address.startswith("tcp://") else None
     check_address(address, secret)

@@ -28,7 +28,6 @@ from echelon.runs.checkpoint import find_weights
 from echelon.runs.folder import check_new, default_run_dir
 from echelon.schema import Spaces
 from echelon.transport.secret import check_secret, secret_from_environment
-from echelon.transport.segments import check_platform
 
 
 def prepare(
@@ -43,10 +42,8 @@ def prepare(
     """The context of a run that can be, its memory made; and who chooses actions in it."""
     config = _with_whole_paths(config)
     text = text_of(config.env.id) or "workers"
-    if config.engine != "inline":
-        check_platform()
-        if not isinstance(config.env.id, str):
-            config = replace(config, env=replace(config.env, id=describe_callable(config.env.id)))
+    if config.engine != "inline" and not isinstance(config.env.id, str):
+        config = replace(config, env=replace(config.env, id=describe_callable(config.env.id)))
     if config.has_workers:
         check_secret(config.workers.address, secret_from_environment())
     own = StateLayout.of(state_of(brought.policy)) if brought is not None and brought.policy is not None else None
