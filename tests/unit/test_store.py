@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import threading
+import tomllib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore
 
-from echelon.errors import PeerLost, Refused, TransportTimeout
+from echelon.errors import ConfigError, PeerLost, Refused, TransportTimeout
 from echelon.transport.codec import decode, encode
-from echelon.world.process_group import interface_of, make_process_group
+from echelon.world.process_group import FIRST_TORCH, LAST_TORCH, interface_of, make_process_group
 from echelon.world.store import WorldStore
 from echelon.world.store_table import StoreTable
+from running import TESTS
 
+RANGE = r"torch 2\.10 to 2\.15"
 KEYS = st.sampled_from(["a", "b", "c"])
 VALUES = st.sampled_from(["", "x", "y", "\0z"])
 OPERATIONS = st.one_of(
@@ -124,6 +130,38 @@ def test_who_does_not_come_to_a_process_group_is_named() -> None:
         make_process_group(store, "g", 1, ["a", "b"], timeout_s=0.02)  # the first one gave up, it is not there
     with pytest.raises(TransportTimeout, match=r"'b' did not come"):
         make_process_group(HashStore(), "g", 0, ["a", "b"], timeout_s=0.02)
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "2.16.0", "3.0.0a0+git0123abc"])
+def test_a_torch_outside_of_the_range_makes_no_process_group(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it meet anybody first, who would wait for it."""
+    store = HashStore()
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(ConfigError, match=rf"tested with {RANGE}; this is torch {re.escape(version)}\. Install"):
+        make_process_group(store, "g", 0, ["a"], timeout_s=1.0)
+    assert store.num_keys() == 0
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [("ProcessGroup", "_register_backend"), ("ProcessGroupGloo", "create_device")]
+)
+def test_a_torch_without_what_a_process_group_needs_makes_none(
+    owner: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HashStore()
+    monkeypatch.delattr(getattr(dist, owner), name)
+    with pytest.raises(ConfigError, match=rf", without {owner}\.{name}\. Install one from 2\.10 to "):
+        make_process_group(store, "g", 0, ["a"], timeout_s=1.0)
+    assert store.num_keys() == 0
+
+
+def test_pip_installs_a_torch_of_the_range() -> None:
+    """The requirement of the package says the same; so do the versions that `make` installs."""
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]
+    (major, first), (_, last) = FIRST_TORCH, LAST_TORCH
+    assert f"torch>={major}.{first},<{major}.{last + 1}" in project["dependencies"]
+    pinned = re.search(r"^torch==(\d+)\.(\d+)", (TESTS.parent / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None and FIRST_TORCH <= (int(pinned[1]), int(pinned[2])) <= LAST_TORCH
 
 
 def test_the_interface_of_an_address_is_found() -> None:

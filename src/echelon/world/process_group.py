@@ -1,8 +1,11 @@
 """Process groups of torch.distributed among any processes that share a store; the others need not know.
 
-What is not public in torch is used here and nowhere else. A group made here is not registered with torch.distributed:
-its methods (`group.allreduce([tensor]).wait()`) and DistributedDataParallel(module, process_group=group) work, and so
-do those functions of torch.distributed that take `group` and count ranks inside of it (`group_src`, `group_dst`).
+What is not public in torch is used here and nowhere else. So a group is refused with a torch outside of the range that
+was tested (`FIRST_TORCH` to `LAST_TORCH`, also in pyproject.toml), and with one that lacks a name.
+
+A group made here is not registered with torch.distributed: its methods (`group.allreduce([tensor]).wait()`) and
+DistributedDataParallel(module, process_group=group) work, and so do those functions of torch.distributed that take
+`group` and count ranks inside of it (`group_src`, `group_dst`).
 
 Sockets: gloo listens at `hostname` alone, nccl at the interface that has it, so `hostname` is the address of this host
 by which the other members reach it; 127.0.0.1 where all of them are on one. What travels between hosts is neither
@@ -14,6 +17,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import hashlib
+import operator
 import os
 import secrets
 import socket
@@ -32,6 +36,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from echelon.errors import ConfigError, TransportError, TransportTimeout
 
+FIRST_TORCH, LAST_TORCH = (2, 10), (2, 15)
+GROUP_NAMES = ["BackendType", "_set_default_backend", "_register_backend", "_set_group_name", "shutdown"]
+GLOO_NAMES = ["_Options", "_Options._devices", "_Options._timeout", "create_device"]
+NCCL_NAMES = ["Options", "Options._timeout"]
 BACKENDS = ("gloo", "nccl")
 LOOK_S = 0.1  # how often a wait for gloo looks whether everybody is alive
 LINGER_S = 1.0  # how long a group outlives its end
@@ -65,6 +73,7 @@ def make_process_group(
     called when all are here: from then on the name is used up, as others may have the group though this one fails.
     """
     _check(rank, members, backend)
+    check_torch(backend)
     deadline = time.monotonic() + timeout_s
     own = _meet(PrefixStore(f"{name}/", store), name, rank, members, timeout_s)
     on_met()
@@ -81,11 +90,6 @@ def make_process_group(
         for device in _devices(backend):
             group._register_backend(torch.device(device), kind, made)
         group._set_group_name(name)
-    except (AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"torch {torch.__version__} cannot make the process group {name!r} as Echelon does: {error}. "
-            "Use a torch from 2.10 to 2.13."
-        ) from error
     except RuntimeError as error:
         raise TransportError(
             f"the process group {name!r} of {', '.join(members)} could not be connected from {hostname}: {error}. "
@@ -111,6 +115,31 @@ def _release(key: int) -> None:
 # Before the interpreter ends, it waits for a group that is just being released, and no other is released after that: it
 # would stop that thread in the middle, which torch answers by aborting the process.
 atexit.register(_releasing.acquire)
+
+
+def check_torch(backend: str) -> None:
+    """Refuses a torch that is not known to make groups as we do, before anything has begun."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    relied_on = {"ProcessGroup": GROUP_NAMES, "ProcessGroupGloo": GLOO_NAMES}
+    if backend == "nccl":
+        relied_on["ProcessGroupNCCL"] = NCCL_NAMES
+    missing = [f"{owner}.{name}" for owner, names in relied_on.items() for name in names if not _has(owner, name)]
+    if missing or not FIRST_TORCH <= version <= LAST_TORCH:
+        lacks = f", without {', '.join(missing)}" if missing else ""
+        first, last = (".".join(map(str, end)) for end in (FIRST_TORCH, LAST_TORCH))
+        raise ConfigError(
+            f"process groups of several learners or members rely on what torch keeps private, and were tested with "
+            f"torch {first} to {last}; this is torch {torch.__version__}{lacks}. Install one from {first} to {last}."
+        )
+
+
+def _has(owner: str, name: str) -> bool:
+    """Whether torch.distributed has the class `owner`, and that the attribute `name`, which may have dots."""
+    try:
+        operator.attrgetter(f"{owner}.{name}")(dist)
+    except AttributeError:
+        return False
+    return True
 
 
 def _check(rank: int, members: Sequence[str], backend: str) -> None:
@@ -150,9 +179,7 @@ def _gloo(store: Store, group: dist.ProcessGroup, hostname: str, timeout_s: floa
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=hostname)]
     options._timeout = timedelta(seconds=timeout_s)
-    made = gloo(store, group.rank(), group.size(), options)
-    made._set_sequence_number_for_group()
-    return made
+    return gloo(store, group.rank(), group.size(), options)
 
 
 def _watched(connect: Callable[[], Any], watch: Callable[[], None], deadline: float) -> Any:
@@ -179,9 +206,7 @@ def _nccl(store: Store, group: dist.ProcessGroup, hostname: str, timeout_s: floa
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    made = nccl(store, group.rank(), group.size(), options)
-    made._set_sequence_number_for_group()
-    return made
+    return nccl(store, group.rank(), group.size(), options)
 
 
 def _devices(backend: str) -> list[str]:
