@@ -3,12 +3,14 @@
 A checkpoint is a folder `step_000000012345` with `tensors.safetensors` (every tensor and array) and `state.json` (the
 rest, and the SHA-256 of both). It appears by a rename, so a reader never sees half of one; a crash leaves at most
 temporary folders, which the next look cleans away; one that was not replaced gets its name back. One process writes a
-folder of checkpoints; any number may read it.
+folder of checkpoints; any number may read it. The writer holds a lock of the folder, which the kernel releases when it
+dies: processes of another container see it, too, where the writer's process number means nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +19,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -38,9 +40,7 @@ TICK_S = 0.1  # between two signs of life of who waits for the disk
 FOREIGN_TEMPORARY_AGE_S = 3600.0  # a temporary folder of another host is taken for abandoned after this
 
 _STEP = re.compile(r"step_(\d{12,})")
-_TEMPORARY = re.compile(r"\.tmp-(?P<pid>\d+)-(?P<host>.+)")
-
-_in_use: set[Path] = set()  # temporary folders that this process is writing
+_TEMPORARY = re.compile(r"\.tmp-(?P<host>.+)\.[^.]+")
 
 
 class CheckpointWriter:
@@ -109,16 +109,14 @@ def _put(folder: Path, content: _Content, step: int, keep: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step_{step:012d}"
     new, old = _temporary(folder, "new"), _temporary(folder, target.name)
-    for path in (new, old):  # a predecessor in a restarted container had the same process id
-        shutil.rmtree(path, ignore_errors=True)
-    new.mkdir()
-    _in_use.update((new, old))
-    try:
-        _write(new, content, step)
-        put_folder(new, target, old)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-        _in_use.difference_update((new, old))
+    with _locked(folder, wait=True):
+        _clear(folder, is_written=False)
+        new.mkdir()
+        try:
+            _write(new, content, step)
+            put_folder(new, target, old)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
     past = [path for path in _checkpoints(folder) if _step(path) <= step]
     for path in set(_checkpoints(folder)) - set(past[-keep:]):
         shutil.rmtree(path, ignore_errors=True)
@@ -135,9 +133,9 @@ def load_checkpoint(path: Path) -> Any:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint in `folder`, unread; what a dead writer left is cleared away first."""
-    for path in folder.glob(".tmp-*"):
-        if _is_abandoned(path):
-            _put_back(path)
+    if any(folder.glob(".tmp-*")):
+        with _locked(folder, wait=False) as is_mine:
+            _clear(folder, is_written=not is_mine)
     found = _checkpoints(folder)
     return found[-1] if found else None
 
@@ -274,21 +272,41 @@ def _step(path: Path) -> int:
 
 
 def _temporary(folder: Path, what: str) -> Path:
-    return folder / f".tmp-{os.getpid()}-{socket.gethostname()}.{what}"
+    return folder / f".tmp-{socket.gethostname()}.{what}"
 
 
-def _is_abandoned(path: Path) -> bool:
-    match = _TEMPORARY.fullmatch(path.name)
-    if match is None:
+@contextlib.contextmanager
+def _locked(folder: Path, *, wait: bool) -> Iterator[bool]:
+    """Holds the lock of `folder`; says False where another process of this host has it, or the disk knows no locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork of this process may have the descriptor, too
+        os.close(descriptor)
+
+
+def _clear(folder: Path, *, is_written: bool) -> None:
+    """Removes, or puts back, what dead writers left; `is_written` if one of this host may be alive."""
+    for path in folder.glob(".tmp-*"):
+        if (match := _TEMPORARY.fullmatch(path.name)) is None:
+            continue
+        if _is_old(path) if match["host"] != socket.gethostname() else not is_written:
+            _put_back(path)
+
+
+def _is_old(path: Path) -> bool:
+    """Whether a temporary folder of another host, which has other locks, is so old that its writer must be dead."""
+    try:
+        return time.time() - path.stat().st_mtime > FOREIGN_TEMPORARY_AGE_S
+    except FileNotFoundError:  # its writer is done
         return False
-    if match["host"].rpartition(".")[0] != socket.gethostname():
-        try:
-            return time.time() - path.stat().st_mtime > FOREIGN_TEMPORARY_AGE_S
-        except FileNotFoundError:
-            return False
-    if int(match["pid"]) == os.getpid():
-        return path not in _in_use  # else of a predecessor with our number, in a container that was started again
-    return not Path(f"/proc/{match['pid']}").exists()
 
 
 def _put_back(path: Path) -> None:
