@@ -19,6 +19,7 @@ from echelon.config_io import fields_of
 from echelon.errors import ConfigError
 from echelon.presets import PRESETS, REPLAY_PRESETS, preset
 from echelon.runs.checkpoint import load_weights
+from echelon.transport.session import session_name
 from toy_envs import CounterEnv, make_counter
 
 INLINE = [
@@ -161,7 +162,7 @@ def test_doctor_looks_and_sweeps(shm_dir: Path, capsys: pytest.CaptureFixture[st
     assert main(["doctor", "--shm-dir", str(shm_dir)]) == 0
     out = capsys.readouterr().out
     assert "cores" in out and "torch" in out and "none" in out
-    dead = shm_dir / "echelon-4194304-deadbeef"  # above every process number
+    dead = shm_dir / session_name(4194304, "deadbeef")  # above every process number
     dead.mkdir()
     (dead / "owner.json").write_text('{"pid": 4194304, "start_ticks": 1}')
     assert main(["doctor", "--shm-dir", str(shm_dir)]) == 0

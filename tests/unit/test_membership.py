@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from echelon.errors import TransportError
+from echelon.transport import session
 from echelon.transport.codec import encode
 from echelon.transport.session import start_ticks
 from echelon.world import entrance as entrance_module
@@ -75,6 +76,16 @@ def test_a_member_that_removes_its_folder_just_then_has_done_so(
     monkeypatch.setattr(Card, "is_near", property(lambda card: shutil.rmtree(card.folder) is None))
     remove_folder_of(cards[1], cards[0])
     assert not theirs.exists() and own.is_dir()
+
+
+def test_siblings_of_two_containers_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their parents may have the same number, and have started at the same time, with the same mount."""
+    monkeypatch.setattr(entrance_module, "SHM_DIR", str(tmp_path))
+    here = entrance_module._meeting_folder(2)
+    assert entrance_module._meeting_folder(2) == here
+    monkeypatch.setattr(session, "pid_namespace", lambda: "pid:[4026532178]")
+    there = entrance_module._meeting_folder(2)
+    assert there != here and sorted(tmp_path.iterdir()) == sorted([here, there])
 
 
 def test_the_thread_of_a_node_ends_without_waiting_for_its_tick(host: Node, monkeypatch: pytest.MonkeyPatch) -> None:

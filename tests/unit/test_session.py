@@ -17,7 +17,7 @@ from echelon.cli.main import main
 from echelon.errors import ConfigError
 from echelon.room import check_room, free_memory
 from echelon.transport import session
-from echelon.transport.session import OWNER, create_session, is_taken, leftovers, sweep
+from echelon.transport.session import OWNER, create_session, is_taken, leftovers, session_name, sweep
 
 
 @pytest.fixture
@@ -39,12 +39,11 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 
 def forge(shm_dir: Path, pid: int, **owner: object) -> Path:
     """A session folder as process `pid` would have left it; without `owner`, as of one killed before it wrote that."""
-    path = shm_dir / f"echelon-{pid}-0123abcd"
+    path = shm_dir / session_name(pid, "0123abcd")
     path.mkdir()
     (path / "weights").write_bytes(b"\0" * 1000)
     if owner:
-        namespace = os.readlink("/proc/self/ns/pid")
-        (path / OWNER).write_text(json.dumps({"pid": pid, "start_ticks": 1, "pid_namespace": namespace, **owner}))
+        (path / OWNER).write_text(json.dumps({"pid": pid, "start_ticks": 1, **owner}))
     return path
 
 
@@ -116,13 +115,23 @@ def test_a_listener_that_is_stopped_holds_nobody_up(shm_dir: Path, dead_pid: int
 
 
 def test_folders_of_others_are_left_alone(shm_dir: Path, dead_pid: int) -> None:
-    forge(shm_dir, dead_pid, pid_namespace="pid:[1]")  # of another container: its numbers mean nothing here
     for name in ("echelon-data", "echelon-12-x", "other-1-0123abcd"):
         (shm_dir / name).mkdir()
-    (shm_dir / f"echelon-{dead_pid}-00000000").write_text("a file")
+    (shm_dir / session_name(dead_pid, "00000000")).write_text("a file")
     before = sorted(shm_dir.iterdir())
     assert sweep(str(shm_dir)) == []
     assert sorted(shm_dir.iterdir()) == before
+
+
+@pytest.mark.parametrize("owner", [{}, {"start_ticks": 1}], ids=["being made", "made"])
+def test_folders_of_another_container_are_left_alone(
+    shm_dir: Path, dead_pid: int, monkeypatch: pytest.MonkeyPatch, owner: dict[str, int]
+) -> None:
+    """Numbers of its processes mean nothing here, and where siblings meet there may be nobody who listens yet."""
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "pid_namespace", lambda: "pid:[4026532178]")
+        theirs = forge(shm_dir, dead_pid, **owner)
+    assert sweep(str(shm_dir)) == [] and theirs.is_dir()
 
 
 @pytest.mark.parametrize("name", ["none", "file"])

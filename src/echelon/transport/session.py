@@ -1,7 +1,8 @@
 """A session: the private folder that holds everything one run puts into shared memory.
 
 Segments, doorbells and sockets of a run lie in one folder under `shm_dir`, owned by the process that made it. Whoever
-ends the run removes the folder; if that process was killed, the fork server or the next `sweep` does.
+ends the run removes the folder; if that process was killed, the fork server or the next `sweep` does. The name of the
+folder says whose it is, and in which namespace of process numbers: containers may share the mount, but not those.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from echelon.errors import ConfigError
 from echelon.transport.secret import secret_from_environment
 
-NAME = re.compile(r"echelon-(\d+)-[0-9a-f]{8}")  # the number is the owner's
+NAME = re.compile(r"echelon-(?P<pid>\d+)-(?P<namespace>[0-9a-f]+)-[0-9a-f]{8}")
 OWNER = "owner.json"
 SECRET = "secret"
 
@@ -59,14 +60,25 @@ def pid_namespace() -> str | None:
         return None
 
 
+def session_name(pid: int, word: str) -> str:
+    """The name of a folder of process `pid`, which tells its others apart by `word`, 8 hexadecimal digits."""
+    return f"echelon-{pid}-{_namespace()}-{word}"
+
+
+def _namespace() -> str:
+    """A short form of `pid_namespace`: paths of sockets are short. Linux numbers namespaces from 0xf0000000 on."""
+    number = re.search(r"\d+", pid_namespace() or "0")
+    return f"{int(number[0]) & 0xFFFFFF:x}" if number else "0"
+
+
 def create_session(shm_dir: str) -> Path:
     """A new session folder under `shm_dir`, after sweeping away what dead runs left there."""
     root = Path(shm_dir)
     if not root.is_dir() or not os.access(root, os.W_OK):
         raise ConfigError(f"shm_dir={shm_dir} is not a folder that can be written. Name another with --shm-dir.")
     sweep(shm_dir)
-    path = root / f"echelon-{os.getpid()}-{secrets.token_hex(4)}"
-    owner = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "pid_namespace": pid_namespace()}
+    path = root / session_name(os.getpid(), secrets.token_hex(4))
+    owner = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
     try:
         path.mkdir(mode=0o700)
         (path / OWNER).write_text(json.dumps(owner))
@@ -98,15 +110,14 @@ def leftovers(shm_dir: str) -> list[Leftover]:
         name = NAME.fullmatch(path.name)
         if name is None or not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
             continue  # not a session, or another user's
+        if name["namespace"] != _namespace():
+            continue  # of another container: nobody here can tell whether it lives
         try:
             owner = json.loads((path / OWNER).read_text())
-            pid, ticks, namespace = int(owner["pid"]), owner["start_ticks"], owner["pid_namespace"]
-            owned = True
+            pid, ticks, owned = int(owner["pid"]), owner["start_ticks"], True
         except (OSError, ValueError, KeyError, TypeError):
             # Being made just now, damaged, or where siblings meet, who may outlive the parent that it is named after.
-            pid, ticks, namespace, owned = int(name[1]), None, pid_namespace(), False
-        if namespace != pid_namespace():
-            continue  # of another container: nobody here can tell whether it lives
+            pid, ticks, owned = int(name["pid"]), None, False
         started = start_ticks(pid)
         if (started is None or ticks not in (None, started)) and (owned or not _is_open(path)):
             found.append(Leftover(path, pid, _num_bytes(path)))

@@ -22,7 +22,7 @@ from echelon.errors import ConfigError, Refused, TransportTimeout
 from echelon.transport.codec import Limits
 from echelon.transport.secret import SECRET_VARIABLE, secret_from_environment
 from echelon.transport.segments import check_platform
-from echelon.transport.session import NAME, create_session, start_ticks, sweep
+from echelon.transport.session import NAME, create_session, session_name, start_ticks, sweep
 from echelon.transport.sockets import is_turned_away, why_silent
 from echelon.world.address import check_address, check_name, resolved
 from echelon.world.node import Node
@@ -146,7 +146,7 @@ def _meeting_folder(size: int) -> Path:
     parent = os.getppid()
     script = os.path.realpath(getattr(sys.modules.get("__main__"), "__file__", None) or os.getcwd())
     words = f"{os.getuid()} {parent} {start_ticks(parent)} {script} {size}"
-    folder = Path(SHM_DIR) / f"echelon-{parent}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
+    folder = Path(SHM_DIR) / session_name(parent, hashlib.sha256(words.encode()).hexdigest()[:8])
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
