@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from world_cast import PATIENCE_S, TIMEOUT_S, run, started
 
 from echelon.errors import ConfigError, Refused, TransportTimeout
 from echelon.transport.sockets import is_turned_away
-from echelon.world import World, get_world
+from echelon.world import World, get_cur_name, get_cur_rank, get_world
 from echelon.world.node import Node
 from running import wait_until
 
@@ -150,6 +151,12 @@ def test_the_host_is_told_that_somebody_came_with_another_secret(monkeypatch: py
     with pytest.raises(TransportTimeout, match=r"rank 1 did not .* ECHELON_SECRET of somebody who came was another"):
         World("m0", 0, 2, address, timeout_s=5.0)
     refused.join()
+
+
+@pytest.mark.parametrize("ask", [get_cur_rank, get_cur_name])
+def test_a_process_in_no_world_has_neither_rank_nor_name(ask: Callable[[], object]) -> None:
+    with pytest.raises(RuntimeError, match=f"{ask.__name__}: this process is in no world. Make a World"):
+        ask()
 
 
 @pytest.mark.xdist_group("siblings")

@@ -14,7 +14,7 @@ import torch
 from world_cast import PATIENCE_S, TIMEOUT_S, Outcome
 
 from echelon.errors import ConfigError, PeerLost, Refused, TransportTimeout, WorldError
-from echelon.world import RpcException, RpcGroup, World, get_world, membership
+from echelon.world import RpcException, RpcGroup, World, get_cur_name, get_cur_rank, get_world, membership
 from echelon.world.entrance import Entrance, enter
 
 # Functions that members call in each other.
@@ -82,6 +82,7 @@ def group_of(world: World, name: str = "all") -> RpcGroup:
 def tell_who_is_there(world: World) -> Any:
     group = group_of(world)
     told = (world.rank, world.name, world.world_size, world.members, world.get_members(), world.get_ranks())
+    assert (get_cur_rank(), get_cur_name()) == (world.rank, world.name)
     assert get_world() is world and world.timeout_s == TIMEOUT_S and world.address.startswith("ipc://")
     with pytest.raises(WorldError, match="in a world already, as 'm0'" if world.rank == 0 else "already"):
         World("again", 0, 1)

@@ -18,7 +18,8 @@ from echelon.servers.gradient import PushPullGradServer
 from echelon.servers.gradient_member import PushPullGradServerImpl
 from echelon.servers.model import PushPullModelServer
 from echelon.servers.ordered import Ordered, OrderedServer, OrderedServerImpl
-from echelon.world import RpcGroup, get_world
+from echelon.world import RpcGroup
+from echelon.world.world import world_here
 
 Each = Any  # one value for all models, or a list with one for each
 
@@ -90,9 +91,7 @@ def grad_server_helper(
 
 def _enter(group_name: str, members: str | Sequence[str], caller: str) -> tuple[RpcGroup, str]:
     """The group of the servers, and its first member."""
-    world = get_world()
-    if world is None:
-        raise RuntimeError(f"{caller}: this process is in no world. Make a World, or start the program with launch().")
+    world = world_here(caller)
     if isinstance(members, str) and members != "all":
         raise ConfigError(f"{caller}: members={members!r} must be 'all' or a list of names.")
     names = world.get_members() if isinstance(members, str) else list(members)

@@ -34,9 +34,19 @@ if TYPE_CHECKING:
     from echelon.world.collective_group import CollectiveGroup
     from echelon.world.launching import launch
     from echelon.world.rpc_group import RpcGroup
-    from echelon.world.world import World, get_world
+    from echelon.world.world import World, get_cur_name, get_cur_rank, get_world
 
-__all__ = ["CollectiveGroup", "RpcException", "RpcGroup", "World", "WorldStopped", "get_world", "launch"]
+__all__ = [
+    "CollectiveGroup",
+    "RpcException",
+    "RpcGroup",
+    "World",
+    "WorldStopped",
+    "get_cur_name",
+    "get_cur_rank",
+    "get_world",
+    "launch",
+]
 
 _HOMES = {
     "CollectiveGroup": "echelon.world.collective_group",
@@ -44,6 +54,8 @@ _HOMES = {
     "RpcGroup": "echelon.world.rpc_group",
     "World": "echelon.world.world",
     "WorldStopped": "echelon.errors",
+    "get_cur_name": "echelon.world.world",
+    "get_cur_rank": "echelon.world.world",
     "get_world": "echelon.world.world",
     "launch": "echelon.world.launching",
 }

@@ -26,6 +26,24 @@ def get_world() -> World | None:
     return here if isinstance(here, World) else None
 
 
+def get_cur_rank() -> int:
+    """The rank of this process in its world."""
+    return world_here("get_cur_rank").rank
+
+
+def get_cur_name() -> str:
+    """The name of this process in its world."""
+    return world_here("get_cur_name").name
+
+
+def world_here(caller: str) -> World:
+    """The World of this process; raises WorldError, naming `caller`, where it has none."""
+    world = get_world()
+    if world is None:
+        raise WorldError(f"{caller}: this process is in no world. Make a World, or start the program with launch().")
+    return world
+
+
 class World(Membership):
     """This process as a member of a world; made by `launch`, or by hand in each process.
 
