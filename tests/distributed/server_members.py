@@ -76,25 +76,27 @@ def ordered(world: World) -> dict[str, Any]:
     group = world.create_rpc_group("ordered", world.members)
     if world.rank == 0:
         OrderedServerImpl("plain", group)
-        OrderedServerImpl("deep", group, version_depth=2)
+        OrderedServerImpl("shallow", group, version_depth=0)
     group.barrier()
-    plain, deep = OrderedServer("plain", group), OrderedServer("deep", group)
+    plain, shallow = OrderedServer("plain", group), OrderedServer("shallow", group)
     found: dict[str, Any] = {"before": plain.pull("k")}
     value = torch.tensor([float(world.rank)])
     for rank in range(world.world_size):
         group.barrier()
         if rank == world.rank:
             found["pushed"] = plain.push("k", {"x": value}, rank + 1, 0)
-            found["first"] = deep.push("k", rank, f"v{rank}", f"v{rank - 1}" if rank else None)
+            previous = f"v{rank - 1}" if rank else None
+            found["first"] = [server.push("all", rank, f"v{rank}", previous) for server in (plain, shallow)]
     value.add_(100.0)
     group.barrier()
     pulled = plain.pull("k")
     assert pulled is not None
     found["pulled"] = (float(pulled[0]["x"]), pulled[1])
     found["old"] = plain.pull("k", 7)
-    found["versions"] = [deep.pull("k", f"v{rank}") for rank in range(world.world_size)] + [deep.pull("k")]
+    wanted = [f"v{rank}" for rank in range(world.world_size)] + [None]
+    found["versions"] = [[server.pull("all", version) for version in wanted] for server in (plain, shallow)]
     found["newer"] = (plain.newer("k", 1), plain.newer("absent", 1))
-    found["again"] = deep.push("k", 9, "v2", "v2")
+    found["again"] = plain.push("all", 9, "v2", "v2")
     found["taken"] = error_of(lambda: OrderedServerImpl("plain", group))
     return found
 

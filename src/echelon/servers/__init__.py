@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from echelon.servers.model import PushPullModelServerImpl as PushPullModelServerImpl
     from echelon.servers.ordered import OrderedServer as OrderedServer
     from echelon.servers.ordered import OrderedServerImpl as OrderedServerImpl
+    from echelon.servers.ordered import OrderedServerSimple as OrderedServerSimple
+    from echelon.servers.ordered import OrderedServerSimpleImpl as OrderedServerSimpleImpl
     from echelon.servers.starting import grad_server_helper as grad_server_helper
     from echelon.servers.starting import model_server_helper as model_server_helper
 
@@ -24,6 +26,8 @@ LATE = {
     "DistributedPrioritizedBuffer": "buffer_prioritized",
     "OrderedServer": "ordered",
     "OrderedServerImpl": "ordered",
+    "OrderedServerSimple": "ordered",
+    "OrderedServerSimpleImpl": "ordered",
     "PushPullGradServer": "gradient",
     "PushPullGradServerImpl": "gradient_member",
     "PushPullModelServer": "model",

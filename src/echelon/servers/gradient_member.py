@@ -90,7 +90,7 @@ class PushPullGradServerImpl:
         if self._secondary is not None:
             group.register(f"{name}/{self.own}/push", self._take)
         if self.is_primary:
-            o_server = o_server or OrderedServerImpl(name, group)
+            o_server = o_server or OrderedServerImpl(name, group, version_depth=0)
             group.register(f"{name}/reduced", self._push_reduced)
             group.register(f"{name}/shapes", self._shapes)
             group.register(f"{name}/primary", lambda: self.own)

@@ -67,4 +67,5 @@ class PushPullModelServerImpl:
 
         `accessor` is for this member; others make `PushPullModelServer(model_name, OrderedServer(server_name, group))`.
         """
-        self.accessor = PushPullModelServer(model_name, o_server or OrderedServerImpl(server_name, group))
+        ordered = o_server or OrderedServerImpl(server_name, group, version_depth=0)  # nobody asks for older weights
+        self.accessor = PushPullModelServer(model_name, ordered)

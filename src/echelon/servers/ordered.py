@@ -35,7 +35,7 @@ class Ordered(Protocol):
 
 
 class OrderedServerImpl:
-    """Holds the last `version_depth` versions of every key, in the memory of the member that makes it.
+    """Holds the newest version of every key and `version_depth` before it, in the memory of the member that makes it.
 
     Threads that serve other members push and pull; a lock lets one in at a time. Who pushes or pulls here directly
     shares the value with the server and changes it no more. If the process dies, its values are gone and whoever asks
@@ -43,8 +43,8 @@ class OrderedServerImpl:
     """
 
     def __init__(self, server_name: str, group: RpcGroup, version_depth: int = 1) -> None:
-        if version_depth < 1:
-            raise ConfigError(f"ordered server {server_name}: version_depth={version_depth} must be 1 or more.")
+        if version_depth < 0:
+            raise ConfigError(f"ordered server {server_name}: version_depth={version_depth} must be 0 or more.")
         self.server_name, self.group, self.version_depth = server_name, group, version_depth
         self._lock = threading.Lock()
         self._values: dict[str, OrderedDict[Version, Any]] = {}
@@ -58,7 +58,7 @@ class OrderedServerImpl:
             if kept and (next(reversed(kept)) != prev_version or version in kept):
                 return False
             kept[version] = value
-            if len(kept) > self.version_depth:
+            if len(kept) > self.version_depth + 1:
                 kept.popitem(last=False)
             return True
 
@@ -97,3 +97,6 @@ class OrderedServer:
         found: tuple[Any, Version] | Version | None
         found = self.group.registered_sync(f"{self.server_name}/newer", args=(key, version))
         return found
+
+
+OrderedServerSimple, OrderedServerSimpleImpl = OrderedServer, OrderedServerImpl  # Machin's names

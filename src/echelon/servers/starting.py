@@ -32,7 +32,9 @@ def model_server_helper(
         raise ConfigError(f"model_server_helper: model_num={model_num} must be 1 or more.")
     group, first = _enter(group_name, members, "model_server_helper")
     is_home = group.get_cur_name() == first
-    ordered: Ordered = OrderedServerImpl(group_name, group) if is_home else OrderedServer(group_name, group)
+    ordered: Ordered = OrderedServer(group_name, group)
+    if is_home:
+        ordered = OrderedServerImpl(group_name, group, version_depth=0)
     group.barrier()
     return tuple(PushPullModelServer(f"model_{i}", ordered) for i in range(model_num))
 
