@@ -104,6 +104,27 @@ def test_numbers_may_come_as_tensors_and_actions_without_a_second_dimension() ->
     assert flatten(transition(2, reward=1))["reward"].dtype == np.float32
 
 
+def test_an_attribute_may_be_none_in_all_transitions() -> None:
+    steps = [transition(number, hidden=None, weight=0.5) for number in range(3)]
+    packed = {"reward": np.ones(3), "terminal": [False] * 3, "hidden": None, "state": {"state": torch.ones(3, 4)}}
+    assert flatten_packed(packed)["hidden/none"].shape == (3, 0)
+    member, episodes = TransitionMember("m", 8), EpisodeMember("e", 4, 16)
+    member.append(steps)
+    member.append(steps[:1])
+    episodes.append(steps)
+    for answer, num in ((member.draw(0, ALL, 0), 4), (episodes.draw(0, ALL, 0), 3)):
+        fields = Form(answer["form"]).unpack(answer["rows"])
+        assert names_of(fields)[-2:] == ["hidden", "weight"]
+        assert Wanted(("hidden", "*"), concat_attrs=("hidden", "weight")).of(fields)[0] == [None] * num
+        assert Wanted(("reward", "*")).of(fields)[1] == {"hidden": [None] * num, "weight": [0.5] * num}
+    with pytest.raises(ReplayError, match=r"transition 1 of an episode differs from its first one in \['hidden'\]"):
+        flatten_episode([steps[0], transition(1, hidden=1.0, weight=0.5)])
+    with pytest.raises(ReplayError, match="field hidden/none is missing"):
+        member.append([transition(1, hidden=1.0, weight=0.5)])
+    with pytest.raises(ReplayError, match="reward of a transition is a NoneType"):
+        flatten(transition(0, reward=None))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

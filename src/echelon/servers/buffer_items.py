@@ -2,7 +2,8 @@
 
 A transition is a dict: `state`, `action` and `next_state` are dicts of tensors with a leading dimension of 1, `reward`
 is a number, and either `terminal` or `terminated` (and `truncated`, if you like) says whether the episode ended; what
-else is in it are the user's own numbers and tensors. A tensor `state["camera"]` is the field `state/camera`.
+else is in it are the user's own numbers and tensors. A tensor `state["camera"]` is the field `state/camera`. One of the
+user's own that is None, as it then must be in all transitions, is a field `name/none` of no bytes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ Transition = Mapping[str, Any]
 MAJOR = ("state", "action", "next_state")
 MINOR = ("reward", "terminal", "terminated", "truncated")
 ENDS = ("terminal", "terminated")  # two names of one thing: the episode has no future
+NONE = "/none"  # ends the field of an attribute that is None
 DTYPES = {"reward": np.dtype(np.float32)} | {name: np.dtype(np.bool_) for name in MINOR[1:]}
 
 
@@ -44,19 +46,30 @@ def flatten(transition: Transition) -> dict[str, Array]:
     for name in sorted(transition.keys() - set(MAJOR)):
         if "/" in name:
             raise ReplayError(f"attribute {name!r} of a transition has a slash in its name; name it without.")
-        fields[name] = _row(name, transition[name], DTYPES.get(name), is_number=True)
+        if transition[name] is None and name not in MINOR:
+            fields[name + NONE] = _nothing(1)
+        else:
+            fields[name] = _row(name, transition[name], DTYPES.get(name), is_number=True)
     return fields
+
+
+def _nothing(num_steps: int) -> Array:
+    """The field of an attribute that is None."""
+    return np.zeros((num_steps, 0), np.bool_)
 
 
 def flatten_packed(episode: Transition) -> dict[str, Array]:
     """The fields of an episode that is one dict of attributes with a row for every step (T, ...)."""
-    fields = {}
+    fields, absent = {}, [name for name, value in episode.items() if value is None and name not in (*MAJOR, *MINOR)]
     for name, value in episode.items():
+        if name in absent:
+            continue
         parts = {f"{name}/{key}": part for key, part in value.items()} if name in MAJOR else {name: value}
         for field, part in parts.items():
             rows = part.detach().cpu().numpy() if isinstance(part, torch.Tensor) else np.asarray(part)
             fields[field] = rows.astype(DTYPES[name], copy=False) if name in DTYPES else rows
-    return fields
+    num_steps = max(map(len, fields.values()), default=0)
+    return fields | {name + NONE: _nothing(num_steps) for name in absent}
 
 
 def flatten_episode(episode: Sequence[Transition]) -> dict[str, Array]:
@@ -66,7 +79,7 @@ def flatten_episode(episode: Sequence[Transition]) -> dict[str, Array]:
     steps = [flatten(transition) for transition in episode]
     for step, fields in enumerate(steps):
         if fields.keys() != steps[0].keys():
-            odd = sorted(fields.keys() ^ steps[0].keys())
+            odd = sorted({name.removesuffix(NONE) for name in fields.keys() ^ steps[0].keys()})
             raise ReplayError(f"transition {step} of an episode differs from its first one in {odd}.")
     try:
         return {name: np.concatenate([fields[name] for fields in steps]) for name in steps[0]}
@@ -156,6 +169,8 @@ class Wanted:
             start = f"{name}/"
             parts = {key.removeprefix(start): value for key, value in fields.items() if key.startswith(start)}
             return {key: self._values(value, self.concatenate, is_number=False) for key, value in parts.items()}
+        if (absent := fields.get(name + NONE)) is not None:
+            return [None] * len(absent)
         concatenate = self.concatenate and (name in MINOR or name in self.concat_attrs)
         return self._values(_minor(name, fields), concatenate, is_number=True)
 
@@ -174,7 +189,8 @@ def names_of(fields: Mapping[str, Array]) -> list[str]:
     """The attributes that `fields` are the parts of: those that every transition has first."""
     found = [name for name in MAJOR if any(key.startswith(f"{name}/") for key in fields)]
     found += [name for name in MINOR if name in fields]
-    return found + sorted(name for name in fields if name not in MINOR and name.partition("/")[0] not in MAJOR)
+    own = (name.removesuffix(NONE) for name in fields if name.partition("/")[0] not in MAJOR)
+    return found + sorted(name for name in own if name not in MINOR)
 
 
 def _minor(name: str, fields: Mapping[str, Array]) -> Array:
