@@ -67,6 +67,45 @@ def test_a_missing_argument_is_refused_with_both_names() -> None:
         call(Two(), torch.zeros(1))  # type: ignore[arg-type]
 
 
+class Joined(nn.Module):
+    """A model that wants its inputs apart, with a tensor for each step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, state: list[Tensor], action: Tensor | list[Tensor] | None = None) -> object:
+        assert isinstance(state, list) and all(len(x) == 1 for x in state)
+        taken = torch.cat(action) if isinstance(action, list) else action
+        return self.model(torch.cat(state)) if taken is None else self.model(torch.cat(state), taken)
+
+
+def test_models_may_get_a_tensor_for_each_step() -> None:
+    """`concatenate_samples=False` changes what models are given, and nothing that is learned."""
+    learned = []
+    for wrap in (lambda model: model, Joined):
+        torch.manual_seed(0)
+        gradients = GradKeeper(), GradKeeper()
+        a3c = A3C(wrap(LinearActor([[0.0, 0.0], [0.1, 0.2]])), wrap(LinearCritic([1.0, 2.0])), MSE, gradients)
+        pair = (wrap(LinearQ([[1.0, 0.0], [0.0, 2.0]])) for _ in range(2))
+        dqn = DQNApex(*pair, torch.optim.SGD, MSE, LocalGroup(), [ModelKeeper()], batch_size=2)  # type: ignore[arg-type]
+        actors = (wrap(LinearPolicy([1.0, 0.5])) for _ in range(2))
+        critics = (wrap(ActionCritic([1.0, 2.0], 3.0)) for _ in range(2))
+        ddpg = DDPGApex(*actors, *critics, torch.optim.SGD, MSE, LocalGroup(), [ModelKeeper()], batch_size=2)  # type: ignore[arg-type]
+        is_whole = wrap is not Joined
+        for frame, choices in ((a3c, (0, 1)), (dqn, (0, 1)), (ddpg, (0.5, 1.5))):
+            episode = [item([1.0, 2.0], choices[0], 1.0, [2.0, 3.0]), item([2.0, 3.0], choices[1], 2.0, [0.0, 1.0])]
+            frame.store_episode(episode)
+            torch.manual_seed(1)
+            assert frame.update(concatenate_samples=is_whole)
+        gradient = torch.cat([x for server in gradients for x in server.pushed])
+        learned.append(
+            [gradient, *(x for frame in (dqn, ddpg) for n in frame.networks.values() for x in n.parameters())]
+        )
+    for whole, apart in zip(*learned, strict=True):
+        assert torch.allclose(whole, apart)
+
+
 def test_a_criterion_judges_every_item_and_the_users_own_stays_as_it_is() -> None:
     value, target = torch.tensor([1.0, 4.0]), torch.tensor([0.0, 2.0])
     criterion = nn.MSELoss(reduction="sum")

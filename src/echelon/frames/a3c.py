@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from echelon.errors import ConfigError
 from echelon.frames.actor_critic import check_entropy_weight, judge, policy_loss, values
 from echelon.frames.frame import Frame
-from echelon.frames.modules import Inputs, call, is_wrapped
+from echelon.frames.modules import Inputs, call, is_wrapped, samples
 from echelon.frames.steps import Item, Steps, is_end, tidy
 from echelon.objectives.policy_gradient import gae, masked_normalize
 from echelon.servers.buffer_items import Array, Wanted, flatten, flatten_episode, names_of
@@ -141,26 +141,29 @@ class A3C(Frame):
             self.store_episode(self._open)
             self._open = []
 
-    def update(self, update_value: bool = True, update_policy: bool = True) -> tuple[float, float]:
+    def update(
+        self, update_value: bool = True, update_policy: bool = True, concatenate_samples: bool = True
+    ) -> tuple[float, float]:
         """Pushes the gradients of `actor_update_times` and `critic_update_times` minibatches of the stored steps.
 
-        What was stored is gone then. Returns the means of the policy's objective and of the value loss.
+        What was stored is gone then. Returns the means of the policy's objective and of the value loss. Without
+        `concatenate_samples` the models get lists with a tensor for each step.
         """
         self._close()
         if self.replay_buffer.size() == 0:
             raise ConfigError("A3C.update: nothing was stored since the last one. Store an episode first.")
         steps = self.replay_buffer.take(self.replay_device)
-        advantage_N, target_N = self._advantages(steps)
+        advantage_N, target_N = self._advantages(steps, concatenate_samples)
         gained = lost = 0.0
         for _ in range(self.actor_update_times if update_policy else 0):
             index = self._draw(len(steps))
-            judged = judge(self.actor, *steps.rows(index))
+            judged = judge(self.actor, *(samples(x, concatenate_samples) for x in steps.rows(index)))
             loss = policy_loss(judged, advantage_N[index].to(judged.log_prob), self.entropy_weight)
             self._push(self.actor_grad_server, self.actor, loss)
             gained -= loss.item() / self.actor_update_times
         for _ in range(self.critic_update_times if update_value else 0):
             index = self._draw(len(steps))
-            value = values(self.critic, steps.rows(index)[0])
+            value = values(self.critic, samples(steps.rows(index)[0], concatenate_samples))
             loss = self.value_weight * self.criterion(value, target_N[index].to(value))
             self._push(self.critic_grad_server, self.critic, loss)
             lost += loss.item() / self.critic_update_times
@@ -168,9 +171,9 @@ class A3C(Frame):
         return gained, lost
 
     @torch.no_grad()
-    def _advantages(self, steps: Steps) -> tuple[Tensor, Tensor]:
+    def _advantages(self, steps: Steps, concatenate: bool) -> tuple[Tensor, Tensor]:
         """Advantages and value targets of every step, with the critic as it is now."""
-        value = values(self.critic, steps.observed).to(self.replay_device)
+        value = values(self.critic, samples(steps.observed, concatenate)).to(self.replay_device)
         lanes, valid_TE = steps.to_lanes, steps.valid_TE
         advantage_TE = gae(
             lanes(steps.reward.to(value)),

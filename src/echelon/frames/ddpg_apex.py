@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from echelon.errors import ConfigError
 from echelon.frames.frame import Frame, MakeOptimizer, MakeSchedule, ModelServer
-from echelon.frames.modules import Inputs, bare, call, first, follow, frozen, per_item
+from echelon.frames.modules import Inputs, bare, call, first, follow, frozen, per_item, samples
 from echelon.frames.noise import Noise
 from echelon.frames.steps import Item
 from echelon.frames.transitions import Following, TransitionBatch, Transitions
@@ -130,14 +130,22 @@ class DDPGApex(Frame):
         self.transitions.store_episode(episode)
 
     def update(
-        self, update_value: bool = True, update_policy: bool = True, update_target: bool = True
+        self,
+        update_value: bool = True,
+        update_policy: bool = True,
+        update_target: bool = True,
+        concatenate_samples: bool = True,
     ) -> tuple[float, float]:
-        """One step of critic and actor on a batch drawn by priority; returns the policy's value and the value loss."""
+        """One step of critic and actor on a batch drawn by priority; returns the policy's value and the value loss.
+
+        Without `concatenate_samples` the models get what was stored as lists with a tensor for each transition.
+        """
         batch = self.transitions.draw(self.batch_size, self.replay_device, "DDPGApex")
-        value_loss = self._learn_values(batch, update_value)
+        value_loss = self._learn_values(batch, update_value, concatenate_samples)
+        state = samples(batch.state, concatenate_samples)
         with torch.set_grad_enabled(update_policy), frozen(self.critic) as critic:
-            action = first(call(self.actor, batch.state))
-            policy_loss = -_value(critic, batch.state, _named(batch, action)).mean()
+            action = first(call(self.actor, state))
+            policy_loss = -_value(critic, state, _named(batch, action)).mean()
         if update_policy:
             self.descend(self.actor_optim, self.actor, policy_loss)
         self.num_updates += 1
@@ -147,12 +155,13 @@ class DDPGApex(Frame):
         self.push(self.actor_model_server, self.actor)
         return -policy_loss.item(), value_loss
 
-    def _learn_values(self, batch: TransitionBatch, update_value: bool) -> float:
+    def _learn_values(self, batch: TransitionBatch, update_value: bool, concatenate: bool) -> float:
+        state, action, next_state = (samples(x, concatenate) for x in (batch.state, batch.action, batch.next_state))
         with torch.no_grad():
-            next_action = first(call(bare(self.actor_target), batch.next_state))
-            next_q_B = _value(bare(self.critic_target), batch.next_state, _named(batch, next_action))
+            next_action = first(call(bare(self.actor_target), next_state))
+            next_q_B = _value(bare(self.critic_target), next_state, _named(batch, next_action))
         with torch.set_grad_enabled(update_value):
-            q_B = _value(self.critic, batch.state, batch.action)
+            q_B = _value(self.critic, state, action)
         target_B = clipped_double_targets(batch.reward.to(q_B), batch.discount.to(q_B), next_q_B.to(q_B).unsqueeze(0))
         loss = (self.criterion(q_B, target_B) * batch.weight.to(q_B)).mean()
         if update_value:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.frames.frame import Frame, MakeOptimizer, MakeSchedule, ModelServer
-from echelon.frames.modules import Inputs, bare, call, first, follow, per_item
+from echelon.frames.modules import Inputs, bare, call, first, follow, per_item, samples
 from echelon.frames.steps import Item, Named
 from echelon.frames.transitions import Following, Transitions
 from echelon.objectives.values import double_q_targets
@@ -100,14 +100,18 @@ class DQNApex(Frame):
         """Stores the steps of an episode, which ends with the last of them."""
         self.transitions.store_episode(episode)
 
-    def update(self, update_value: bool = True, update_target: bool = True) -> float:
-        """One step on a batch drawn by priority; returns the loss."""
+    def update(self, update_value: bool = True, update_target: bool = True, concatenate_samples: bool = True) -> float:
+        """One step on a batch drawn by priority; returns the loss.
+
+        Without `concatenate_samples` the models get lists with a tensor for each transition.
+        """
         batch = self.transitions.draw(self.batch_size, self.replay_device, "DQNApex")
+        state, next_state = samples(batch.state, concatenate_samples), samples(batch.next_state, concatenate_samples)
         with torch.set_grad_enabled(update_value):
-            q_BA = first(call(self.qnet, batch.state))
+            q_BA = first(call(self.qnet, state))
         with torch.no_grad():
-            next_online_BA = first(call(bare(self.qnet), batch.next_state))
-            next_target_BA = first(call(bare(self.qnet_target), batch.next_state)).to(q_BA)
+            next_online_BA = first(call(bare(self.qnet), next_state))
+            next_target_BA = first(call(bare(self.qnet_target), next_state)).to(q_BA)
         reward_B, discount_B = batch.reward.to(q_BA), batch.discount.to(q_BA)
         target_B = double_q_targets(reward_B, discount_B, next_online_BA, next_target_BA)
         q_B = q_BA.gather(-1, _actions(batch.action).to(q_BA.device)).squeeze(-1)

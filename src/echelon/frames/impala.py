@@ -102,8 +102,13 @@ class IMPALA(Frame):
             )
         self.replay_buffer.store_episode([tidy(item, "action_log_prob") for item in episode])
 
-    def update(self, update_value: bool = True, update_policy: bool = True) -> tuple[float, float]:
-        """One step of actor and critic; returns the policy's objective and the value loss."""
+    def update(
+        self, update_value: bool = True, update_policy: bool = True, concatenate_samples: bool = True
+    ) -> tuple[float, float]:
+        """One step of actor and critic; returns the policy's objective and the value loss.
+
+        The steps of all episodes are always concatenated, as in Machin, which takes `concatenate_samples` here too.
+        """
         _, episodes = self.replay_buffer.sample_batch(self.batch_size, self.replay_device)
         if episodes is None:
             raise ConfigError(

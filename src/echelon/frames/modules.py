@@ -62,10 +62,21 @@ def call(model: nn.Module, *inputs: Inputs) -> Any:
     named = _name(bare(model), values)
     parameter = next(model.parameters(), None)
     if parameter is not None:
-        device = parameter.device
-        named = {key: x.to(device) if isinstance(x, Tensor) and x.device != device else x for key, x in named.items()}
+        named = {key: _moved(x, parameter.device) for key, x in named.items()}
     with among_learners(model):
         return model(**named)
+
+
+def _moved(x: Any, device: torch.device) -> Any:
+    """A tensor, or the tensors of a list, on `device`; anything else as it is."""
+    if isinstance(x, list):
+        return [_moved(part, device) for part in x]
+    return x.to(device) if isinstance(x, Tensor) and x.device != device else x
+
+
+def samples(named: Mapping[str, Tensor], concatenate: bool) -> dict[str, Any]:
+    """Tensors (N, ...) as models get them: as they are, or as lists of N tensors (1, ...)."""
+    return {key: x if concatenate else list(torch.split(x, 1)) for key, x in named.items()}
 
 
 def _name(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
