@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import configured_frames
 import pytest
 
 import warm
+from echelon.world import launch
 from running import DEADLINE_S, MARK, TESTS, processes_marked, wait_until
 
 EXAMPLES = TESTS.parent / "examples" / "spmd"
@@ -65,6 +67,22 @@ def test_loops_written_for_machin_run_under_torch_multiprocessing() -> None:
     ended = Ended(TESTS / "distributed" / "ported.py", fresh=True)
     assert ended.code == 0, ended.errors
     assert "solved" in ended.output and "all gone" in ended.output
+
+
+def test_frames_are_made_from_configurations() -> None:
+    found = launch(configured_frames.main, 3)
+    num_networks = {"DQNApex": 2, "DDPGApex": 4, "IMPALA": 2}
+    for rank, one in enumerate(found):
+        assert one["A3C"][:4] == ("", [False, False], configured_frames.NUM_STEPS, False)
+        for kind, num in num_networks.items():
+            learns = rank < 2
+            role, is_wrapped, size, is_idle, weights, (batch_size, optimizers, num_schedules) = one[kind]
+            assert role == ("learner" if learns else "sampler") and is_idle == (not learns), kind
+            assert is_wrapped == [learns] * num and batch_size == 4, kind
+            assert size == 3 * (1 if kind == "IMPALA" else configured_frames.NUM_STEPS), kind
+            assert weights == pytest.approx(found[0][kind][4], rel=1e-5), f"{kind}: the worker has what learners pushed"
+            assert set(optimizers) == {"SGD" if kind == "IMPALA" else "Adam"}
+            assert num_schedules == (2 if kind == "DDPGApex" else 0)
 
 
 def test_learners_that_wait_for_gradients_alone_end_with_the_world() -> None:

@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "servers": {"errors", "config", "layout", "schema", "transport", "engines", "world", "replay"} | LEARNING,
     "envs": {"errors", "names", "config", "schema"},
     "runs": {"errors", "disk", "config", "config_io", "schema"},
-    "frames": {"errors", "objectives", "replay", "servers", "world", "runs"},
+    "frames": {"errors", "names", "objectives", "replay", "servers", "world", "runs"},
     "roles": GROUND | LEARNING | PLANES | {"replay", "servers", "envs", "runs"},
     "process_state": set(),
     "training": GROUND | LEARNING | PLANES | {"replay", "servers", "envs", "runs", "roles", "presets", "process_state"},

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from echelon.errors import ConfigError
 from echelon.frames.actor_critic import check_entropy_weight, judge, policy_loss, values
+from echelon.frames.configured import Form
 from echelon.frames.frame import Frame
 from echelon.frames.modules import Inputs, call, is_wrapped, samples
 from echelon.frames.steps import Item, Steps, is_end, tidy
@@ -74,6 +75,18 @@ class A3C(Frame):
     `actor(state, action=None)` returns the action, its log-probability and perhaps its entropy; `critic(state)` the
     value. A positive `entropy_weight` keeps the policy exploring. The many parameters are Machin's.
     """
+
+    FORM = Form(
+        ("Actor", "Critic"),
+        "a3c",
+        further={
+            "actor_learning_rate": 0.001,  # the servers'
+            "critic_learning_rate": 0.001,
+            "lr_scheduler": None,
+            "lr_scheduler_args": None,
+            "lr_scheduler_kwargs": None,
+        },
+    )
 
     def __init__(
         self,

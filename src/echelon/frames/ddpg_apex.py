@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ConfigError
+from echelon.frames.configured import Form
 from echelon.frames.frame import Frame, MakeOptimizer, MakeSchedule, ModelServer
 from echelon.frames.modules import Inputs, bare, call, first, follow, frozen, per_item, samples
 from echelon.frames.noise import Noise
@@ -33,6 +34,8 @@ class DDPGApex(Frame):
     `actor(state)` returns the action (B, A), or the probabilities of discrete ones; `critic(state, action)` its value.
     The many parameters are Machin's; `n_step` is ours.
     """
+
+    FORM = Form(("Actor", "Actor", "Critic", "Critic"), "ddpg_apex", "apex", unused={"learning_rate": 0.001})
 
     def __init__(
         self,

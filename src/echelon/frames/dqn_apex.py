@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from echelon.frames.configured import Form
 from echelon.frames.frame import Frame, MakeOptimizer, MakeSchedule, ModelServer
 from echelon.frames.modules import Inputs, bare, call, first, follow, per_item, samples
 from echelon.frames.steps import Item, Named
@@ -31,6 +32,8 @@ class DQNApex(Frame):
     `qnet(state)` returns the values of the actions (B, A); items hold the action as an integer (1, 1). The many
     parameters are Machin's; `n_step` is ours.
     """
+
+    FORM = Form(("QNet", "QNet"), "dqn_apex", "apex")
 
     def __init__(
         self,

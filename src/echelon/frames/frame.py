@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from echelon.errors import ConfigError
+from echelon.frames.configured import Config, Form, build, generate
 from echelon.frames.modules import among_learners, bare, is_wrapped, publishes
 from echelon.frames.saving import load_state, save_state
 
@@ -34,6 +35,23 @@ class Frame:
     with `set_sync(False)` only `manual_sync` does. A model in DistributedDataParallel or DataParallel is a learner's:
     it pulls nothing, and of learners with equal weights the first one pushes.
     """
+
+    FORM: ClassVar[Form]
+    role = ""  # "learner" or "sampler", of a frame that was made from a configuration
+
+    @classmethod
+    def generate_config(cls, config: Config | None = None) -> dict[str, Any]:
+        """`config` with everything in it that can be configured; what it says stays."""
+        return generate(cls, cls.FORM, config)
+
+    @classmethod
+    def init_from_config(cls, config: Config, model_device: str | torch.device = "cpu") -> Self:
+        """The frame that `config` describes, with its groups and servers; all members of the world call it.
+
+        The first `learner_process_number` ranks learn together; `update` of the others does nothing.
+        """
+        made: Self = build(cls, cls.FORM, config, model_device)
+        return made
 
     def __init__(self, networks: Mapping[str, nn.Module], gradient_max: float, discount: float) -> None:
         if not gradient_max > 0.0 or not 0.0 <= discount <= 1.0:

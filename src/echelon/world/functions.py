@@ -56,6 +56,7 @@ class Scope:
 
     def __init__(self, entrance: str) -> None:
         """`entrance` is the module that entered the world, or whose function was launched."""
+        self.entrance = entrance
         self.groups: dict[str, dict[tuple[str, str], Any]] = {}  # group -> kind and key -> value or service
         self._functions: dict[str, Function] = {}
         self._roots = [root for name in (MAIN[0], entrance) if (root := _root(sys.modules.get(name)))]
