@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,8 @@ class TestReport:
         report = RpcBenchmark().report(runs)
         assert report["x_axis_name"] == "world_size" and "world_size" not in report
         assert report == report | {key: value for key, value in SEED_ARGUMENTS.items() if key != "world_size"}
-        assert [set(result) for result in report["benchmark_results"]] == [{*METRICS, "world_size"}] * 2
+        seconds = {"agent latency (seconds)", "observer latency (seconds)"}
+        assert [set(result) for result in report["benchmark_results"]] == [{*METRICS, *seconds, "world_size"}] * 2
         assert [result["world_size"] for result in report["benchmark_results"]] == [4, 5]
         assert list(report["echelon"]) == ["hardware", "versions", "warm_up", "runs"]
         assert report["echelon"]["warm_up"] == {"episodes": 1, "measured": False}
@@ -207,8 +209,16 @@ class TestReport:
     def test_without_a_sweep_every_argument_stands_above_the_results(self) -> None:
         report = RpcBenchmark().report(Runs(sweep_of(), [sample(note="of the transport")]))
         assert report == report | SEED_ARGUMENTS and "x_axis_name" not in report
-        assert set(report["benchmark_results"][0]) == set(METRICS)
+        assert set(METRICS) < set(report["benchmark_results"][0])
         assert report["echelon"]["runs"][0]["note"] == "of the transport"
+
+    def test_scripts_read_the_names_from_before_and_after_the_merge(self) -> None:
+        report = RpcBenchmark().report(Runs(sweep_of("--world_size", "4,5"), [sample(2), sample(3)]))
+        for result in json.loads(json.dumps(report))["benchmark_results"]:
+            for metric in METRICS:
+                merged = f"{metric} (seconds)" if "latency" in metric else metric
+                for percentile in (50, 75, 90, 95):
+                    assert result[metric][str(percentile)] == result[merged][f"p{percentile}"] > 0
 
     def test_the_lines_on_the_screen(self) -> None:
         benchmark, sweep = RpcBenchmark(), sweep_of("--world_size", "10,20")

@@ -1,8 +1,9 @@
 """`echelon bench rpc`: latency and throughput of act requests, once or for every value of one argument.
 
 An agent process answers observer processes; every transport carries the same workload. The report has the shape of
-PyTorch's RPC benchmark for reinforcement learning, so that scripts which read that read this; what it has no place for
-lies in one more object, `echelon`. Needs no torch.
+PyTorch's RPC benchmark for reinforcement learning, so that scripts which read that read this: as it was when it was
+proposed ("agent latency", "50") and as it was merged ("agent latency (seconds)", "p50"). What it has no place for lies
+in one more object, `echelon`. Needs no torch.
 """
 
 from __future__ import annotations
@@ -198,7 +199,9 @@ the x axis: one run for each of its values. `echelon bench plot` draws the repor
         totals = [{**sweep.values(setting), **_totals(setting, raw)} for setting, raw in runs]
         return {
             **_arguments(sweep),
-            "benchmark_results": [{**metrics_of(raw), **sweep.values(setting)} for setting, raw in runs],
+            "benchmark_results": [
+                {**in_both_styles(metrics_of(raw)), **sweep.values(setting)} for setting, raw in runs
+            ],
             "echelon": {**machine(device), "warm_up": warm_up, "runs": totals},
         }
 
@@ -225,6 +228,15 @@ def metrics_of(raw: Raw) -> dict[str, dict[int, float]]:
     for metric, samples in throughputs.items():
         found[metric] = {p: int(value) for p, value in _percentiles(samples).items()}
     return {metric: found[metric] for metric in METRICS}
+
+
+def in_both_styles(metrics: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, float]]:
+    """Metrics by both names that a latency has, with percentiles by both names that those have."""
+    both = {
+        metric: {f"{prefix}{p}": value for prefix in ("", "p") for p, value in percentiles.items()}
+        for metric, percentiles in metrics.items()
+    }
+    return both | {f"{metric} (seconds)": both[metric] for metric in metrics if "latency" in metric}
 
 
 def _percentiles(samples: Array) -> dict[int, float]:
