@@ -109,8 +109,11 @@ def measure(options: Sequence[str], hosts: tuple[Words, Words] | None, seconds: 
 def _is_whole(folder: Path) -> bool:
     """Whether every actor is at work."""
     rows = _rows(folder)
-    num_actors = json.loads((folder / "run" / "config.json").read_text())["config"]["actor"]["num_actors"] if rows else 1
-    return len([name for name in (rows[-1]["time"] if rows else ()) if name.startswith("actor-")]) == num_actors
+    if not rows:
+        return False
+    config = json.loads((folder / "run" / "config.json").read_text())["config"]
+    num_actors: int = config["actor"]["num_actors"]
+    return len([name for name in rows[-1]["time"] if name.startswith("actor-")]) == num_actors
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

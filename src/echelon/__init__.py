@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from echelon.version import __version__
+
 if TYPE_CHECKING:
     from echelon.asynchronous.learner import AsyncLearningNode
     from echelon.asynchronous.worker import AsyncWorker
@@ -12,7 +14,6 @@ if TYPE_CHECKING:
     from echelon.presets import preset
     from echelon.training import RunResult, evaluate, resume, train
 
-__version__ = "0.1.0"
 __all__ = [
     "AsyncLearningNode",
     "AsyncWorker",

@@ -49,6 +49,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.process: int | None = 7
+        self.host, self.is_heard = "", True
         self.signals: list[int] = []
         self.started: list[ProcessSpec] = []
         self.killed: list[str] = []
@@ -62,6 +63,12 @@ class Engine:
 
     def pid(self, name: str) -> int | None:
         return self.process
+
+    def place(self, name: str) -> str:
+        return self.host
+
+    def hears(self, name: str) -> bool:
+        return self.is_heard
 
     def signal(self, name: str, number: int) -> None:
         self.signals.append(number)
@@ -165,6 +172,20 @@ def test_one_that_left_is_given_the_same_time_to_close(scene: Any) -> None:
     assert not scene.engine.signals
     watch(scene, 1.0)
     assert scene.engine.signals == [signal.SIGUSR1, signal.SIGKILL]
+
+
+def test_a_role_of_a_host_that_is_not_heard_is_not_hung(scene: Any) -> None:
+    """What it shows does not come; whether the host is lost, the engine says."""
+    show(scene, 5)
+    scene.engine.host, scene.engine.is_heard = "second", False
+    watch(scene, 3 * HANG_S)
+    assert not scene.engine.signals
+    scene.engine.is_heard = True
+    watch(scene, HANG_S)
+    assert not scene.engine.signals
+    watch(scene, 2.0)
+    assert scene.engine.signals == [signal.SIGUSR1, signal.SIGKILL]
+    assert "in its log on host second" in scene.told[0]
 
 
 def test_a_successor_is_not_judged_by_its_predecessor(scene: Any) -> None:

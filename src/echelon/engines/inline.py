@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from echelon.engines.process import Exit, ProcessSpec, Role, make_role
 
@@ -44,8 +44,13 @@ class InlineEngine:
         del name
         return ""
 
-    def reports(self) -> list[tuple[str, list[Any]]]:
-        """What roles of other hosts have to say to the coordinator: one of its services, and the arguments."""
+    def hears(self, name: str) -> bool:
+        """Whether what a role shows is new: that of another host is not while nothing is heard of it."""
+        del name
+        return True
+
+    def reports(self) -> list[tuple[str, str]]:
+        """What roles of other hosts have to say to the coordinator: one of its services, and the text."""
         return []
 
     def signal(self, name: str, number: int) -> None:

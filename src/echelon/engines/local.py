@@ -27,6 +27,7 @@ WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "KMP
 # torch's optimizers import its compiler when the first is made, 1.3 s: worth preloading where processes make some.
 COMPILER = "torch._dynamo"
 
+CLOSE_S = 10.0  # how long the fork server may take to leave
 END_TIMEOUT_S = 10.0  # how long the kernel may take to end the roles of a fork server that was killed
 
 
@@ -176,8 +177,13 @@ class LocalEngine:
         del name
         return ""
 
-    def reports(self) -> list[tuple[str, list[Any]]]:
-        """What roles of other hosts have to say to the coordinator: one of its services, and the arguments."""
+    def hears(self, name: str) -> bool:
+        """Whether what a role shows is new: that of another host is not while nothing is heard of it."""
+        del name
+        return True
+
+    def reports(self) -> list[tuple[str, str]]:
+        """What roles of other hosts have to say to the coordinator: one of its services, and the text."""
         return []
 
     def signal(self, name: str, number: int) -> None:
@@ -193,9 +199,12 @@ class LocalEngine:
                 self._receive(0.05)
             if self._ticks or self._asked:
                 self._send(do="close")
+                deadline = time.monotonic() + CLOSE_S
+                while self._is_served and time.monotonic() < deadline:  # it may have much to tell before it ends
+                    self._receive(0.05)
             else:
                 self._server.kill()  # it may still be importing, and it has no child
-            self._server.wait(10.0)
+            self._server.wait(CLOSE_S)
         except (RunError, subprocess.TimeoutExpired):
             self._server.kill()
             self._server.wait()

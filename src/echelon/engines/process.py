@@ -46,6 +46,7 @@ class Exit:
     code: int
     signal: int
     failure: Failure | None = None
+    log: str = ""  # the end of it, where its file is on another host
     ended_with: str = ""  # what took it along, and how that ended: "the fork server (process 7) was ended by SIGKILL"
 
     @property

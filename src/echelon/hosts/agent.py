@@ -2,16 +2,15 @@
 
 It is the coordinator of its roles as they see it: their world is in its session, and so are their ring and their board.
 It waits for all of them at once: commands and answers of the head, slots that its actors commit, exits, reports. Slots
-go up in the order of each stream, several under way, and stay in the ring until the head has them. Weights come down
-before the grants that assume them. An agent that has heard nothing for a lease ends its roles, as the head then gives
-them to another host; a connection that comes back before costs nothing. If the agent is killed, the fork server ends
-its roles and removes its session. Imports no torch: the roles have it from their fork server.
+go up in the order of each stream, several under way, and stay in the ring until the head has them. Weights come down on
+a connection of their own, before the grants that assume them. An agent that has heard nothing for a lease ends its
+roles, as the head then gives them to another host; a connection that comes back before costs nothing. If the agent is
+killed, the fork server ends its roles and removes its session.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import shutil
@@ -21,6 +20,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ import numpy as np
 import zmq
 
 from echelon.engines.local import LocalEngine
-from echelon.engines.process import Exit, ProcessSpec
-from echelon.errors import PeerLost, Refused
+from echelon.engines.process import CRASHES, Exit, ProcessSpec
+from echelon.errors import EchelonError, PeerLost
 from echelon.hosts.messages import (
     COMMANDS,
     EVENTS,
@@ -37,7 +37,7 @@ from echelon.hosts.messages import (
     JOIN,
     MAX_BYTES,
     NEWER,
-    PROTOCOL,
+    QUEUED_BYTES,
     Assignment,
     Command,
     Dismiss,
@@ -52,6 +52,7 @@ from echelon.hosts.messages import (
     question,
     unpack,
 )
+from echelon.room import check_processes, check_room, free_memory
 from echelon.transport.channel import HEADER, Part
 from echelon.transport.channel_client import Client, Request
 from echelon.transport.secret import secret_from_environment
@@ -59,14 +60,15 @@ from echelon.transport.segments import open_segment
 from echelon.transport.session import create_session
 from echelon.transport.shared_memory import SlotRing, WeightsBoard
 from echelon.transport.slot_wire import SLOTS, SlotBytes
+from echelon.version import __version__
 from echelon.world.node import Node
 
 ASK_AGAIN_S = 0.2  # while the run is not ready
 LOOK_S = 0.1
 GAUGES_S = 0.25  # between two posts of what the roles show
-QUEUED_SLOTS = 64  # under way at most
-REPORTED = ("message", "env_restarted")  # what roles may report to the coordinator
+SILENT_S = 5.0  # without a word from the carrier, before the user is told
 GOODBYE_S = 1.0
+LOG_TAIL_BYTES = 6_000
 Tell = Callable[[str], None]
 
 
@@ -75,70 +77,89 @@ class Agent:
 
     def __init__(self, address: str, shm_dir: str, tell: Tell, name: str = "") -> None:
         self.name, self.address, self.tell = name or socket.gethostname(), address, tell
+        self.over = ""  # why this host leaves
         self._secret = secret_from_environment()
-        identity = b"h" + os.urandom(15)
-        self._control = Client("the run", address, self._secret, MAX_BYTES, name=identity)
-        self._assignment = self._join()
-        self._session = create_session(shm_dir)
-        self._logs = Path(tempfile.mkdtemp(prefix="echelon-host-"))
-        self._engine: LocalEngine | None = None
+        self._token, self._num_commands, self._event_number = 0, 0, 0
+        self._events: list[Event] = []
+        self._reporting: Request | None = None
+        self._roles: dict[str, int | None] = {}
+        self._gauges: dict[str, np.ndarray[Any, Any]] = {}
+        self._gauges_at = 0.0
+        self._has_failed = self._is_warned = False
+        self._closing = contextlib.ExitStack()  # what was made last is ended first
         try:
+            self._control = self._connect("the run", address, MAX_BYTES)
+            self._session = create_session(shm_dir)
+            self._closing.callback(shutil.rmtree, self._session, ignore_errors=True)
+            self._logs = Path(tempfile.mkdtemp(prefix="echelon-host-"))
+            self._closing.callback(self._remove_logs)
+            self._engine, self._assignment = self._join()
             self._make()
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(str(error))
             raise
 
-    def _join(self) -> Assignment:
-        """Waits for the run to be ready; raises Refused if it does not take this host."""
-        make = functools.partial(question, JoinRequest(PROTOCOL, self.name, len(os.sched_getaffinity(0))))
-        waits = False
+    def _connect(self, what: str, address: str, max_bytes: int, queued: int = 8) -> Client:
+        name = b"h" + os.urandom(15)  # by which the head knows it again
+        client = Client(what, address, self._secret, max_bytes, queued=queued, name=name)
+        self._closing.callback(client.close)
+        return client
+
+    def _join(self) -> tuple[LocalEngine, Assignment]:
+        """Waits for the run to be ready, while the fork server imports; raises Refused if it takes no more hosts."""
+        make = functools.partial(question, JoinRequest(__version__, self.name, len(os.sched_getaffinity(0))))
+        engine, told = None, ""
         while True:
             request = self._control.ask(JOIN, make)
             while not self._control.wait(request, 1.0):
-                if not waits and self._control.silent_s > 1.0:
-                    waits = True
+                if self._control.silent_s > 1.0 and told != "silent":
+                    told = "silent"
                     self.tell(f"waiting for the run at {self.address}: {self._control.why_silent()}")
             assert request.answer is not None
             assignment: Assignment = unpack(request.answer, Assignment)
+            if engine is None:
+                engine = LocalEngine(str(self._session), assignment.preload)
+                self._closing.callback(engine.close, 0.0)
             if not assignment.wait:
-                return assignment
-            if not waits:
-                waits = True
-                self.tell(f"joined {self.address}, which is still preparing its run")
+                return engine, assignment
+            if told != "heard":
+                told = "heard"
+                self.tell(f"joined {self.address}, which is preparing its run")
             time.sleep(ASK_AGAIN_S)
 
     def _make(self) -> None:
         assignment, session = self._assignment, self._session
+        self._token = assignment.token
         self._slots = SlotBytes.from_wire(assignment.slot)
-        self._ring = SlotRing(session, self._slots, assignment.streams, assignment.slots)
+        num, slots = assignment.streams, assignment.slots
+        nbytes = SlotRing.size(self._slots, num, slots) + WeightsBoard.size(assignment.weights)
+        check_processes(num, free_memory())
+        check_room(nbytes, "this host's share of the run", free_memory(session.parent), "--actors or --envs-per-actor")
+        self._ring = SlotRing(session, self._slots, num, slots)
         self._board = WeightsBoard(session, assignment.weights)
-        self._engine = LocalEngine(str(session), assignment.preload)
+        self._closing.callback(self._ring.close)
         self._node = Node.host(f"ipc://{session}/world")
-        for function in REPORTED:
-            self._node.serve(function, functools.partial(self._report, function))
-        host, _, _ = self.address.rpartition(":")
-        bulk = f"{host}:{assignment.bulk.rpartition(':')[2]}"
-        most = max(assignment.weights, 8 * assignment.streams)
-        name = b"b" + os.urandom(15)
-        self._bulk = Client("the run's carrier", bulk, self._secret, most, queued=2 * QUEUED_SLOTS, name=name)
-        self._events: list[Event] = []
-        self._event_number = 0
-        self._reporting: Request | None = None
-        self._asking, self._asked_at, self._num_commands = self._ask_commands(), time.monotonic(), 0
-        self._heard_at = self._asked_at  # when the last question was sent that the head has answered
-        self._newer = self._ask_newer()
-        self._under_way: list[deque[Request]] = [deque() for _ in range(assignment.streams)]
-        self._gauges_at = 0.0
-        self._roles: dict[str, int | None] = {}
-        self.over = ""  # why this host leaves
-        self.tell(f"{self.name} takes part with {assignment.streams} actors; logs of its roles: {self._logs}")
+        self._closing.callback(self._node.close)
+        self._node.serve("message", functools.partial(self._report, "message"))
+        self._node.serve("env_restarted", functools.partial(self._report, "env_restarted"))
+        host, port = self.address.rpartition(":")[0], assignment.bulk.rpartition(":")[2]
+        self._bulk = f"{host}:{port}"
+        self._most_slots = max(2, QUEUED_BYTES // self._slots.nbytes)  # under way
+        self._up = self._connect("the run's carrier", self._bulk, HEADER.size, self._most_slots)
+        self._down = self._connect("the run's carrier", self._bulk, max(assignment.weights, 8 * num))
+        self._under_way: list[deque[Request]] = [deque() for _ in range(num)]
+        self._asked_at = self._heard_at = time.monotonic()  # the latter: of the last question that was answered
+        self._asking, self._newer = self._ask_commands(), self._ask_newer()
+        actors = f"{num} actor{'s' * (num > 1)}"
+        self.tell(f"{self.name} takes part with {actors}; the logs of its roles are in {self._logs}")
 
     def run(self) -> str:
         """Works until the run is over, or this host must leave it; says why."""
         looked_at = 0.0
         while not self.over:
             is_control = self._sleep()
-            self._bulk.poll()
+            self._up.poll()
+            self._down.poll()
             self._take_newer()
             self._send_slots()
             if is_control or time.monotonic() >= looked_at + LOOK_S:  # slots come often, all else seldom
@@ -148,13 +169,12 @@ class Agent:
                 self._take_commands()
                 self._look_at_roles()
                 self._send_events()
-                self._check_lease()
+                self._check_links()
         return self.over
 
     def _sleep(self) -> bool:
-        """Until something comes; whether that is anything else than slots, and answers about them."""
-        assert self._engine is not None
-        bulk: list[Any] = [self._bulk.socket, self._ring.ready.descriptor]
+        """Until something comes; whether that is anything else than slots, weights and answers about them."""
+        bulk: list[Any] = [self._up.socket, self._down.socket, self._ring.ready.descriptor]
         others = [item for item, _ in self._node.watched]
         others += [self._control.socket, *self._engine.descriptors]
         ready = zmq.zmq_poll([(item, zmq.POLLIN) for item in [*bulk, *others]], int(1000 * LOOK_S))
@@ -165,13 +185,9 @@ class Agent:
 
     # Control.
 
-    @property
-    def _token(self) -> int:
-        return self._assignment.token
-
     def _ask_commands(self) -> Request:
         self._asked_at = time.monotonic()
-        own = (getattr(self, "_num_commands", 0), self._token, 0)
+        own = (self._num_commands, self._token, 0)
         return self._control.ask(COMMANDS, lambda: [bytearray(HEADER.size)], own=own)
 
     def _take_commands(self) -> None:
@@ -181,11 +197,10 @@ class Agent:
         commands: list[Command] = unpack(self._asking.answer, list[Command])
         for command in commands:
             self._num_commands += 1
-            self._obey(command)
+            self._carry_out(command)
         self._asking = self._ask_commands()
 
-    def _obey(self, command: Command) -> None:
-        assert self._engine is not None
+    def _carry_out(self, command: Command) -> None:
         match command:
             case Start(spec):
                 self._engine.start(self._local(ProcessSpec(**spec)))
@@ -203,18 +218,19 @@ class Agent:
             "run_dir": str(self._logs),
             "streams": [self._assignment.first, self._assignment.streams],
         }
-        log = str(self._logs / f"{spec.name}.log")
-        return dataclasses.replace(spec, config={**spec.config, **here}, log=log)
+        return replace(spec, config={**spec.config, **here}, log=str(self._log(spec.name)))
 
-    def _report(self, function: str, *args: Any) -> None:
-        self._events.append(Report(function, list(args)))
+    def _log(self, name: str) -> Path:
+        return self._logs / f"{name}.log"
+
+    def _report(self, function: str, text: str) -> None:
+        self._events.append(Report(function, text))  # type: ignore[arg-type]
 
     def _look_at_roles(self) -> None:
-        assert self._engine is not None
         for gone in self._engine.exits():
             self._roles[gone.name] = None
             self._node.forget(gone.name, gone.cause)
-            self._events.append(Ended(_told(gone)))
+            self._events.append(self._describe(gone))
         for name, known in self._roles.items():
             pid = self._engine.pid(name)
             if pid is not None and pid != known:
@@ -222,25 +238,48 @@ class Agent:
                 self._events.append(Started(name, pid))
         if time.monotonic() >= self._gauges_at:
             self._gauges_at = time.monotonic() + GAUGES_S
-            rows = {path.name: open_segment(path).tobytes() for path in (self._session / "gauges").glob("[!.]*")}
+            for name in set(self._roles) - set(self._gauges):
+                if (path := self._session / "gauges" / name).exists():
+                    self._gauges[name] = open_segment(path)
+            rows = {name: memory.tobytes() for name, memory in self._gauges.items()}
             self._control.post(GAUGES, question(rows), own=(0, self._token, 0))
+
+    def _describe(self, gone: Exit) -> Ended:
+        """How a role ended; with the end of its log, if that says why."""
+        log, is_crash = "", not gone.failure and (gone.signal in CRASHES or not gone.signal)
+        self._has_failed |= is_crash or gone.failure is not None
+        if is_crash and self._log(gone.name).exists():
+            log = self._log(gone.name).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        return Ended(gone.name, gone.pid, gone.code, gone.signal, gone.ended_with, log, gone.failure)
 
     def _send_events(self) -> None:
         if self._reporting is not None and self._reporting.answer is not None:
             self._reporting = None
         if self._reporting is None and self._events:
             events, self._events = self._events, []
-            self._event_number += 1
-            make = functools.partial(question, events)
-            self._reporting = self._control.ask(EVENTS, make, number=self._event_number, own=(0, self._token, 0))
+            self._reporting = self._send(events)
 
-    def _check_lease(self) -> None:
+    def _send(self, events: list[Event]) -> Request:
+        self._event_number += 1
+        make = functools.partial(question, events)
+        return self._control.ask(EVENTS, make, number=self._event_number, own=(0, self._token, 0))
+
+    def _check_links(self) -> None:
         silent_s = time.monotonic() - self._heard_at
         if silent_s > self._assignment.lease_s:
+            self._engine.close(0.0)  # before anything else
             raise PeerLost(
                 f"the run at {self.address} was not heard for {silent_s:.0f} s, so {self.name} has ended its roles: by "
                 f"now they may be given to another host. {self._control.why_silent()}"
             )
+        if not self._is_warned and not self._down.has_heard and self._down.silent_s > SILENT_S:
+            self._is_warned = True
+            text = (
+                f"{self.name} reaches the run at {self.address}, but not its second port, {self._bulk}, to which "
+                f"trajectories go: {self._down.why_silent()} --hosts.bulk-port fixes that port."
+            )
+            self.tell(text)
+            self._report("message", text)
 
     # Bulk.
 
@@ -250,7 +289,7 @@ class Agent:
         def make() -> list[bytearray]:
             return [bytearray(HEADER.size) + granted.tobytes()]
 
-        return self._bulk.ask(NEWER, make, own=(version, self._assignment.first, self._token))
+        return self._down.ask(NEWER, make, own=(version, self._assignment.first, self._token))
 
     def _take_newer(self) -> None:
         """The weights first: an actor that is admitted finds those that its admission assumes."""
@@ -267,52 +306,39 @@ class Agent:
         self._newer = self._ask_newer()
 
     def _send_slots(self) -> None:
-        ring = self._ring
+        ring, left = self._ring, self._most_slots - sum(map(len, self._under_way))
         for stream, under_way in enumerate(self._under_way):
             while under_way and under_way[0].answer is not None:
                 under_way.popleft()
                 ring.release(stream)
-            while len(under_way) < min(ring.num_ready(stream), QUEUED_SLOTS // len(self._under_way) + 1):
+                left += 1
+            while left > 0 and len(under_way) < ring.num_ready(stream):
+                left -= 1
                 count = int(ring.released[stream]) + len(under_way)
                 parts = self._slots.pack(ring.readable(stream, len(under_way))["slot"])
                 message: list[Part] = [bytearray(HEADER.size), *parts]
                 number = count * ring.num_streams + stream + 1
                 own = (self._assignment.first + stream, count, self._token)
-                under_way.append(self._bulk.ask(SLOTS, functools.partial(_same, message), number=number, own=own))
+                under_way.append(self._up.ask(SLOTS, functools.partial(_same, message), number=number, own=own))
 
     # The end.
 
-    def close(self) -> None:
-        """Ends the roles, says goodbye, and removes everything but the logs of roles that failed."""
-        if self._engine is not None:
-            self._engine.close(0.0)
-            with contextlib.suppress(Refused):
-                self._say_goodbye()
-            self._node.close()
-            self._bulk.close()
-            self._ring.close()
-        self._control.close()
-        shutil.rmtree(self._session, ignore_errors=True)
-        if self.over:
-            shutil.rmtree(self._logs, ignore_errors=True)
+    def close(self, why: str = "") -> None:
+        """Ends the roles, reports why this host leaves, and removes everything but the logs where a role failed."""
+        with self._closing:
+            if self._token:
+                self._engine.close(0.0)
+                self.over = self.over or why or "it was stopped"
+                with contextlib.suppress(EchelonError):
+                    self._control.wait(self._send([Left(self.over)]), GOODBYE_S)
 
-    def _say_goodbye(self) -> None:
-        why, self._events = self.over or "it was stopped", []
-        self._event_number += 1
-        left = self._control.ask(
-            EVENTS, lambda: question([Left(why)]), number=self._event_number, own=(0, self._token, 0)
-        )
-        self._control.wait(left, GOODBYE_S)
+    def _remove_logs(self) -> None:
+        if not self._has_failed:
+            shutil.rmtree(self._logs, ignore_errors=True)
 
 
 def _same(message: list[Part]) -> list[Part]:
     return message
-
-
-def _told(gone: Exit) -> dict[str, Any]:
-    failure = dataclasses.asdict(gone.failure) if gone.failure else None
-    fields = {name: getattr(gone, name) for name in ("name", "pid", "code", "signal", "ended_with")}
-    return {**fields, "failure": failure}
 
 
 def take_part(address: str, shm_dir: str, tell: Tell, name: str = "") -> str:
@@ -320,6 +346,12 @@ def take_part(address: str, shm_dir: str, tell: Tell, name: str = "") -> str:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     agent = Agent(address, shm_dir, tell, name)
     try:
-        return agent.run()
-    finally:
+        why = agent.run()
+    except EchelonError as error:
+        agent.close(str(error))
+        raise
+    except BaseException:
         agent.close()
+        raise
+    agent.close(why)
+    return why

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from echelon.engines.inline import World
 from echelon.engines.local import LocalEngine
-from echelon.engines.process import Exit, Failure, ProcessSpec
+from echelon.engines.process import Exit, ProcessSpec
 from echelon.errors import Refused
 from echelon.hosts.messages import (
     COMMANDS,
@@ -30,7 +32,6 @@ from echelon.hosts.messages import (
     GAUGES,
     JOIN,
     MAX_BYTES,
-    PROTOCOL,
     Assignment,
     Command,
     Dismiss,
@@ -48,16 +49,18 @@ from echelon.hosts.messages import (
 from echelon.hosts.ownership import HERE, Ownership
 from echelon.transport.channel import Message
 from echelon.transport.channel_server import Server
-from echelon.transport.secret import secret_from_environment
+from echelon.transport.secret import is_loopback, secret_from_environment
 from echelon.transport.segments import open_segment
+from echelon.version import __version__
 
 GRACE_S = 2.0  # beyond the lease, before a silent host is given up
 AWAY_S = 1.0  # between two looks at most so much counts: the rest this process itself was stopped
 BURST = 256
 LOOK_S = 0.05
+HEARD_S = 2.0  # what a host shows is new if it was heard within so long
 GOODBYE_S = 2.0  # how long agents may take to hear that the run is over
 CARRIER = "carrier"
-SIGKILL = 9
+Array = np.ndarray[Any, Any]
 Tell = Callable[[str], None]
 
 
@@ -71,30 +74,33 @@ class Host:
     streams: range  # the actors that it has
     heard: float
     commands: list[Command] = field(default_factory=list)
-    num_told: int = 0  # of them, as far as the agent says
     num_events: int = 0  # the last one that was taken
     pids: dict[str, int] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)  # to be started, and not known to have been
     lost: str = ""  # why it is given up
+    postponed: list[ProcessSpec] = field(default_factory=list)  # to be started at the head when it may be
 
 
 class HostsEngine(LocalEngine):
     """Starts roles here and elsewhere; the first host that joins has the actors behind those of the head, and so on."""
 
-    def __init__(self, session: str, preload: Sequence[str], address: str, num_hosts: int, lease_s: float) -> None:
+    def __init__(self, session: str, preload: Sequence[str], address: str, lease_s: float) -> None:
         super().__init__(session, preload)
-        self._folder, self._num_hosts, self._lease_s = Path(session), num_hosts, lease_s
+        self._folder, self._lease_s = Path(session), lease_s
         self._control = Server("hosts", address, secret_from_environment(), MAX_BYTES)
         self._hosts: dict[int, Host] = {}  # by token, those that are lost among them
         self._places: dict[str, int] = {}  # of a role elsewhere, the token
         self._assignment: Assignment | None = None
-        self._streams: list[range] = []
+        self._free: list[range] = []  # the actors of hosts that have not joined
         self._far_exits: list[Exit] = []
-        self._reports: list[tuple[str, list[Any]]] = []
-        self._fenced: list[Host] = []  # lost, and their roles not yet told of
+        self._reports: list[tuple[str, str]] = []
+        self._fenced: list[Host] = []  # lost, and the carrier may not know yet
+        self._gauges: dict[str, Array] = {}
+        self._over = ""
         self._looked_at = time.monotonic()
-        for service, handler in ((JOIN, self._on_join), (COMMANDS, self._on_asked), (EVENTS, self._on_events)):
-            self._control.serve(service, handler)
+        self._control.serve(JOIN, self._on_join)
+        self._control.serve(COMMANDS, self._on_asked)
+        self._control.serve(EVENTS, self._on_events)
         self._control.serve(GAUGES, self._on_gauges)
 
     @property
@@ -102,56 +108,67 @@ class HostsEngine(LocalEngine):
         """What agents join."""
         return self._control.address
 
-    def gather(
-        self, assignment: Assignment, streams: Sequence[range], carrier: Path, tell: Callable[[str], None]
-    ) -> None:
+    def gather(self, assignment: Assignment, streams: Sequence[range], carrier: Path, tell: Tell) -> None:
         """Waits until every host is there; `streams` are the actors of each, the head's first, and `carrier` is the
         file that the carrier writes its address to."""
-        self._assignment, self._streams, self._carrier = assignment, list(streams), carrier
-        self._ownership = Ownership(self._folder, self._streams[-1].stop)
-        missing = 0
-        while len(self._hosts) < self._num_hosts - 1:
-            if missing != (missing := self._num_hosts - 1 - len(self._hosts)):
-                name, _, port = self.address.removeprefix("tcp://").rpartition(":")
-                name = socket.gethostname() if name == "0.0.0.0" else name
-                tell(f"waiting for {missing} more host{'s' * (missing > 1)}: echelon host --join {name}:{port}")
+        self._free, self._carrier = list(streams[1:]), carrier
+        self._ownership = Ownership(self._folder, streams[-1].stop)
+        self._assignment, missing = assignment, 0
+        while self._free:
+            if missing != (missing := len(self._free)):
+                tell(f"waiting for {missing} more host{'s' * (missing > 1)}: echelon host --join {self._shown}")
             self._serve(LOOK_S)
+            for host in [one for one in self._hosts.values() if one.lost]:  # before it had anything to do
+                del self._hosts[host.token]
+                self._fenced.remove(host)
+                self._free.insert(0, host.streams)
+                tell(host.lost)
         for host in self._hosts.values():
             tell(f"host {host.name} has actors {host.streams.start} to {host.streams.stop - 1}")
+
+    @property
+    def _shown(self) -> str:
+        """The address as other hosts know it, as far as can be said here."""
+        name, _, port = self.address.removeprefix("tcp://").rpartition(":")
+        if name == "0.0.0.0":
+            return f"{socket.gethostname()}:{port}"
+        only = " (from this machine alone; --hosts.address tcp://0.0.0.0:PORT lets others in)"
+        return f"{name}:{port}{only if is_loopback(name) else ''}"
 
     # What agents say.
 
     def _on_join(self, message: Message) -> None:
-        request = unpack(message.frames, JoinRequest)
-        if request.protocol != PROTOCOL:
-            raise Refused(f"it speaks protocol {request.protocol}, this run {PROTOCOL}: install the same echelon")
-        assignment = self._assignment
-        if assignment is None:
-            self._control.answer(message, pack(Assignment(wait=True)))
-            return
+        request: JoinRequest = unpack(message.frames, JoinRequest)
+        if request.version != __version__:
+            raise Refused(f"it is Echelon {request.version}, and the run {__version__}: install the same")
+        if self._over:
+            raise Refused(self._over)
         host = next((one for one in self._hosts.values() if one.connection == message.connection), None)
         if host is not None:
             self._heard(host.token)
-        else:
-            if len(self._hosts) == self._num_hosts - 1:
-                raise Refused(f"the run has its {self._num_hosts} hosts already")
-            token, streams = secrets.randbits(62) + 1, self._streams[len(self._hosts) + 1]
-            host = Host(request.name[:64], token, message.connection, streams, time.monotonic())
-            self._hosts[token] = host
-            self._ownership.give(streams, token)
-            self._places |= {f"actor-{stream}": token for stream in streams}
-        if not self._carrier.exists():  # it listens soon
-            self._control.answer(message, pack(Assignment(wait=True)))
-            return
-        answer = msgspec.structs.replace(
-            assignment,
-            token=host.token,
-            first=host.streams.start,
-            streams=len(host.streams),
-            lease_s=self._lease_s,
-            bulk=self._carrier.read_text(),
-        )
+        elif self._assignment is not None:
+            host = self._admit(request, message.connection)
+        answer = Assignment(wait=True, preload=self._preload)
+        if host is not None and self._assignment is not None and self._carrier.exists():
+            answer = msgspec.structs.replace(
+                self._assignment,
+                token=host.token,
+                first=host.streams.start,
+                streams=len(host.streams),
+                lease_s=self._lease_s,
+                bulk=self._carrier.read_text(),
+                preload=self._preload,
+            )
         self._control.answer(message, pack(answer))
+
+    def _admit(self, request: JoinRequest, connection: bytes) -> Host:
+        if not self._free:
+            raise Refused("the run has all of its hosts already")
+        token, streams = secrets.randbits(62) + 1, self._free.pop(0)
+        host = self._hosts[token] = Host(request.name, token, connection, streams, time.monotonic())
+        self._ownership.give(streams, token)
+        self._places |= {f"actor-{stream}": token for stream in streams}
+        return host
 
     def _heard(self, token: int) -> Host:
         host = self._hosts.get(token)
@@ -163,7 +180,6 @@ class HostsEngine(LocalEngine):
     def _on_asked(self, message: Message) -> None:
         taken, token, _ = message.own
         host = self._heard(token)
-        host.num_told = taken
 
         def answer() -> None:
             self._control.answer(message, pack(host.commands[taken:]))
@@ -183,19 +199,19 @@ class HostsEngine(LocalEngine):
         self._control.answer(message)
 
     def _take_event(self, host: Host, event: Event) -> None:
+        """What a host says of roles that it does not have is passed over."""
         match event:
-            case Started(name, pid):
+            case Started(name, pid) if self._places.get(name) == host.token:
                 host.pids[name] = pid
                 host.asked.discard(name)
-            case Ended(told):
-                failure = told.pop("failure", None)
-                gone = Exit(**told, failure=Failure(**failure) if failure else None)
-                host.asked.discard(gone.name)
-                if host.pids.get(gone.name) in (None, gone.pid):
-                    host.pids.pop(gone.name, None)
-                self._far_exits.append(gone)
-            case Report(function, args):
-                self._reports.append((function, args))
+            case Ended(name=name, pid=pid) if self._places.get(name) == host.token:
+                host.asked.discard(name)
+                if host.pids.get(name) in (None, pid):
+                    host.pids.pop(name, None)
+                fields = {one: getattr(event, one) for one in event.__struct_fields__}
+                self._far_exits.append(Exit(**fields))
+            case Report(function, text):
+                self._reports.append((function, text))
             case Left(why):
                 self._lose(host, f"host {host.name} left: {why}")
 
@@ -203,11 +219,13 @@ class HostsEngine(LocalEngine):
         host = self._heard(message.own[1])
         rows: dict[str, bytes] = unpack(message.frames, dict[str, bytes])
         for name, row in rows.items():
-            path = self._folder / "gauges" / name
-            if self._places.get(name) == host.token and path.exists():
-                memory = open_segment(path)
-                if len(row) == memory.nbytes:
-                    memory[:] = bytearray(row)
+            if self._places.get(name) != host.token:
+                continue
+            if name not in self._gauges and (path := self._folder / "gauges" / name).exists():
+                self._gauges[name] = open_segment(path)
+            memory = self._gauges.get(name)
+            if memory is not None and len(row) == memory.nbytes:
+                memory[:] = np.frombuffer(row, np.uint8)
 
     # Leases.
 
@@ -223,8 +241,10 @@ class HostsEngine(LocalEngine):
             if self._ownership.is_seen or super().pid(CARRIER) is None:
                 self._fenced.remove(host)
                 for name in [*host.pids, *host.asked - set(host.pids)]:
-                    gone = Exit(name, host.pids.get(name, 0), -1, SIGKILL, ended_with=host.lost)
-                    self._far_exits.append(gone)
+                    pid = host.pids.get(name, 0)
+                    self._far_exits.append(Exit(name, pid, -1, int(signal.SIGKILL), ended_with=host.lost))
+                for spec in host.postponed:
+                    super().start(spec)
 
     def _lose(self, host: Host, why: str) -> None:
         """Nothing of this host counts any more; its roles may be started again when the carrier knows that."""
@@ -245,7 +265,10 @@ class HostsEngine(LocalEngine):
 
     def start(self, spec: ProcessSpec) -> None:
         host = self._host_of(spec.name)
-        if host is None:
+        fenced = next((one for one in self._fenced if spec.name in map("actor-{}".format, one.streams)), None)
+        if fenced is not None:
+            fenced.postponed.append(spec)
+        elif host is None:
             super().start(spec)
         else:
             host.asked.add(spec.name)
@@ -253,23 +276,26 @@ class HostsEngine(LocalEngine):
 
     def run(self, world: World, timeout_s: float) -> None:
         world.poll(timeout_s, [*self.descriptors, *self._control.descriptors])
-        while self._control.take(BURST) == BURST:
-            pass
 
     def exits(self) -> list[Exit]:
         if self._control.is_open:
-            self._control.take(BURST)
+            while self._control.take(BURST) >= BURST:
+                pass
             self._look()
         exits, self._far_exits = self._far_exits, []
         return exits + super().exits()
 
-    def reports(self) -> list[tuple[str, list[Any]]]:
+    def reports(self) -> list[tuple[str, str]]:
         reports, self._reports = self._reports, []
         return reports
 
     def place(self, name: str) -> str:
         host = self._host_of(name)
         return host.name if host else ""
+
+    def hears(self, name: str) -> bool:
+        host = self._host_of(name)
+        return host is None or time.monotonic() - host.heard < HEARD_S
 
     def pid(self, name: str) -> int | None:
         host = self._host_of(name)
@@ -283,11 +309,12 @@ class HostsEngine(LocalEngine):
             host.commands.append(Signal(name, number))
 
     def close(self, timeout_s: float) -> None:
-        """Sends the agents home, too."""
-        living = [host for host in self._hosts.values() if not host.lost]
+        """Dismisses the agents, too."""
         if self._control.is_open:
+            self._over = "the run is over"
+            living = [host for host in self._hosts.values() if not host.lost]
             for host in living:
-                host.commands.append(Dismiss("the run is over"))
+                host.commands.append(Dismiss(self._over))
             deadline = time.monotonic() + GOODBYE_S
             while any(not host.lost for host in living) and time.monotonic() < deadline:
                 self._serve(LOOK_S)

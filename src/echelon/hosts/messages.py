@@ -8,15 +8,17 @@ than its weights and grants (a state), and brings slots (records, `transport.slo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from echelon.engines.process import Failure
 from echelon.errors import Refused
 from echelon.transport.channel import HEADER, Delivery, Part, Service
 
-PROTOCOL = 1  # goes up when a message changes its meaning
 MAX_BYTES = 64 << 20  # of a frame of control
+QUEUED_BYTES = 16 << 20  # of slots of a host under way
+MAX_NAME = 64
 
 JOIN = Service("join", Delivery.READ)  # JoinRequest -> Assignment
 COMMANDS = Service("commands", Delivery.STATE)  # own words: commands taken, the token -> list of commands
@@ -28,8 +30,8 @@ NEWER = Service("weights and grants", Delivery.STATE)  # own words: version, fir
 class JoinRequest(msgspec.Struct):
     """A host that wants to take part."""
 
-    protocol: int
-    name: str
+    version: str  # of Echelon
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
     cores: int
 
 
@@ -75,16 +77,22 @@ class Started(msgspec.Struct, tag="started"):
 
 
 class Ended(msgspec.Struct, tag="ended"):
-    """A role ended."""
+    """A role ended; as `Exit`."""
 
-    exit: dict[str, Any]  # Exit
+    name: str
+    pid: int
+    code: int
+    signal: Annotated[int, msgspec.Meta(ge=0, le=64)]
+    ended_with: str
+    log: str  # the end of it, where nothing else says why
+    failure: Failure | None
 
 
 class Report(msgspec.Struct, tag="report"):
-    """What a role has to say to the coordinator."""
+    """What a role has to say to the coordinator, and by which of its services."""
 
-    function: str
-    args: list[Any]
+    function: Literal["message", "env_restarted"]
+    text: str
 
 
 class Left(msgspec.Struct, tag="left"):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from echelon.errors import Refused
-from echelon.hosts.messages import NEWER
+from echelon.hosts.messages import NEWER, QUEUED_BYTES
 from echelon.roles.context import Context, Station
 from echelon.roles.plan.parts import Plan
 from echelon.transport.channel import HEADER, Message
@@ -25,7 +25,6 @@ from echelon.transport.slot_wire import SLOTS
 from echelon.transport.sockets import announce
 
 BURST = 64  # messages between two looks at everything else
-QUEUED_SLOTS = 64  # of each host
 
 
 class Carrier:
@@ -37,10 +36,12 @@ class Carrier:
         self.slots, self.ring, self.board = plan.slot_bytes, plan.raw_ring(), plan.board()
         self.ownership = plan.ownership()
         self._bells = functools.cache(self._find_bells)
-        self.weights = np.empty(plan.weights_bytes, np.uint8)
+        self.weights, self.packed = np.empty(plan.weights_bytes, np.uint8), (0, b"")
         file = plan.carrier_file
         address = file.read_text() if file.exists() else context.train.hosts.bulk_address
-        self.server = Server("hosts", address, secret_from_environment(), self.slots.nbytes, QUEUED_SLOTS)
+        most = max(self.slots.nbytes, HEADER.size + 8 * self.ring.num_streams)
+        queued = max(2, QUEUED_BYTES // self.slots.nbytes)  # of each connection
+        self.server = Server("hosts", address, secret_from_environment(), most, queued)
         self.server.serve(SLOTS, self._take_slot)
         self.server.serve(NEWER, self._tell_newer)
         announce(file, self.server.address)
@@ -89,7 +90,7 @@ class Carrier:
         """Weights and grants, as soon as there are newer ones than the host has."""
         version, first, token = message.own
         known = np.frombuffer(message.frames[0][HEADER.size :], np.int64)
-        if not 0 <= first <= first + len(known) <= self.ring.num_streams or not self.ownership.has(first, token):
+        if not 0 <= first < first + len(known) <= self.ring.num_streams or not self.ownership.has(first, token):
             raise Refused("the actors of this host were given to another one")
         granted = self.ring.granted[first : first + len(known)]
 
@@ -98,15 +99,20 @@ class Carrier:
 
         def answer() -> None:
             grants = granted.copy()  # before the weights, which then are no older
-            is_newer = self.board.version > version
-            newest = self.board.read(self.weights) if is_newer else version
-            weights = self.weights.tobytes() if is_newer else b""
-            self.server.answer(message, grants.tobytes(), weights, own=(newest, 0, 0))
+            newest, weights = self._newest() if self.board.version > version else (version, b"")
+            self.server.answer(message, grants.tobytes(), weights, own=(newest, 0, 0), copy=False)
 
         if is_due():
             answer()
         else:
             self.server.hold(message, is_due, answer)
+
+    def _newest(self) -> tuple[int, bytes]:
+        """The newest weights, copied once for all hosts."""
+        if self.board.version > self.packed[0]:
+            version = self.board.read(self.weights)
+            self.packed = (version, self.weights.tobytes())
+        return self.packed
 
     def close(self) -> None:
         self.server.close()

@@ -140,8 +140,8 @@ class Coordinator:
     def _loop(self) -> None:
         while self.summary is None:
             self.engine.run(self.world, LOOP_S)
-            for function, args in self.engine.reports():
-                self.reported[function](*args)
+            for function, text in self.engine.reports():
+                self.reported[function](text)
             if exits := self.engine.exits():
                 self.world.hear_out(LAST_WORDS_S)
             for gone in exits:

@@ -127,7 +127,7 @@ class Supervisor:
             pause_s = min(FIRST_PAUSE_S * 2.0 ** (count - NUM_AT_ONCE - 1), LONGEST_PAUSE_S)
         if not gone.ended_with or gone.ended_with != self._told:
             self._told, self.restarts = gone.ended_with, self.restarts + 1
-            what = f"{gone.ended_with}, and every role with it" if gone.ended_with else _describe(gone)
+            what = f"{gone.ended_with}, and every role with it" if gone.ended_with else self._describe(gone)
             later = f" in {pause_s:g} s" if pause_s else ""
             self.tell(f"{what}{often}; starting {'them' if gone.ended_with else whom} again{later}")
         for name in names:
@@ -135,6 +135,10 @@ class Supervisor:
                 self._due.append((now + pause_s, name))
             else:
                 self._restart(name)
+
+    def _describe(self, gone: Exit) -> str:
+        place = self.engine.place(gone.name)
+        return f"{gone.name} (process {gone.pid}{f' on host {place}' if place else ''}) {gone.cause}"
 
     def _why_outside(self) -> str:
         """Why processes are ended from outside, where the kernel says so."""
@@ -160,7 +164,7 @@ class Supervisor:
     def _judge_exit(self, gone: Exit) -> None:
         failure = gone.failure
         if failure is None and (gone.signal in CRASHES or not gone.signal):
-            text = _tail(self._log(gone.name), 0)
+            text = gone.log or _tail(self._log(gone.name), 0)
             failure = Failure(gone.cause, "the end of its log follows", text, expected=False)
         if failure is not None:
             self._judge(self.members[gone.name], failure)
@@ -232,15 +236,19 @@ class Supervisor:
     def _look_at_progress(self, now: float) -> None:
         for member in self.members.values():
             progress = member.gauge.progress(member.context.incarnation)
-            if progress != member.progress:
+            if progress != member.progress or not self.engine.hears(member.spec.name):
                 member.progress, member.moved = progress, now
 
     def _end_hung(self, names: Sequence[str], silent_s: float, stacks: dict[str, str]) -> None:
         """Kills a hung role; of several that wait for each other, those that the others wait for."""
-        hung = [name for name in names if not stacks[name]]  # stopped, or stuck in the kernel
+        hung = [name for name in names if not stacks.get(name)]  # stopped, or stuck in the kernel
         hung = hung or [name for name in names if EXCHANGE not in stacks[name]] or list(names)
         for name in hung:
-            stack = stacks[name] or "(it did not answer: stopped, or stuck in the kernel)"
+            place = self.engine.place(name)
+            unknown = (
+                f"(in its log on host {place})" if place else "(it did not answer: stopped, or stuck in the kernel)"
+            )
+            stack = stacks.get(name) or unknown
             self.tell(f"{name} made no progress for {silent_s:.1f} s; killing it. It was here:\n{stack}")
         self._kill(hung)
         if len(hung) < len(names):
@@ -248,7 +256,7 @@ class Supervisor:
 
     def _stacks(self, names: Sequence[str]) -> dict[str, str]:
         """Where roles are, as they say when asked; "" of those that do not answer."""
-        logs = {name: self._log(name) for name in names}
+        logs = {name: self._log(name) for name in names if not self.engine.place(name)}
         sizes = seen = {name: _size(log) for name, log in logs.items()}
         for name in names:
             self.engine.signal(name, signal.SIGUSR1)
@@ -256,7 +264,7 @@ class Supervisor:
         while time.monotonic() < deadline:
             time.sleep(0.02)
             last, seen = seen, {name: _size(log) for name, log in logs.items()}
-            if all(seen[name] == last[name] > sizes[name] for name in names):  # they grew, and grow no more
+            if all(seen[name] == last[name] > sizes[name] for name in logs):  # they grew, and grow no more
                 break
         return {name: _tail(log, sizes[name]) for name, log in logs.items()}
 
@@ -335,10 +343,6 @@ def origin_of(failure: Failure) -> str:
     """Where an exception was raised: the last file and line of its traceback."""
     places = [line.strip() for line in failure.traceback.splitlines() if line.strip().startswith('File "')]
     return places[-1] if places else failure.message
-
-
-def _describe(gone: Exit) -> str:
-    return f"{gone.name} (process {gone.pid}) {gone.cause}"
 
 
 def _size(path: Path) -> int:

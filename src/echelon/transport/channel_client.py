@@ -26,6 +26,7 @@ from echelon.transport.sockets import LINGER_MS, QUEUED_MESSAGES, connect, is_tu
 
 FIRST_REPEAT_S, MAX_REPEAT_S = 0.25, 1.0  # when what nobody answers is sent again
 OVERDUE_S = 2.0  # when one question is sent again while others are answered; then after twice as long
+FULL_S = 0.05  # when what the queue had no room for is sent again
 NUM_POSTS = 16  # that are kept; the oldest are forgotten
 COPIED_BYTES = 1 << 16  # messages of at most so much are copied, which is cheaper than to keep them where they came
 
@@ -103,7 +104,8 @@ class Client:
         self._requests.pop((request.service.digest, request.number), None)
 
     def _send(self, request: Request, copy: bool) -> None:
-        self._transmit(Kind.ASK, request.service, request.number, request.own, request.make(), copy)
+        if not self._transmit(Kind.ASK, request.service, request.number, request.own, request.make(), copy):
+            request.overdue_at = time.monotonic() + FULL_S
 
     def _transmit(self, kind: Kind, service: Service, number: int, own: Own, parts: Sequence[Part], copy: bool) -> bool:
         HEADER.pack_into(parts[0], 0, MAGIC, kind, service.digest, service.layout, number, *own)

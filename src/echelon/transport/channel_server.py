@@ -40,6 +40,8 @@ IGNORED_CONNECTIONS = 10_000  # the oldest are forgotten
 GATE_S = 0.01  # an owner that never sleeps looks at the gate this often
 HOLD_S = 0.2  # a client that waits for something newer hears at least this often that there is nothing
 
+MALFORMED = (ValueError, TypeError, LookupError, ArithmeticError, MemoryError)  # what sense made of nonsense raises
+
 Handler = Callable[[Message], None]
 
 
@@ -155,6 +157,8 @@ class Server:
             handler(Message(connection, known, kind == Kind.POST, number, (own[0], own[1], own[2]), frames))
         except Refused as error:
             self.refuse(connection, str(error))
+        except MALFORMED as error:  # costs whoever sent it its connection, and nobody else anything
+            self.refuse(connection, f"its message could not be handled: {type(error).__name__}: {error}")
 
     def hold(self, message: Message, is_due: Callable[[], bool], answer: Callable[[], None]) -> None:
         """Calls `answer` as soon as `take` finds that there is something newer, or after HOLD_S."""
@@ -179,7 +183,10 @@ class Server:
         if self._held:
             until = min(held.until for held in self._held.values())
             timeout_s = min(timeout_s, max(0.0, until - time.monotonic()))
-        ready, _, _ = select.select([*self._descriptors, *descriptors], [], [], timeout_s)
+        poller = select.poll()
+        for descriptor in (*self._descriptors, *descriptors):
+            poller.register(descriptor, select.POLLIN)
+        ready = [descriptor for descriptor, _ in poller.poll(1000 * timeout_s)]
         if not set(self._gate_descriptors).isdisjoint(ready):
             self._serve_gate()
         return [descriptor for descriptor in ready if descriptor in descriptors]

@@ -124,11 +124,17 @@ def _choose(
 def _make_memory(context: Context, tell: Callable[[str], None]) -> None:
     plan = Plan(context)
     if not context.shares_process:
-        check_processes(len(roles_of(context.train)), free_memory())
+        elsewhere = context.train.actor.num_actors - actors_at_head(context.train)
+        check_processes(len(roles_of(context.train)) - elsewhere, free_memory())
     sizes = "--envs-per-actor, --actor.trajectory or --actor.slots"
     check_room(plan.shared_bytes(), "the run's shared memory", free_memory(context.session.parent), sizes)
     for text in plan.make():
         tell(text)
+
+
+def actors_at_head(config: TrainConfig) -> int:
+    """The actors on this host."""
+    return len(streams_of_hosts(config.actor.num_actors, config.hosts.count)[0])
 
 
 def _with_whole_paths(config: TrainConfig) -> TrainConfig:

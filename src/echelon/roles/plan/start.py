@@ -38,7 +38,7 @@ def make_engine(config: TrainConfig, session: Path, *, has_objects: bool) -> Inl
     preload = PRELOAD_WITH_WORKERS if config.has_workers else PRELOAD
     if config.engine == "hosts":
         hosts = config.hosts
-        return HostsEngine(str(session), (*preload, "echelon.roles.carrier"), hosts.address, hosts.count, hosts.lease_s)
+        return HostsEngine(str(session), (*preload, "echelon.roles.carrier"), hosts.address, hosts.lease_s)
     return HostedEngine(str(session), preload, ["learner"]) if has_objects else LocalEngine(str(session), preload)
 
 
