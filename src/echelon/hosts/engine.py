@@ -120,7 +120,7 @@ class HostsEngine(LocalEngine):
             self._serve(LOOK_S)
             for host in [one for one in self._hosts.values() if one.lost]:  # before it had anything to do
                 del self._hosts[host.token]
-                self._fenced.remove(host)
+                self._fenced = [one for one in self._fenced if one is not host]
                 self._free.insert(0, host.streams)
                 tell(host.lost)
         for host in self._hosts.values():

@@ -1,0 +1,280 @@
+"""The head's side of several hosts: who may join, what is believed, and when a host is given up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from echelon.engines.process import ProcessSpec
+from echelon.errors import Refused
+from echelon.hosts.engine import HostsEngine, streams_of_hosts
+from echelon.hosts.messages import (
+    COMMANDS,
+    EVENTS,
+    JOIN,
+    MAX_BYTES,
+    NEWER,
+    Assignment,
+    JoinRequest,
+    Left,
+    Report,
+    Started,
+    question,
+    unpack,
+)
+from echelon.hosts.ownership import Ownership
+from echelon.roles.carrier import Carrier
+from echelon.transport.channel import HEADER
+from echelon.transport.channel_client import Client, Request
+from echelon.transport.channel_server import Server
+from echelon.transport.shared_memory import SlotRing, WeightsBoard
+from echelon.transport.slot_wire import SLOTS, SlotBytes
+from echelon.version import __version__
+from running import wait_until
+
+LEASE_S = 1.0
+
+
+class Peer:
+    """An agent's connection to the head, spoken by hand."""
+
+    def __init__(self, engine: HostsEngine, name: str = "second") -> None:
+        self.engine, self.token, self.number = engine, 0, 0
+        self.client = Client("the run", engine.address, None, MAX_BYTES, name=name.encode())
+        self.request = JoinRequest(__version__, name, 1)
+
+    def until(self, request: Request) -> Any:
+        """The answer, while the head looks at its messages."""
+
+        def answered() -> bool:
+            self.engine._serve(0.001)
+            self.client.poll()
+            return request.answer is not None
+
+        wait_until(answered, "the head answers", 20.0)
+        return request.answer
+
+    def join(self) -> Assignment:
+        answer = unpack(self.until(self.client.ask(JOIN, lambda: question(self.request))), Assignment)
+        assert isinstance(answer, Assignment)
+        self.token = answer.token
+        return answer
+
+    def report(self, *events: Any) -> None:
+        self.number += 1
+        own = (0, self.token, 0)
+        self.until(self.client.ask(EVENTS, lambda: question(list(events)), number=self.number, own=own))
+
+    def commands(self, taken: int = 0) -> list[Any]:
+        answer = self.until(self.client.ask(COMMANDS, lambda: [bytearray(HEADER.size)], own=(taken, self.token, 0)))
+        told: list[Any] = unpack(answer, list[Any])
+        return told
+
+
+@pytest.fixture
+def engine(shm_dir: Path) -> Iterator[HostsEngine]:
+    engine = HostsEngine(str(shm_dir), ("json",), "tcp://127.0.0.1:0", LEASE_S)
+    yield engine
+    engine.close(0.0)
+
+
+@pytest.fixture
+def peer(engine: HostsEngine, shm_dir: Path) -> Iterator[Peer]:
+    """The one other host of a run with four actors, whose carrier is there."""
+    peer = Peer(engine)
+    assert peer.join().wait, "the run is not ready"
+    (shm_dir / "carrier.address").write_text("tcp://127.0.0.1:9")
+    gather(engine, shm_dir, peer, 4, 2)
+    yield peer
+    peer.client.close()
+
+
+def gather(engine: HostsEngine, shm_dir: Path, peer: Peer, num_actors: int, num_hosts: int) -> list[str]:
+    """Has `peer` join while the head waits for everybody; what the head says."""
+    told: list[str] = []
+    asked = peer.client.ask(JOIN, lambda: question(peer.request))
+    ended = threading.Event()
+
+    def knock() -> None:
+        while not ended.is_set() and asked.answer is None:
+            peer.client.poll(0.01)
+
+    thread = threading.Thread(target=knock)
+    thread.start()
+    streams = streams_of_hosts(num_actors, num_hosts)
+    engine.gather(Assignment(slots=2, weights=8), streams, shm_dir / "carrier.address", told.append)
+    ended.set()
+    thread.join()
+    peer.token = peer.join().token
+    return told
+
+
+def test_actors_are_shared_out_in_order() -> None:
+    assert streams_of_hosts(4, 2) == [range(2), range(2, 4)]
+    assert streams_of_hosts(7, 3) == [range(2), range(2, 4), range(4, 7)]
+
+
+def test_a_host_gets_its_share_and_its_commands(engine: HostsEngine, peer: Peer) -> None:
+    assignment = peer.join()
+    assert (assignment.first, assignment.streams, assignment.token) == (2, 2, peer.token) and not assignment.wait
+    engine.start(ProcessSpec("actor-2", "a:b", {"x": 1}))
+    assert engine.pid("actor-2") is None and engine.place("actor-2") == "second" and engine.place("actor-1") == ""
+    (command,) = peer.commands()
+    assert command["type"] == "start" and command["spec"]["name"] == "actor-2"
+    peer.report(Started("actor-2", 77))
+    assert engine.pid("actor-2") == 77
+    engine.signal("actor-2", 10)
+    assert [one["type"] for one in peer.commands(taken=1)] == ["signal"]
+
+
+def test_another_host_and_another_version_are_refused(engine: HostsEngine, peer: Peer) -> None:
+    third = Peer(engine, "third")
+    with pytest.raises(Refused, match="has all of its hosts already"):
+        third.join()
+    third.client.close()
+    old = Peer(engine, "old")
+    old.request = JoinRequest("0.0.1", "old", 1)
+    with pytest.raises(Refused, match=r"it is Echelon 0\.0\.1, and the run"):
+        old.join()
+    old.client.close()
+
+
+def test_what_a_host_says_of_roles_that_it_does_not_have_is_passed_over(engine: HostsEngine, peer: Peer) -> None:
+    ended = {"type": "ended", "pid": 1, "code": 0, "signal": 9, "ended_with": "", "log": "", "failure": None}
+    peer.report(Started("learner", 5), {**ended, "name": "learner"}, Report("message", "hello"))
+    assert engine.exits() == [] and engine.pid("learner") is None
+    assert engine.reports() == [("message", "hello")]
+    peer.report({**ended, "name": "actor-3"})
+    assert [(gone.name, gone.signal) for gone in engine.exits()] == [("actor-3", 9)]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "ended"},
+        {"type": "ended", "name": "actor-2", "pid": 1, "code": 0, "signal": 999, "ended_with": "", "log": "",
+         "failure": None},
+        {"type": "report", "function": "nonsense", "text": "x"},
+        {"type": "report", "function": "message", "text": 3},
+        {"type": "nothing"},
+        3,
+    ],
+)  # fmt: skip
+def test_a_message_that_makes_no_sense_costs_its_sender_the_connection(
+    engine: HostsEngine, peer: Peer, event: object
+) -> None:
+    with pytest.raises(Refused, match="a message between hosts was refused"):
+        peer.report(event)
+    assert engine.exits() == [] and engine.reports() == []
+
+
+def test_a_silent_host_is_given_up_and_its_actors_start_at_the_head_once_the_carrier_knows(
+    engine: HostsEngine, peer: Peer, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echelon.engines.local.LocalEngine.pid", lambda self, name: 1 if name == "carrier" else None)
+    started: list[str] = []
+    monkeypatch.setattr("echelon.engines.local.LocalEngine.start", lambda self, spec: started.append(spec.name))
+    engine.start(ProcessSpec("actor-2", "a:b", {}))
+    peer.report(Started("actor-2", 77))
+    assert engine.hears("actor-2")
+    wait_until(lambda: engine.exits() or not engine.hears("actor-2"), "the host is silent", 20.0)
+    wait_until(lambda: engine.exits() == [] and engine.place("actor-2") == "", "the host is given up", 20.0)
+    assert not Ownership(shm_dir, 4).is_seen, "the carrier has not looked"
+    engine.start(ProcessSpec("actor-3", "a:b", {}))
+    assert engine.exits() == [] and started == []
+    Ownership(shm_dir, 4).look()
+    (gone,) = engine.exits()
+    assert gone.name == "actor-2" and "host second was not heard for" in gone.ended_with
+    assert started == ["actor-3"], "what was to be started meanwhile"
+    with pytest.raises(Refused, match="was not heard"):
+        peer.report(Started("actor-2", 78))
+
+
+def test_a_host_that_leaves_before_the_run_begins_leaves_its_place(engine: HostsEngine, shm_dir: Path) -> None:
+    (shm_dir / "carrier.address").write_text("tcp://127.0.0.1:9")
+    first, second, third = (Peer(engine, name) for name in ("first", "second", "third"))
+
+    def come_and_go() -> None:
+        for one in (first, second, third):
+            asked = one.client.ask(JOIN, lambda one=one: question(one.request))
+            while asked.answer is None:
+                one.client.poll(0.01)
+            if one is first:
+                own = (0, unpack(asked.answer, Assignment).token, 0)
+                left = one.client.ask(EVENTS, lambda: question([Left("a typo")]), number=1, own=own)
+                one.client.wait(left, 5.0)
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    told: list[str] = []
+    engine.gather(Assignment(slots=2, weights=8), streams_of_hosts(3, 3), shm_dir / "carrier.address", told.append)
+    thread.join()
+    assert "host first left: a typo" in told
+    assert {engine.place("actor-1"), engine.place("actor-2")} == {"second", "third"}
+    for one in (first, second, third):
+        one.client.close()
+
+
+# The carrier.
+
+
+@pytest.fixture
+def carrier(shm_dir: Path) -> Iterator[Any]:
+    """A carrier of two streams, the second of which is another host's, without a world around it."""
+    layout = SlotBytes(64)
+    ring, board = SlotRing(shm_dir, layout, 2, 2), WeightsBoard(shm_dir, 8)
+    made = Carrier.__new__(Carrier)
+    made.slots, made.ring, made.board, made.ownership = layout, ring, board, Ownership(shm_dir, 2)
+    made.weights, made.packed = np.empty(8, np.uint8), (0, b"")
+    made.server = Server("hosts", "tcp://127.0.0.1:0", None, 4096)
+    made.server.serve(SLOTS, made._take_slot)
+    made.server.serve(NEWER, made._tell_newer)
+    made.ownership.give(range(1, 2), 5)
+    client = Client("the carrier", made.server.address, None, 4096)
+    yield SimpleNamespace(carrier=made, client=client, ring=ring, board=board)
+    client.close()
+    made.server.close()
+    ring.close()
+
+
+def send(scene: Any, count: int, value: int, token: int = 5, stream: int = 1) -> Request:
+    parts = [bytearray(HEADER.size), np.full(64, value, np.uint8).data]
+    request: Request = scene.client.ask(SLOTS, lambda: parts, number=2 * count + stream + 1, own=(stream, count, token))
+    end = time.monotonic() + 0.3
+    while request.answer is None and time.monotonic() < end:
+        scene.carrier.server.take(10)
+        scene.client.poll(0.001)
+    return request
+
+
+def test_a_slot_is_taken_once_and_in_order(carrier: Any) -> None:
+    carrier.ring.grant(1, 2)
+    assert send(carrier, 1, 11).answer is None and carrier.ring.num_ready(1) == 0, "one before it is missing"
+    assert send(carrier, 0, 10).answer is not None and carrier.ring.num_ready(1) == 1
+    assert send(carrier, 0, 99).answer is not None and carrier.ring.num_ready(1) == 1, "it came again"
+    assert send(carrier, 1, 11).answer is not None and carrier.ring.num_ready(1) == 2
+    assert [int(carrier.ring.readable(1, ahead)["slot"][0]) for ahead in (0, 1)] == [10, 11]
+
+
+@pytest.mark.parametrize(
+    ("stream", "token", "granted"), [(1, 6, 1), (0, 5, 1), (7, 5, 1), (-1, 5, 1), (1, 0, 1), (1, 5, 0)]
+)
+def test_a_slot_of_somebody_else_is_refused(carrier: Any, stream: int, token: int, granted: int) -> None:
+    carrier.ring.grant(1, granted)
+    with pytest.raises(Refused, match=r"given to another one|more than it was admitted to"):
+        send(carrier, 0, 10, token, stream)
+    assert carrier.ring.num_ready(1) == 0 and carrier.ring.num_ready(0) == 0
+
+
+@pytest.mark.parametrize("words", [b"123", b"", b"12345678" * 2])
+def test_a_question_for_what_is_newer_that_makes_no_sense_is_refused(carrier: Any, words: bytes) -> None:
+    carrier.client.ask(NEWER, lambda: [bytearray(HEADER.size) + words], own=(0, 1, 5))
+    with pytest.raises(Refused):
+        wait_until(lambda: (carrier.carrier.server.take(10), carrier.client.poll(0.01))[1], "it answers", 20.0)
