@@ -1,9 +1,10 @@
 """A run on two hosts beside the same run on one, on the same cores: steps a second, processor time, bytes on the link.
 
-    python benchmarks/hosts.py [PRESET ENV] [--pairs 4] [--seconds 15] [-- --actors 2 --envs-per-actor 32 ...]
+    python benchmarks/hosts.py [PRESET ENV] [--pairs 4] [--seconds 15] [--loopback] [-- --actors 2 --envs-per-actor 32]
 
 The two hosts are network namespaces with a cable between them; each run is read while it trains, and one host and two
-take turns (A-B-B-A). Needs unshare, nsenter and ip, and a kernel that lets a user make namespaces.
+take turns (A-B-B-A). That needs unshare, nsenter and ip, and a kernel that lets a user make namespaces; with --loopback
+both hosts are this one.
 """
 
 from __future__ import annotations
@@ -75,20 +76,27 @@ def _run(*words: str) -> None:
     subprocess.run(words, check=True, timeout=10.0)
 
 
+@contextmanager
+def loopback() -> Iterator[tuple[Words, Words]]:
+    """Both hosts are this one."""
+    yield (), ()
+
+
 def measure(options: Sequence[str], hosts: tuple[Words, Words] | None, seconds: float) -> tuple[Reading, Reading]:
     """A run at two moments, `seconds` apart."""
     folder = Path(tempfile.mkdtemp(prefix="echelon-hosts-"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ECHELON_SECRET": SECRET}
     echelon = (sys.executable, "-m", "echelon.cli.main")
     words: list[str] = [*(hosts[0] if hosts else ()), *echelon, "train", *options, f"--run-dir={folder}/run"]
+    head = HEAD if hosts and hosts[0] else "127.0.0.1"
     if hosts:
-        words += ["--engine=hosts", "--hosts=2", f"--hosts.address=tcp://{HEAD}:7000"]
+        words += ["--engine=hosts", "--hosts=2", f"--hosts.address=tcp://{head}:7000"]
     started: dict[str, subprocess.Popen[str]] = {}
     with (folder / "output").open("w") as output:
         try:
             started["coordinator"] = subprocess.Popen(words, stdout=output, stderr=output, env=environment, text=True)
             if hosts:
-                join = [*hosts[1], *echelon, "host", f"--join={HEAD}:7000", "--name=other"]
+                join = [*hosts[1], *echelon, "host", f"--join={head}:7000", "--name=other"]
                 started["agent"] = subprocess.Popen(join, stdout=output, stderr=output, env=environment, text=True)
             deadline = time.monotonic() + PATIENCE_S
             while not _is_whole(folder):
@@ -136,11 +144,10 @@ def _read(folder: Path, started: dict[str, subprocess.Popen[str]], hosts: tuple[
             used[role] += sum(map(int, text.rpartition(")")[2].split()[11:13])) * TICK_S
     count = 0
     if hosts:
-        shown = subprocess.run(
-            [*hosts[0], "ip", "-s", "-j", "link", "show", "cable0"], capture_output=True, text=True, timeout=10.0
-        )
-        stats = json.loads(shown.stdout)[0]["stats64"]
-        count = stats["rx"]["bytes"] + stats["tx"]["bytes"]
+        device = "cable0" if hosts[0] else "lo"
+        shown = subprocess.run([*hosts[0], "cat", "/proc/net/dev"], capture_output=True, text=True, timeout=10.0)
+        counts = next(line for line in shown.stdout.splitlines() if line.strip().startswith(f"{device}:")).split()
+        count = int(counts[1]) + (int(counts[9]) if hosts[0] else 0)  # the loopback counts each byte both ways
     return Reading(time.monotonic(), _rows(folder)[-1]["env_steps"], dict(used), count)
 
 
@@ -159,6 +166,7 @@ def main() -> None:
     parser.add_argument("task", nargs="*", default=["impala", "CartPole-v1"], metavar="PRESET ENV")
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--loopback", action="store_true")
     given = sys.argv[1:]
     own, more = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     arguments = parser.parse_args(own)
@@ -166,7 +174,7 @@ def main() -> None:
     options = [*arguments.task, "--minutes=10", "--evaluation.interval-s=0", "--acting=local", *more]
     rates: dict[int, list[float]] = {1: [], 2: []}
     costs: dict[int, list[float]] = {1: [], 2: []}
-    with two_hosts() as hosts:
+    with loopback() if arguments.loopback else two_hosts() as hosts:
         for pair in range(arguments.pairs):
             for count in (1, 2) if pair % 2 == 0 else (2, 1):
                 first, last = measure(options, hosts if count == 2 else None, arguments.seconds)
