@@ -54,7 +54,7 @@ def num_kept() -> int:
     """How many results this process keeps for others."""
     world = get_world()
     assert world is not None
-    return sum(len(serving._kept) for serving in world._switchboard._servings.values())
+    return sum(len(callee.handle.kept) for callee in world._switchboard._served.values())
 
 
 GROUP: list[RpcGroup] = []

@@ -17,7 +17,9 @@ import pytest
 
 from echelon.errors import TransportError
 from echelon.transport import session
-from echelon.transport.codec import encode
+from echelon.transport.channel import Refusal
+from echelon.transport.codec import DEFAULT_LIMITS, encode
+from echelon.transport.lines import LineWriter
 from echelon.transport.session import start_ticks
 from echelon.world import entrance as entrance_module
 from echelon.world import node_thread
@@ -26,10 +28,12 @@ from echelon.world.address import member_address
 from echelon.world.directory import Member
 from echelon.world.endpoint import Arrival
 from echelon.world.entrance import Entrance, remove_folder_of
+from echelon.world.functions import Scope
 from echelon.world.messages import Deferred
 from echelon.world.node import Node
 from echelon.world.node_thread import NodeThread
 from echelon.world.registry import OK, Group, Registry
+from echelon.world.switchboard import Switchboard
 from echelon.world.watch import SILENCE_S, Card, Watch, write_card
 from running import TESTS, wait_until
 
@@ -141,6 +145,24 @@ with Node.join(sys.argv[1], "m1", timeout_s={PATIENCE_S}) as node:
     watch.look()
     assert told == [*map(str, range(100)), f"its process {child.pid} has ended"]
     watch.close()
+
+
+def test_whoever_opens_again_is_served_once_and_nobody_after_the_end(shm_dir: Path) -> None:
+    """Its first try took too long, so it gave it up."""
+    with Node.host(f"ipc://{shm_dir}/door", "m0") as node:
+        card = write_card(0, 1, shm_dir)
+        thread = NodeThread(node, Watch(lambda one, why: None), lambda: None, lambda error: None)
+        switchboard = Switchboard(thread, card, Scope(__name__), DEFAULT_LIMITS)
+        writers = [LineWriter(shm_dir, name) for name in ("first", "second")]
+        for writer in writers:
+            switchboard._on_open_line("m1", "life", (card.to_wire(), writer.name))
+        assert [writer.abandoned for writer in writers] == [True, False]
+        switchboard.close()
+        assert writers[1].abandoned
+        with pytest.raises(Refusal, match="'m0' is about to leave, and serves nobody any more"):
+            switchboard._on_open_tcp("m1", "life")
+        for writer in writers:
+            writer.close(discard=True)
 
 
 def test_a_watch_that_was_stopped_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from echelon.replay.sampled import Mass
 from echelon.servers.buffer_member import Answer
 
 if TYPE_CHECKING:
+    from echelon.transport.channel_calls import Future
     from echelon.world import RpcGroup
-    from echelon.world.calls import Future
 
 logger = logging.getLogger("echelon.servers")
 

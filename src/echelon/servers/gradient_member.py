@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
+    from echelon.transport.channel_calls import Future
     from echelon.world import RpcGroup
-    from echelon.world.calls import Future
 
 MAX_UNDER_WAY = 16  # reduced gradients that a member has sent and whose receipt it has not heard of
 IDLE_S = 0.5  # without work, after which the thread of the primary reducer ends; the next gradient starts another

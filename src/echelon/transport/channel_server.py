@@ -94,6 +94,7 @@ class Server:
 
     def serve(self, service: Service, handler: Handler) -> None:
         """Has `handler` deal with what comes for `service`: it calls `answer`, sooner or later, or `hold`."""
+        assert service.delivery is not Delivery.CALL, "clients repeat what they ask, and calls run at most once"
         self._offers[service.digest] = service, handler
 
     @property

@@ -52,10 +52,15 @@ def secure_client(socket: Socket, secret: str) -> None:
 def secure_server(socket: Socket, secret: str) -> Gate:
     """Makes `socket` admit only clients of this secret; before it binds. The gate must be served for any to get in."""
     gate = Gate(socket, keypair(secret, "client").public)
+    admit(socket, secret)
+    return gate
+
+
+def admit(socket: Socket, secret: str) -> None:
+    """Makes `socket` admit only clients of this secret, by the gate that its context has; before it binds."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keypair(secret, "server").private)
     socket.setsockopt_string(zmq.ZAP_DOMAIN, DOMAIN)
-    return gate
 
 
 class Gate:

@@ -42,13 +42,18 @@ def make_socket(context: zmq.Context[Socket], kind: int, max_bytes: int, queued:
 
 
 def connect(
-    address: str, secret: str | None, max_bytes: int, queued: int = QUEUED_MESSAGES, name: bytes = b""
+    address: str,
+    secret: str | None,
+    max_bytes: int,
+    queued: int = QUEUED_MESSAGES,
+    name: bytes = b"",
+    context: zmq.Context[Socket] | None = None,
 ) -> Socket:
     """A client's socket on its way to `address`; it goes on trying for as long as it is open.
 
     Under its `name` the server finds it again, whichever of them was lost meanwhile; without one it gets one.
     """
-    socket = make_socket(zmq.Context.instance(), zmq.DEALER, max_bytes, queued)
+    socket = make_socket(context or zmq.Context.instance(), zmq.DEALER, max_bytes, queued)
     if name:
         socket.setsockopt(zmq.ROUTING_ID, name)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)

@@ -4,10 +4,9 @@ A call goes through these modules, from the caller to the callee and back:
 
     world, rpc_group        what a program uses: World, and the groups that it creates
     membership              this process in the world: entering, being told of deaths and of the end, leaving
-    switchboard             which line leads to whom; made at the first call
-    calls                   the caller's side of a line: futures, and who reads the answers
-    (transport.lines)       the line itself, in shared memory; `relay` carries calls between hosts instead
-    serving                 the callee's side: a thread for each caller runs its calls in their order
+    switchboard             who calls whom by which form of the channel; opened at the first call
+    (transport.channel_*)   the channel: `calls` and `callee` are its two sides, `ends` what is between hosts
+    (transport.lines)       what is between processes of one host, in shared memory
     functions               what may be called there: the program's own functions, and what has a key
 
 Beside the calls, every process has a node, for who is there and what the host keeps; ZeroMQ carries it:

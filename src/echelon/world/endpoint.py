@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -16,6 +18,9 @@ from echelon.transport.curve import Socket, secure_client, secure_server
 from echelon.transport.session import is_taken
 from echelon.transport.sockets import LINGER_MS, make_socket
 from echelon.world.address import check_address, ipc_path, remove
+
+if TYPE_CHECKING:
+    from echelon.transport.channel_ends import SocketEnd
 
 QUEUED_MESSAGES = 20_000  # per peer and direction
 MAX_SOCKETS = 16_384  # one for each peer
@@ -55,6 +60,8 @@ class Endpoint:
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._door = make_socket(self._context, zmq.ROUTER, max_frame_bytes, QUEUED_MESSAGES)
         self._links: dict[str, Socket] = {}
+        self._ends: weakref.WeakSet[SocketEnd] = weakref.WeakSet()
+        self._opening = threading.Lock()  # held while there is a new end, or all are closed
         self._ignored: dict[bytes, None] = {}
         self._gate = secure_server(self._door, self._secret) if self._secret is not None else None
         self.watched: list[tuple[Any, int]] = []  # what to poll for messages
@@ -91,6 +98,18 @@ class Endpoint:
         """Sends `frames` back to where a request came from; lost without a word if the asker is gone."""
         if not self.closed:
             self._door.send_multipart([connection, *frames], zmq.NOBLOCK)
+
+    def open_end(self, make: Callable[..., SocketEnd], address: str, name: str) -> SocketEnd:
+        """An end of calls of the client `name`, as `SocketEnd.listen` or `.connect` makes it; from any thread.
+
+        It is closed with this endpoint, whose secret and gate it has.
+        """
+        check_address(address, self._secret)
+        with self._opening:
+            self._check_usable()
+            end = make(self._context, address, self._secret, self.max_frame_bytes, name)
+            self._ends.add(end)
+        return end
 
     def arrivals(self, timeout_s: float, fds: Sequence[int] = ()) -> Iterator[Arrival]:
         """What has come in, after waiting up to `timeout_s` for it or for one of `fds` to be readable.
@@ -145,6 +164,9 @@ class Endpoint:
         self.closed = True
         if self._gate:
             self._gate.close()
+        with self._opening:
+            for end in list(self._ends):
+                end.close()
         for socket in (self._door, *self._links.values()):
             socket.close(linger=linger_ms)
         if not self.shared:

@@ -11,16 +11,19 @@ import importlib
 import importlib.util
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 from echelon.errors import ConfigError
-from echelon.world.messages import Refusal
+from echelon.transport.channel import Refusal
+from echelon.transport.channel_callee import Missing
 
 MAIN = ("__main__", "__mp_main__")  # the script: as started, and as a child of it runs it
 VALUE, SERVICE = "value", "service"  # kinds of keys
+_PENDING = object()  # kept in place of a result that is not there yet
 HOW = "Name a function at the top of a module of your program, or register() it as a service."
 
 Function = Callable[..., Any]
@@ -47,10 +50,6 @@ def _shown(function: object) -> str:
     return str(getattr(function, "__qualname__", None) or repr(function)[:80])
 
 
-class KeyGone(Exception):
-    """A request names a key that this process does not have."""
-
-
 class Scope:
     """The functions of the program's own modules, and what this process paired and registered in its groups."""
 
@@ -65,11 +64,11 @@ class Scope:
         self._foreign = [own, *(Path(path).resolve() for path in paths)]
 
     def bound(self, group: str, kind: str, key: str) -> Any:
-        """What this process has under a key; raises KeyGone where it has nothing."""
+        """What this process has under a key; raises Missing where it has nothing."""
         try:
             return self.groups[group][kind, key]
         except KeyError:
-            raise KeyGone from None
+            raise Missing from None
 
     def function(self, path: str) -> Function:
         """The function of that name; raises Refusal where none may be called."""
@@ -108,6 +107,49 @@ class Scope:
         if any(place.is_relative_to(foreign) for foreign in self._foreign):
             return False
         return any(place.is_relative_to(root) for root in self._roots)
+
+
+class Runner:
+    """Does what one caller asks for, and keeps the results that stay here for it."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+        self.kept: dict[int, Any] = {}
+        self._keeping = threading.Lock()  # a result that comes and the word that nobody needs it may cross
+
+    def __call__(self, request: tuple[Any, ...]) -> Any:
+        """The value, or None where it is kept."""
+        match request:
+            case (int(number), str(group), str(kind), str(name), tuple(args), dict(kwargs), bool(keep)):
+                if not keep:
+                    return self._value(group, kind, name, args, kwargs)
+            case _:
+                raise Refusal(f"{str(request)[:80]} is no request.")
+        self.kept[number] = _PENDING
+        try:
+            value = self._value(group, kind, name, args, kwargs)
+        except BaseException:
+            self.kept.pop(number, None)
+            raise
+        with self._keeping:
+            if number in self.kept:  # else nobody needs it any more
+                self.kept[number] = value
+
+    def _value(self, group: str, kind: str, name: str, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
+        if kind == "function":
+            return self._scope.function(name)(*args, **kwargs)
+        if kind == SERVICE:
+            return self._scope.bound(group, kind, name)(*args, **kwargs)
+        if kind == VALUE:
+            return self._scope.bound(group, kind, name)
+        if kind == "kept":
+            return self.kept[args[0]]
+        if kind == "free":
+            with self._keeping:
+                for number in args[0]:
+                    self.kept.pop(number, None)
+            return None
+        raise Refusal(f"{kind[:80]!r} is nothing that can be asked for.")
 
 
 def _root(module: ModuleType | None) -> Path | None:

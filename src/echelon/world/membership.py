@@ -18,13 +18,21 @@ from typing import Any
 
 import torch
 
-from echelon.errors import EchelonError, PeerLost, TransportError, TransportTimeout, WorldError, WorldStopped
+from echelon.errors import (
+    ConfigError,
+    EchelonError,
+    PeerLost,
+    TransportError,
+    TransportTimeout,
+    WorldError,
+    WorldStopped,
+)
+from echelon.transport.channel import print_error
+from echelon.transport.channel_calls import Future
 from echelon.transport.secret import SECRET_VARIABLE
-from echelon.world.calls import Future
 from echelon.world.directory import Member
 from echelon.world.entrance import LIMITS, Entrance, enter, remove_folder, remove_folder_of
 from echelon.world.functions import Scope
-from echelon.world.messages import print_error
 from echelon.world.node_thread import NodeThread
 from echelon.world.rpc_group import EXPLAIN_S
 from echelon.world.switchboard import Switchboard
@@ -121,8 +129,12 @@ class Membership:
         self.check(what)
         seconds = self.seconds(timeout)
         deadline = time.monotonic() + seconds
-        calls = self._switchboard.calls_to(to, seconds)  # the first time it makes the line
-        return calls.begin(what, request, deadline - time.monotonic())
+        calls = self._switchboard.calls_to(to, seconds)
+        try:
+            return calls.begin(what, request, deadline - time.monotonic())
+        except ConfigError as error:
+            place = str(error).replace("message[4]", "args").replace("message[5]", "kwargs")
+            raise ConfigError(place) from None
 
     def free(self, owner: str, number: int) -> None:
         """A value that `owner` keeps is no longer needed."""
@@ -193,6 +205,7 @@ class Membership:
         """The thread of the node cannot go on: without it nothing here works, and nobody shall wait for it."""
         text = f"was cut short: the connection of {self.name!r} to its world broke: {type(error).__name__}: {error}"
         self._end(lambda what: TransportError(f"{what} {text}"))
+        self._switchboard.close()
 
     def _on_tick(self) -> None:
         self._switchboard.tick()
@@ -259,8 +272,8 @@ class Membership:
             _here = None
         self._finalize.cancel()
         self._thread.do(lambda: self._end(lambda what: WorldError(f"{what}: {self.name!r} has left the world.")))
+        self._thread.do(self._switchboard.close)
         self._thread.stop()
-        self._switchboard.close()
         self.scope.groups.clear()  # what was registered need not live as long as this object
         remove_folder(Path(self._card.folder))
 

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.errors import ConfigError, EchelonError, PeerLost, Refused, RpcException, TransportTimeout
+from echelon.errors import ConfigError, EchelonError, PeerLost, Refused, TransportTimeout
+from echelon.transport.channel import Refusal, error_of, failure, print_error
 from echelon.transport.codec import Buffer, Limits, decode, encode
 from echelon.world.directory import Member
 from echelon.world.endpoint import Arrival, Endpoint
 
-TRACEBACK_CHARACTERS = 20_000
-FRAMES_MARK = b"\xc1"  # opens frames of a relay; no header of ours does, as msgpack never uses it
-RELAY_BYTES = 16  # the name of a relay
 MAX_ECHOES = 8  # where others never cease to speak
-
-
-class Refusal(Refused):
-    """The world itself, not a handler, says no to a request; the caller gets it as Refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +53,11 @@ class Pending:
 
     def settle(self, outcome: object) -> None:
         """Takes what the peer said; raises Refused if that is no answer."""
-        where = f"{self.function}() in {self.member.name!r}"
         match outcome:
             case (_, "answer", value):
                 self.value = value
-            case (_, "refused", str(text)):
-                self.error = Refused(f"{where} was refused: {text}")
-            case (_, "failed", str(kind), str(text), str(trace)):
-                self.error = RpcException(f"{where} failed with {kind}: {text}", kind, trace)
             case _:
-                raise Refused(f"an answer was refused: it is a {type(outcome).__name__} of no known form.")
+                self.error = error_of(outcome, f"{self.function}() in {self.member.name!r}")
         self._tell()
 
     def lose(self, error: EchelonError) -> None:
@@ -104,32 +91,15 @@ class Deferred:
             send(self._value[0])
 
 
-def failure(error: BaseException, posted: bool = False) -> tuple[str, ...]:
-    """How `error`, just caught, is told to the caller; of a post nobody waits for, every error is a failure."""
-    if isinstance(error, Refusal) and not posted:
-        return ("refused", _printable(str(error)))
-    return ("failed", type(error).__qualname__, _printable(str(error)), _printable(traceback.format_exc()))
-
-
-def print_error(text: str) -> None:
-    """What happens to the error of a post unless somebody listens: it is written to stderr."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def _printable(text: str) -> str:
-    """`text` as UTF-8 can say it, its end if it is long."""
-    return text[-TRACEBACK_CHARACTERS:].encode(errors="replace").decode()
-
-
 class Messenger:
     """What asks others and answers them; who may say what is for the node to decide, in `_why_stranger` and `_obey`."""
 
     def __init__(self, me: Member, endpoint: Endpoint, limits: Limits) -> None:
         self.name, self.limits = me.name, limits
-        self.relays: dict[bytes, Callable[[list[bytes]], None]] = {}  # what takes frames that `forward` sent
         self.on_error: Callable[[str], None] = print_error  # gets the error of a post that failed here
         self.refused = 0  # messages that broke the rules; nothing more is taken from that connection
         self._me, self._endpoint = me, endpoint
+        self.open_end = endpoint.open_end
         self._pending: dict[int, Pending] = {}
         self._numbers = itertools.count(1)
         self._num_arrivals = 0
@@ -159,13 +129,6 @@ class Messenger:
     def abandon(self, pending: Pending) -> None:
         """Waits no longer for what `begin` began."""
         self._pending.pop(pending.number, None)
-
-    def forward(self, address: str, relay: bytes, frames: Sequence[Buffer]) -> bool:
-        """Queues a copy of `frames` for the relay of that name of the member at `address`; False if there is no room.
-
-        Without a word when nobody is there, or the relay is closed.
-        """
-        return self._endpoint.send(address, [FRAMES_MARK + relay, *frames])
 
     def hear_out(self, timeout_s: float) -> None:
         """Serves what had reached this process before now, also of those who are dead by now.
@@ -211,10 +174,6 @@ class Messenger:
         return encode(Request(number, self.name, self._me.incarnation, function, args).to_wire(), self.limits)
 
     def _take_request(self, arrival: Arrival) -> None:
-        if arrival.frames[0][:1] == FRAMES_MARK and len(arrival.frames[0]) == 1 + RELAY_BYTES:
-            if relay := self.relays.get(arrival.frames[0][1:]):  # else: it was closed, or nobody told its name
-                relay(arrival.frames[1:])
-            return
         try:
             request = Request.from_wire(decode(arrival.frames, self.limits))
         except Refused:

@@ -27,11 +27,12 @@ from types import TracebackType
 from typing import Any
 
 from echelon.errors import ConfigError, PeerLost, Refused, RpcException, TransportTimeout
+from echelon.transport.channel import Refusal
 from echelon.transport.codec import DEFAULT_LIMITS, Limits
 from echelon.world.address import NAME, check_name, is_sibling, member_address, remove
 from echelon.world.directory import Directory, Member
 from echelon.world.endpoint import Arrival, Endpoint
-from echelon.world.messages import Messenger, Pending, Refusal, Request
+from echelon.world.messages import Messenger, Pending, Request
 
 __all__ = ["Node", "RpcException"]
 

@@ -1,7 +1,7 @@
 """The thread of a node: it polls it, so that a member answers the control plane whatever its other threads do.
 
-Other threads hand it tasks and sleep. Its queue is not bounded by itself: who hands over control calls waits for each,
-and relays have windows. A wake-up is a write to a descriptor that the node polls beside its sockets, so none is lost.
+Other threads hand it tasks and sleep. Its queue is not bounded by itself: who hands over control calls waits for each.
+A wake-up is a write to a descriptor that the node polls beside its sockets, so none is lost.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 from echelon.errors import EchelonError, TransportTimeout
-from echelon.world.messages import Pending, print_error
+from echelon.transport.channel import print_error
+from echelon.transport.channel_callee import wait_for
+from echelon.world.messages import Pending
 from echelon.world.node import Node
-from echelon.world.serving import wait_for
 from echelon.world.watch import HEAR_S, Watch
 
 TICK_S = 0.5  # how often it looks around when nothing happens

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from echelon.errors import Refused
+from echelon.transport.channel import Refusal
 from echelon.world.directory import Member
-from echelon.world.messages import Deferred, Refusal
+from echelon.world.messages import Deferred
 from echelon.world.node import Node
 from echelon.world.store_table import StoreTable
 from echelon.world.watch import Card, Watch

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from echelon.errors import GroupKeyError, PeerLost, TransportTimeout, WorldError
-from echelon.world.calls import Future, Remote
+from echelon.transport.channel_calls import Future
 from echelon.world.functions import SERVICE, VALUE, name_of
 
 if TYPE_CHECKING:
@@ -23,6 +23,24 @@ DONE = {VALUE: "paired", SERVICE: "registered"}
 EXPLAIN_S = 5.0  # how long an error may take to find out whom it is about
 
 Kwargs = Mapping[str, Any] | None
+Fetch = Callable[[float | None], Any]  # gets the value within that many seconds
+
+
+class Remote:
+    """A value in the process of `owner`: the result of a call that stayed there, or what a member paired."""
+
+    def __init__(self, owner: str, fetch: Fetch, free: Callable[[], None] | None = None) -> None:
+        """`free` is called when this handle is gone."""
+        self.owner = owner
+        self._fetch, self._free = fetch, free
+
+    def to_here(self, timeout_s: float | None = None) -> Any:
+        """A copy of the value, as it is now; raises what the call raised that was to make it."""
+        return self._fetch(timeout_s)
+
+    def __del__(self) -> None:
+        if self._free is not None:
+            self._free()
 
 
 class RpcGroup:

@@ -1,32 +1,27 @@
-"""The caller's side of a line: calls to one other process, and the futures that wait for its answers.
+"""The caller's side of calls: those to one other process, and the futures that wait for its answers.
 
-There is no thread behind it: whoever waits for an answer reads the answers line, one thread at a time, and settles the
+There is no thread behind it: whoever waits for an answer reads the answers, one thread at a time, and settles the
 futures of the others on the way, which sleep until they are settled or the reader leaves. Answers nobody waits for are
-taken in when a call finds its line full, or when the callee asks for room (`drain`), so neither side blocks for ever.
+taken in when a call finds no room, or when the callee asks for some (`drain`), so neither side blocks for ever.
 If the peer dies, `fail` wakes everyone, after what it had answered is taken in, as far as that still can be read.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from echelon.errors import ConfigError, PeerLost, Refused, RpcException, TransportError, TransportTimeout
+from echelon.errors import ConfigError, PeerLost, Refused, TransportError, TransportTimeout
+from echelon.transport.channel import error_of
+from echelon.transport.channel_callee import PATIENCE_S, current_turn
+from echelon.transport.channel_ends import CallReader, CallWriter
 from echelon.transport.codec import Buffer, Limits, decode, encode
-from echelon.world.relay import Reader, Writer
-from echelon.world.serving import PATIENCE_S, current_turn
 
 SEND_S = 0.02  # how long a call waits for room before it takes answers in
-FREED_AT_ONCE = 10_000  # in one message, whose header has a limit
-
-Fetch = Callable[[float | None], Any]  # gets the value within that many seconds
-
-MISSING = object()  # the value of a call to a key that its peer does not have (any more)
+MISSING = object()  # the value of a call that names what its peer does not have (any more)
 
 
 class Future:
@@ -71,27 +66,10 @@ class Future:
         return self._settled
 
 
-class Remote:
-    """A value in the process of `owner`: the result of a call that stayed there, or what a member paired."""
-
-    def __init__(self, owner: str, fetch: Fetch, free: Callable[[], None] | None = None) -> None:
-        """`free` is called when this handle is gone."""
-        self.owner = owner
-        self._fetch, self._free = fetch, free
-
-    def to_here(self, timeout_s: float | None = None) -> Any:
-        """A copy of the value, as it is now; raises what the call raised that was to make it."""
-        return self._fetch(timeout_s)
-
-    def __del__(self) -> None:
-        if self._free is not None:
-            self._free()
-
-
 class Calls:
     """Calls of this process to the process `peer`, answered in any order."""
 
-    def __init__(self, peer: str, writer: Writer, reader: Reader, limits: Limits) -> None:
+    def __init__(self, peer: str, writer: CallWriter, reader: CallReader, limits: Limits) -> None:
         self.peer, self._limits = peer, limits
         self._writer, self._reader = writer, reader
         self._numbers = itertools.count(1)
@@ -100,7 +78,6 @@ class Calls:
         self._reading = False
         self._unreadable = False  # so is what the peer sent next
         self._failure: Callable[[str], BaseException] | None = None  # makes the error of a call that cannot be answered
-        self.freed: deque[int] = deque()  # values kept there that nobody here needs any more
 
     def begin(self, what: str, request: tuple[Any, ...], timeout_s: float) -> Future:
         """Sends `request` and returns at once; raises TransportTimeout if the peer takes nothing in.
@@ -112,12 +89,9 @@ class Calls:
         try:
             frames = encode((number, *request), self._limits)
         except ConfigError as error:
-            place = str(error).replace("message[4]", "args").replace("message[5]", "kwargs")
-            raise ConfigError(f"{what} cannot be sent to {self.peer!r}: {place}") from None
+            raise ConfigError(f"{what} cannot be sent to {self.peer!r}: {error}") from None
         future = self._futures[number] = Future(self, number, what, timeout_s)
         try:
-            if self.freed:
-                self.free()
             self._send(frames, what, timeout_s, deadline)
         except BaseException:
             self._futures.pop(number, None)
@@ -144,14 +118,9 @@ class Calls:
             "stopped, busy, or are its calls slower than they come?"
         )
 
-    def free(self) -> None:
-        """Tells the peer which values it need not keep; from any thread."""
-        numbers: list[int] = []
-        with contextlib.suppress(IndexError):  # no more, or another thread has them
-            while len(numbers) < FREED_AT_ONCE:
-                numbers.append(self.freed.popleft())
-        if numbers and not self._writer.send(encode((0, "", "free", "", (numbers,), {}, False), self._limits), 0.0):
-            self.freed.extend(numbers)
+    def post(self, request: tuple[Any, ...]) -> bool:
+        """Sends what has no answer, if there is room for it just now."""
+        return self._writer.send(encode((0, *request), self._limits), 0.0)
 
     def wait(self, future: Future, timeout_s: float) -> None:
         """Returns when `future` is settled; raises TransportTimeout after `timeout_s`, and forgets it."""
@@ -225,11 +194,8 @@ class Calls:
                 future.settle(value)
             case (_, "missing"):
                 future.settle(MISSING)
-            case (_, "failed", str(kind), str(text), str(trace)):
-                what = f"{future.what} in {self.peer!r} failed with {kind}: {text}"
-                future.settle(None, RpcException(what, kind, trace))
-            case (_, _, str(text)):
-                future.settle(None, Refused(f"{future.what} in {self.peer!r} was refused: {text}"))
+            case _:
+                future.settle(None, error_of(answer, f"{future.what} in {self.peer!r}"))
         if future is not mine:
             with self._changed:
                 self._changed.notify_all()

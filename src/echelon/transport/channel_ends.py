@@ -1,0 +1,181 @@
+"""The ends of calls: those that are sockets, and what they have in common with lines.
+
+Lines (lines.py) lead from a process to another of the same host or to itself, sockets to a process of any host by TCP.
+A writer sends from any thread: messages of at least one frame, whose buffers may change afterwards. It says False where
+nothing was taken in for a while, or it is closed. A reader receives in one thread at a time: the next message, or None
+if none came in time or `wake` was called, which is kept for the next one if nobody waits; it raises Refused at what is
+no message.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import zmq
+
+from echelon.errors import Refused
+from echelon.transport.channel import HEADER, Delivery, Kind, Service, digest_of, header
+from echelon.transport.curve import Socket, admit
+from echelon.transport.lines import LineReader, LineWriter
+from echelon.transport.sockets import LINGER_MS, connect, make_socket
+
+QUEUED_CALLS = 64  # messages that wait on either side of a connection, and for each direction, before the sender does
+LOOK_S = 0.001  # how often a sender that waits looks for room
+
+CALLS = Service("calls", Delivery.CALL, digest_of("codec 1"))
+OPENING = bytes(header(Kind.ASK, CALLS, 0))  # of every message
+
+Buffer = bytes | memoryview
+
+
+class SocketWriter:
+    """The writer of a SocketEnd; what has come can be received when it is closed."""
+
+    def __init__(self, end: SocketEnd) -> None:
+        self._end, self._closed = end, False
+
+    def send(self, frames: Sequence[Buffer], timeout_s: float, go_on: Callable[[], bool] = lambda: False) -> bool:
+        """Messages go whole or not at all, so `go_on` is never asked."""
+        return not self._closed and self._end.send(frames, timeout_s)
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class SocketEnd:
+    """One end of a connection, and its reader: any thread sends by `writer`, one at a time receives.
+
+    The callee listens at an address of its own for the one caller that knows its `name`. What bounds it: `QUEUED_CALLS`
+    on each side, and what the kernel holds; a sender at the bound waits until its peer takes something in. A connection
+    that breaks is made again; what was under way then is lost, and nothing is sent twice. Nobody sleeps with the lock
+    held. A socket announces what comes only once: a sender that takes the announcement away rings the receiver's bell.
+    """
+
+    def __init__(self, socket: Socket, name: bytes = b"") -> None:
+        """An end that talks to the client `name` alone, or is a client itself."""
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._socket, self._route = socket, [name] if name else []
+        self._lock = threading.Lock()
+        self._inbox: deque[list[memoryview]] = deque()  # at most QUEUED_CALLS
+        self._sleeps = self._woken = self._closed = False
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        released = weakref.finalize(self, _release, socket, self._bell)  # when nobody can be waiting any more
+        released.atexit = False
+        self._poller = select.poll()
+        for descriptor in (int(socket.getsockopt(zmq.FD)), self._bell):
+            self._poller.register(descriptor, select.POLLIN)
+
+    @classmethod
+    def listen(
+        cls, context: zmq.Context[Socket], address: str, secret: str | None, max_bytes: int, name: str
+    ) -> SocketEnd:
+        """The end of a callee, for the caller `name`; with a `secret`, the context has a gate that admits it."""
+        socket = make_socket(context, zmq.ROUTER, max_bytes, QUEUED_CALLS)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says so when the caller is not there, or takes nothing in
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a caller that comes again takes its place
+        if secret is not None:
+            admit(socket, secret)
+        try:
+            socket.bind(address)
+        except BaseException:
+            socket.close()
+            raise
+        return cls(socket, name.encode())
+
+    @classmethod
+    def connect(
+        cls, context: zmq.Context[Socket], address: str, secret: str | None, max_bytes: int, name: str
+    ) -> SocketEnd:
+        """The end of the caller `name`."""
+        return cls(connect(address, secret, max_bytes, QUEUED_CALLS, name.encode(), context))
+
+    @property
+    def writer(self) -> SocketWriter:
+        """What sends, for one user."""
+        return SocketWriter(self)
+
+    def send(self, frames: Sequence[Buffer], timeout_s: float) -> bool:
+        """As `writer` does, until this end is closed."""
+        message = [*self._route, OPENING + frames[0], *frames[1:]]
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if self._closed:
+                    return False
+                sent = self._transmit(message)
+                if self._sleeps and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    os.eventfd_write(self._bell, 1)
+            if sent or (left_s := deadline - time.monotonic()) <= 0.0:
+                return sent
+            time.sleep(min(left_s, LOOK_S))
+
+    def _transmit(self, message: Sequence[Buffer]) -> bool:
+        try:
+            self._socket.send_multipart(message, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return False
+        return True
+
+    def receive(self, timeout_s: float) -> list[memoryview] | None:
+        """As a `LineReader` does."""
+        deadline = 0.0
+        while True:
+            with self._lock:
+                self._sleeps = False
+                if self._woken or self._closed:
+                    self._woken = False
+                    return None
+                if self._inbox or self._fetch():
+                    return self._inbox.popleft()
+                now = time.monotonic()
+                deadline = deadline or now + timeout_s
+                if now >= deadline:
+                    return None
+                self._sleeps = True
+            self._poller.poll(1000 * (deadline - now))
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
+
+    def _fetch(self) -> bool:
+        """Takes in what has come from our peer; whether anything has."""
+        with suppress(zmq.Again):
+            while len(self._inbox) < QUEUED_CALLS:
+                frames = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+                if self._route and frames.pop(0) != self._route[0]:
+                    continue  # somebody who was not told to come here
+                if not frames or frames[0][: HEADER.size] != OPENING:
+                    raise Refused(f"a message at {self.address} was refused: it is no call, or of another release.")
+                frames[0] = frames[0][HEADER.size :]
+                self._inbox.append(frames)
+        return bool(self._inbox)
+
+    def wake(self) -> None:
+        """As a `LineReader` does."""
+        self._woken = True
+        os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Ends every wait, and the connection once what was sent last has gone out, or a little later."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._socket.close(linger=LINGER_MS)
+        os.eventfd_write(self._bell, 1)
+
+
+def _release(socket: Socket, bell: int) -> None:
+    socket.close(linger=LINGER_MS)
+    os.close(bell)
+
+
+CallWriter = LineWriter | SocketWriter
+CallReader = LineReader | SocketEnd
