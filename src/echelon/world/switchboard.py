@@ -99,7 +99,12 @@ class Switchboard:
         if member is None:
             raise _lost(self._node, name, self._node.why_gone(name) or "it never came")
         opening = self._open_line if Card.of(member).is_near else self._open_tcp
-        calls = self._calls[name] = opening(member, timeout_s)
+        try:
+            calls = self._calls[name] = opening(member, timeout_s)
+        except PeerLost as error:
+            if self._failure is not None:  # it left, as everybody does at the end of the world
+                raise self._failure(f"a call to {name!r}") from error
+            raise
         if self._node.member(name) != member:  # it left meanwhile, and nobody would tell these calls
             calls.fail(lambda what: _lost(self._node, name, self._node.why_gone(name), what))
         if (failure := self._failure) is not None:
