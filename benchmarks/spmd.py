@@ -1,14 +1,15 @@
 """Do the programs of examples/spmd learn? Episodes per worker until each is solved, in one command:
 
     python benchmarks/spmd.py [--algorithm all|a3c,dqn_apex,...] [--seeds 0-4] [--jobs 1] [--timeout-s 900] [--out FILE]
-        [--plot FILE]
+        [--plot FILE] [--examples spmd|ported|FOLDER]
 
 Every program runs as a user runs it, with `--seed N`. It counts as solved when it ends by itself with exit code 0 after
 printing so, and none of its processes is left. CartPole (limit of 200 steps): the smoothed reward (0.9 of the old, 0.1
 of the new one) was above 190 five times running; Pendulum: the smoothed return, exploration included, above -200. The
 number of updates that learners make for a round of episodes is fixed in each program, so the episodes that it takes do
 not depend on how fast the machine is; the seconds do. A3C alone has no rounds: which gradient comes first is up to the
-machine, so its figures differ a little from run to run. `--plot` draws the smoothed rewards.
+machine, so its figures differ a little from run to run. `--plot` draws the smoothed rewards. `--examples ported` runs
+those of examples/ported instead, in which nobody waits for anybody, held to the same goals; a FOLDER, variants of them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "spmd"
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SOLVED = re.compile(r"Environment solved! Process (\d+), (\d+) episodes\.")
 EPISODE = re.compile(r"Process (\d+) Episode (\d+) total reward=(-?[\d.]+)")
 MARK = "ECHELON_SPMD_RUN"  # in the environment of every process of a program
@@ -67,9 +68,10 @@ class Outcome:
         return len(self.curve)
 
 
-def run(algorithm: str, seed: int, timeout_s: float) -> Outcome:
+def run(program: Path, seed: int, timeout_s: float) -> Outcome:
     """Runs one program to its end."""
-    command = [sys.executable, str(EXAMPLES / f"{algorithm}.py"), "--seed", str(seed)]
+    algorithm = program.stem
+    command = [sys.executable, str(program), "--seed", str(seed)]
     mark = f"{os.getpid()}-{algorithm}-{seed}"
     environ = os.environ | {"OMP_NUM_THREADS": "1", MARK: mark}
     begun = time.monotonic()
@@ -79,12 +81,12 @@ def run(algorithm: str, seed: int, timeout_s: float) -> Outcome:
         failure = "" if process.returncode == 0 else f"exit code {process.returncode}: {errors.strip()[-300:]}"
     except subprocess.TimeoutExpired:
         process.terminate()  # its members end with it
-        output, _ = process.communicate()
+        output, errors = process.communicate()
         failure = f"not done within {timeout_s:.0f} s"
     left = processes_marked(mark)
     if left and not failure:
         failure = f"left the processes {', '.join(map(str, left))} behind"
-    return outcome(algorithm, seed, output, time.monotonic() - begun, failure)
+    return outcome(algorithm, seed, output + errors, time.monotonic() - begun, failure)
 
 
 def processes_marked(mark: str) -> list[int]:
@@ -102,7 +104,7 @@ def processes_marked(mark: str) -> list[int]:
 
 
 def outcome(algorithm: str, seed: int, output: str, seconds: float, failure: str) -> Outcome:
-    """What the lines that a program printed say."""
+    """What the lines that a program printed or logged say."""
     curves: dict[int, list[float]] = {}
     for rank, _, smoothed in EPISODE.findall(output):
         curves.setdefault(int(rank), []).append(float(smoothed))
@@ -116,22 +118,22 @@ def outcome(algorithm: str, seed: int, output: str, seconds: float, failure: str
     return Outcome(algorithm, seed, seconds, curve, failure)
 
 
-def updates_of(algorithm: str) -> str:
+def updates_of(path: Path) -> str:
     """The number of updates per round of episodes, as the program states it."""
-    name = PROGRAMS[algorithm].updates
-    stated = re.search(rf"^{name}.*?= (\d+)", (EXAMPLES / f"{algorithm}.py").read_text(), re.MULTILINE)
-    return stated[1] if stated else name
+    name = PROGRAMS[path.stem].updates
+    stated = re.search(rf"^{name}.*?= (\d+)", path.read_text(), re.MULTILINE)
+    return stated[1] if stated else name.replace("updates_per_round", "any number")
 
 
-def row(algorithm: str, outcomes: list[Outcome]) -> str:
+def row(path: Path, outcomes: list[Outcome]) -> str:
     """A line of the table."""
-    program = PROGRAMS[algorithm]
+    algorithm, program = path.stem, PROGRAMS[path.stem]
     each = ", ".join(f"{x.episodes}{'' if not x.failure else ' (failed)'}" for x in outcomes)
     median = statistics.median(x.episodes for x in outcomes)
     worst = max(x.episodes for x in outcomes)
     met = not any(x.failure for x in outcomes) and median <= program.median and worst <= program.worst
     seconds = statistics.median(x.seconds for x in outcomes)
-    cells = (algorithm, program.processes, updates_of(algorithm), each, f"{median:g}", str(worst))
+    cells = (algorithm, program.processes, updates_of(path), each, f"{median:g}", str(worst))
     return f"| {' | '.join(cells)} | {program.median} | {seconds:.0f} | {'yes' if met else 'NO'} |"
 
 
@@ -170,12 +172,20 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=900.0)
     parser.add_argument("--out", type=Path, help="a JSON file for every run's outcome")
     parser.add_argument("--plot", type=Path, help="a picture of the learning curves")
+    parser.add_argument(
+        "--examples", type=Path, default=Path("spmd"), help="a folder in examples, or the path of another"
+    )
     options = parser.parse_args()
     chosen = list(PROGRAMS) if options.algorithm == "all" else options.algorithm.split(",")
     unknown = [name for name in chosen if name not in PROGRAMS]
     if unknown:
         parser.error(f"no program {', '.join(unknown)}; there are {', '.join(PROGRAMS)}")
-    runs = [(name, seed) for name in chosen for seed in options.seeds]
+    folder = options.examples if options.examples.is_dir() else EXAMPLES / options.examples
+    paths = [folder / f"{name}.py" for name in chosen]
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        parser.error(f"there is no {', '.join(missing)}")
+    runs = [(path, seed) for path in paths for seed in options.seeds]
     outcomes: list[Outcome] = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for x in pool.map(lambda job: run(job[0], job[1], options.timeout_s), runs):
@@ -188,7 +198,7 @@ def main() -> None:
         draw(chosen, outcomes, options.plot)
     print("\n| program | processes | updates per round | episodes per worker | median | worst | goal | seconds | met |")
     print("|---|---|---|---|---|---|---|---|---|")
-    rows = [row(name, [x for x in outcomes if x.algorithm == name]) for name in chosen]
+    rows = [row(path, [x for x in outcomes if x.algorithm == path.stem]) for path in paths]
     print("\n".join(rows))
     sys.exit(any(line.endswith("NO |") for line in rows))
 

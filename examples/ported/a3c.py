@@ -1,0 +1,97 @@
+"""A3C on CartPole in a script that was written for Machin: `python examples/ported/a3c.py [--seed N]`.
+
+Loop, networks and settings are those of Machin's tutorial; examples/spmd/a3c.py is how we would write it. Comments that
+begin with `was:` show what stood in the line, or in its place, before.
+"""
+
+import argparse
+import logging  # was: from machin.utils.logging import default_logger as logger
+
+import gymnasium as gym  # was: import gym
+import torch as t
+from torch import nn
+from torch.distributions import Categorical
+from torch.multiprocessing import spawn
+
+from echelon.frames import A3C  # was: from machin.frame.algorithms import A3C
+from echelon.servers import grad_server_helper  # was: from machin.frame.helpers.servers import grad_server_helper
+from echelon.world import World  # was: from machin.parallel.distributed import World
+
+logging.basicConfig(level=logging.INFO, format="[%(asctime)s] <%(levelname)s>:%(name)s:%(message)s")
+logger = logging.getLogger("a3c")
+observe_dim, action_num = 4, 2
+max_episodes, max_steps = 2000, 200
+solved_reward, solved_repeat = 190, 5
+
+
+def layers(outputs):
+    return nn.Sequential(nn.Linear(observe_dim, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, outputs))
+
+
+class Actor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = layers(action_num)
+
+    def forward(self, state, action=None):
+        dist = Categorical(probs=t.softmax(self.layers(state), dim=1))
+        taken = dist.sample() if action is None else action
+        return taken, dist.log_prob(taken.flatten()), dist.entropy()
+
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = layers(1)
+
+    def forward(self, state):
+        return self.layers(state)
+
+
+def main(rank, seed):
+    t.manual_seed(1000 * seed + rank)
+    env = gym.make("CartPole-v0")
+    env.reset(seed=1000 * seed + rank)
+    World(world_size=3, rank=rank, name=str(rank), rpc_timeout=20)
+    servers = grad_server_helper([Actor, Critic], learning_rate=5e-3)
+    a3c = A3C(Actor(), Critic(), nn.MSELoss(reduction="sum"), servers)
+    a3c.set_sync(False)
+
+    smoothed, fulfilled = 0, 0
+    for episode in range(1, max_episodes + 1):
+        total_reward, terminal, step, items = 0, False, 0, []
+        state = t.tensor(env.reset()[0], dtype=t.float32).view(1, observe_dim)  # was: env.reset()
+        a3c.manual_sync()
+        while not terminal and step <= max_steps:
+            step += 1
+            with t.no_grad():
+                action = a3c.act({"state": state})[0]
+            observed, reward, terminated, truncated, _ = env.step(action.item())  # was: state, reward, terminal, _ =
+            terminal = terminated or truncated
+            next_state = t.tensor(observed, dtype=t.float32).view(1, observe_dim)
+            items.append(
+                {
+                    "state": {"state": state},
+                    "action": {"action": action},
+                    "next_state": {"state": next_state},
+                    "reward": reward,
+                    "terminal": terminal or step == max_steps,
+                }
+            )
+            state = next_state
+            total_reward += reward
+        a3c.store_episode(items)
+        a3c.update()
+
+        smoothed = smoothed * 0.9 + total_reward * 0.1
+        logger.info(f"Process {rank} Episode {episode} total reward={smoothed:.2f}")
+        fulfilled = fulfilled + 1 if smoothed > solved_reward else 0
+        if fulfilled >= solved_repeat:
+            logger.info(f"Environment solved! Process {rank}, {episode} episodes.")
+            exit(0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    spawn(main, args=(parser.parse_args().seed,), nprocs=3)

@@ -1,0 +1,99 @@
+"""DQNApex on CartPole in a script that was written for Machin: `python examples/ported/dqn_apex.py [--seed N]`.
+
+Loop, networks and settings are those of Machin's tutorial; examples/spmd/dqn_apex.py is how we would write it. Comments
+that begin with `was:` show what stood in the line, or in its place, before.
+"""
+
+import argparse
+import logging  # was: from machin.utils.logging import default_logger as logger
+from time import sleep
+
+import gymnasium as gym  # was: import gym
+import torch as t
+from torch import nn
+from torch.multiprocessing import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+from echelon.frames import DQNApex  # was: from machin.frame.algorithms import DQNApex
+from echelon.servers import model_server_helper  # was: from machin.frame.helpers.servers import model_server_helper
+from echelon.world import World  # was: from machin.parallel.distributed import World
+
+logging.basicConfig(level=logging.INFO, format="[%(asctime)s] <%(levelname)s>:%(name)s:%(message)s")
+logger = logging.getLogger("dqn_apex")
+observe_dim, action_num = 4, 2
+max_episodes, max_steps = 2000, 200
+solved_reward, solved_repeat = 190, 5
+
+
+class QNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(observe_dim, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, action_num)
+        )
+
+    def forward(self, some_state):  # under Machin it must be called as the key is: state
+        return self.layers(some_state)
+
+
+def work(dqn_apex, env, rank):
+    smoothed, fulfilled = 0, 0
+    for episode in range(1, max_episodes + 1):
+        sleep(0.1)  # so that learners keep up
+        total_reward, terminal, step = 0, False, 0
+        state = t.tensor(env.reset()[0], dtype=t.float32).view(1, observe_dim)  # was: env.reset()
+        dqn_apex.manual_sync()
+        while not terminal and step <= max_steps:
+            step += 1
+            action = dqn_apex.act_discrete_with_noise({"state": state})
+            observed, reward, terminated, truncated, _ = env.step(action.item())  # was: state, reward, terminal, _ =
+            terminal = terminated or truncated
+            next_state = t.tensor(observed, dtype=t.float32).view(1, observe_dim)
+            dqn_apex.store_transition(
+                {
+                    "state": {"state": state},
+                    "action": {"action": action},
+                    "next_state": {"state": next_state},
+                    "reward": reward,
+                    "terminal": terminal or step == max_steps,
+                }
+            )
+            state = next_state
+            total_reward += reward
+
+        smoothed = smoothed * 0.9 + total_reward * 0.1
+        logger.info(f"Process {rank} Episode {episode} total reward={smoothed:.2f}")
+        fulfilled = fulfilled + 1 if smoothed > solved_reward else 0
+        if fulfilled >= solved_repeat:
+            logger.info(f"Environment solved! Process {rank}, {episode} episodes.")
+            exit(0)
+
+
+def main(rank, seed):
+    t.manual_seed(1000 * seed + rank)
+    env = gym.make("CartPole-v0")
+    env.reset(seed=1000 * seed + rank)
+    world = World(world_size=4, rank=rank, name=str(rank), rpc_timeout=20)
+    servers = model_server_helper(model_num=1)
+    group = world.create_rpc_group("apex", ["0", "1", "2", "3"])  # was: ["0", "1", "2"]
+    q_net, q_net_t = QNet(), QNet()
+    if rank in (2, 3):
+        learners = world.create_collective_group(ranks=[2, 3])
+        q_net = DistributedDataParallel(module=q_net, process_group=learners.group)
+        q_net_t = DistributedDataParallel(module=q_net_t, process_group=learners.group)
+    dqn_apex = DQNApex(q_net, q_net_t, t.optim.Adam, nn.MSELoss(reduction="sum"), group, (servers[0],), batch_size=50)
+    group.barrier()
+    dqn_apex.set_sync(False)
+    if rank in (0, 1):
+        work(dqn_apex, env, rank)
+    else:
+        while dqn_apex.replay_buffer.all_size() < 500:
+            sleep(0.1)
+        while True:
+            dqn_apex.update()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    spawn(main, args=(parser.parse_args().seed,), nprocs=4)
