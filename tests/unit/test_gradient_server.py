@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import echelon.servers.gradient_member
-from echelon.errors import PeerLost, RpcException, TransportTimeout
+from echelon.errors import PeerLost, RpcException, TransportTimeout, WorldStopped
 from echelon.servers import OrderedServerImpl, PushPullGradServer, PushPullGradServerImpl
 from echelon.servers.gradient import ReducerFailed
 
@@ -63,6 +63,28 @@ class Group:
         if self.is_deaf:
             return Answer(None, is_done=False)
         return Answer(self.services[key](*args), is_done=True)
+
+
+class EndedGroup(Group):
+    """The group of a world that has ended while calls are still served."""
+
+    def check_world(self, what: str) -> None:
+        raise WorldStopped(what)
+
+
+def test_the_end_of_the_world_is_for_each_member_to_notice_itself() -> None:
+    """A server that raised it for others would fail them: it would reach them as an error of the call."""
+    group = EndedGroup()
+    ordered, server = OrderedServerImpl("o", group), PushPullGradServerImpl("s", group)  # type: ignore[arg-type]
+    for here in (lambda: ordered.push("k", 1, 1, None), lambda: ordered.pull("k"), lambda: ordered.newer("k", 1)):
+        with pytest.raises(WorldStopped, match="of the ordered server 'o'"):
+            here()
+    with pytest.raises(WorldStopped, match="the reducer '0' of the gradient server 's'"):
+        server.watch()
+    assert group.services["o/push"]("k", "value", 1, None) is True
+    assert group.services["o/pull"]("k") == ("value", 1) and group.services["o/newer"]("k", 1) == 1
+    group.services["s/0/watch"]()
+    assert group.services["s/0/push"](torch.ones(2)) == (1, 0)
 
 
 def net() -> nn.Sequential:

@@ -96,7 +96,7 @@ class PushPullGradServerImpl:
             group.register(f"{name}/primary", lambda: self.own)
         if self._secondary is not None or self.is_primary:
             group.register(f"{name}/{self.own}/stats", self.stats)
-            group.register(f"{name}/{self.own}/watch", self.watch)
+            group.register(f"{name}/{self.own}/watch", self._watch)
         self.o_server = o_server or OrderedServer(name, group)
         reducer = None if self._secondary is None else self._push
         self.accessor = PushPullGradServer(
@@ -138,6 +138,10 @@ class PushPullGradServerImpl:
     def watch(self) -> None:
         """Raises what this member's reducers failed by, if they did; PeerLost if the host of the world is gone."""
         self.group.check_world(f"the reducer {self.own!r} of the gradient server {self.server_name!r}")
+        self._watch()
+
+    def _watch(self) -> None:
+        """The same for members elsewhere, who learn of the world's end from their call itself."""
         if isinstance(self._failure, PeerLost):
             lost = f"gradient server {self.server_name}: the primary reducer {self.primary_reducer} is lost"
             raise PeerLost(f"{lost}: {self._failure}") from self._failure
@@ -157,7 +161,10 @@ class PushPullGradServerImpl:
 
     def _take(self, gradient: Tensor) -> tuple[int, int]:
         """Another member's push; returns its number here, and up to which number all have reached the primary one."""
-        self._push(gradient)
+        assert self._secondary is not None
+        self._watch()
+        self._secondary.push(gradient)
+        self._pass_on()
         counts = self.stats()
         return counts["pushed"], counts["pushed"] - counts["queued"] - self._batch * counts["under_way"]
 

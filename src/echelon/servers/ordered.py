@@ -48,11 +48,24 @@ class OrderedServerImpl:
         self.server_name, self.group, self.version_depth = server_name, group, version_depth
         self._lock = threading.Lock()
         self._values: dict[str, OrderedDict[Version, Any]] = {}
-        for service in (self.push, self.pull, self.newer):
-            group.register(f"{server_name}/{service.__name__}", service)
+        # Who calls from elsewhere learns of the world's end from the call itself.
+        group.register(f"{server_name}/push", self._push)
+        group.register(f"{server_name}/pull", self._pull)
+        group.register(f"{server_name}/newer", self._newer)
 
     def push(self, key: str, value: Any, version: Version, prev_version: Version | None) -> bool:
         self._check("push")
+        return self._push(key, value, version, prev_version)
+
+    def pull(self, key: str, version: Version | None = None) -> tuple[Any, Version] | None:
+        self._check("pull")
+        return self._pull(key, version)
+
+    def newer(self, key: str, version: Version | None) -> tuple[Any, Version] | Version | None:
+        self._check("pull")
+        return self._newer(key, version)
+
+    def _push(self, key: str, value: Any, version: Version, prev_version: Version | None) -> bool:
         with self._lock:
             kept = self._values.setdefault(key, OrderedDict())
             if kept and (next(reversed(kept)) != prev_version or version in kept):
@@ -62,8 +75,7 @@ class OrderedServerImpl:
                 kept.popitem(last=False)
             return True
 
-    def pull(self, key: str, version: Version | None = None) -> tuple[Any, Version] | None:
-        self._check("pull")
+    def _pull(self, key: str, version: Version | None = None) -> tuple[Any, Version] | None:
         with self._lock:
             kept = self._values.get(key)
             if not kept:
@@ -71,8 +83,8 @@ class OrderedServerImpl:
             wanted = next(reversed(kept)) if version is None else version
             return (kept[wanted], wanted) if wanted in kept else None
 
-    def newer(self, key: str, version: Version | None) -> tuple[Any, Version] | Version | None:
-        newest = self.pull(key)
+    def _newer(self, key: str, version: Version | None) -> tuple[Any, Version] | Version | None:
+        newest = self._pull(key)
         return version if newest is not None and newest[1] == version else newest
 
     def _check(self, service: str) -> None:
