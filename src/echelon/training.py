@@ -67,12 +67,13 @@ def resume(
     until_return: float | None = None,
     epochs: int = 0,
     learners: int | None = None,
+    hosts: int | None = None,
     output: TextIO | None = None,
     brought: Brought | None = None,
 ) -> RunResult:
     """Goes on with the run in `run_dir` from its newest checkpoint; what is given replaces the old stop condition.
 
-    With `learners`, that many go on where others were before.
+    With `learners`, that many go on where others were before; with `hosts`, its actors are on that many.
     """
     from echelon.roles.learner import progress, stop_reason
     from echelon.runs.checkpoint import load_checkpoint, newest_intact
@@ -89,6 +90,9 @@ def resume(
         config = replace(config, stop=StopConfig(steps, minutes, until_return, epochs))
     if learners is not None:
         config = replace(config, learner=replace(config.learner, num_learners=learners, threads=0))  # chosen anew
+    if hosts is not None:
+        engine = "hosts" if hosts > 1 else "local"
+        config = replace(config, engine=engine, hosts=replace(config.hosts, count=hosts))
     past_epochs = counters["updates"] // config.workers.updates
     reason = stop_reason(config.stop, counters["env_steps"], counters["returns"], wall_s, past_epochs)
     if reason:

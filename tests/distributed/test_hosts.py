@@ -39,6 +39,11 @@ class Site:
         memory = self.memory(name)
         return self._start(name, name, "host", f"--join={join}", f"--name={name}", f"--shm-dir={memory}", before=before)
 
+    def resume(self, head: Running, hosts: int, steps: int) -> Running:
+        return self._start(
+            "run", "head", "resume", str(head.run_dir), f"--hosts={hosts}", f"--steps={steps}", before=()
+        )
+
     def memory(self, name: str) -> Path:
         memory = self.shm_dir / name
         memory.mkdir(exist_ok=True)
@@ -134,14 +139,19 @@ def test_an_agent_that_is_interrupted_gives_its_actors_back_at_once(site: Site) 
     assert head.stop()["restarts"] == 1
 
 
-def test_a_head_that_is_killed_ends_everybody(site: Site) -> None:
-    head = site.head("impala", **{"hosts.lease-s": 1.0})
+def test_a_head_that_is_killed_ends_everybody_and_may_go_on_alone(site: Site) -> None:
+    head = site.head("impala", **{"hosts.lease-s": 1.0, "run.checkpoint-interval-s": 0.2})
     agent = site.agent(head)
+    head.until(lambda: list((head.run_dir / "checkpoints").glob("step_*")), "there is a checkpoint")
     far_actors_act(head)
     head.process.kill()
     assert agent.code() == 1
     assert "was not heard for" in agent.text() and "has ended its roles" in agent.text()
     gone(agent)
+    (head.run_dir / "processes.json").unlink(missing_ok=True)
+    alone = site.resume(head, hosts=1, steps=head.rows()[-1]["env_steps"] + 20_000)
+    assert alone.code() == 0, alone.text()
+    alone.assert_nothing_left()
 
 
 def test_a_link_that_is_cut_heals_without_a_restart(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

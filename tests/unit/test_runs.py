@@ -78,7 +78,7 @@ BAD_JSON: list[tuple[Any, str]] = [
     ({"actor": {"envs": True}}, "actor.envs=True does not fit: int is wanted"),
     ({"seed": 1.5}, "seed=1.5 does not fit: int"),
     ({"seed": None}, "seed=None does not fit: int"),
-    ({"engine": "lokal"}, "engine='lokal' does not fit: use inline, local or hosts. Did you mean local?"),
+    ({"engine": "lokal"}, "engine='lokal' does not fit: use inline or local or hosts. Did you mean local?"),
     ({"algorithm": {"discount": 0.9}}, "algorithm.name=None does not fit: use impala or ppo"),
     ({"algorithm": {"name": "pppo"}}, "Did you mean ppo?"),
     ({"network": {"hidden": [1, "a"]}}, r"network.hidden.1='a' does not fit: int"),

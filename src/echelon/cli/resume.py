@@ -25,6 +25,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--until-return", type=float, default=None, metavar="R", help="new return to stop at")
     parser.add_argument("--epochs", type=whole, default=0, metavar="TOTAL", help="new total of epochs (with workers)")
     parser.add_argument("--learners", type=whole, default=None, metavar="N", help="learner processes from now on")
+    parser.add_argument("--hosts", type=whole, default=None, metavar="N", help="hosts from now on, this one among them")
     known = parser.parse_args(list(arguments))
     resume(
         known.run,
@@ -33,5 +34,6 @@ def run(arguments: Sequence[str]) -> int:
         until_return=known.until_return,
         epochs=known.epochs,
         learners=known.learners,
+        hosts=known.hosts,
     )
     return 0

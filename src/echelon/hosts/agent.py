@@ -46,6 +46,7 @@ from echelon.hosts.messages import (
     JoinRequest,
     Left,
     Report,
+    Reported,
     Signal,
     Start,
     Started,
@@ -223,8 +224,8 @@ class Agent:
     def _log(self, name: str) -> Path:
         return self._logs / f"{name}.log"
 
-    def _report(self, function: str, text: str) -> None:
-        self._events.append(Report(function, text))  # type: ignore[arg-type]
+    def _report(self, function: Reported, text: str) -> None:
+        self._events.append(Report(function, text))
 
     def _look_at_roles(self) -> None:
         for gone in self._engine.exits():

@@ -20,6 +20,8 @@ MAX_BYTES = 64 << 20  # of a frame of control
 QUEUED_BYTES = 16 << 20  # of slots of a host under way
 MAX_NAME = 64
 
+Reported = Literal["message", "env_restarted"]  # services of the coordinator that roles elsewhere may ask
+
 JOIN = Service("join", Delivery.READ)  # JoinRequest -> Assignment
 COMMANDS = Service("commands", Delivery.STATE)  # own words: commands taken, the token -> list of commands
 EVENTS = Service("events", Delivery.RECORD)  # own words: 0, the token; list of events -> nothing
@@ -91,7 +93,7 @@ class Ended(msgspec.Struct, tag="ended"):
 class Report(msgspec.Struct, tag="report"):
     """What a role has to say to the coordinator, and by which of its services."""
 
-    function: Literal["message", "env_restarted"]
+    function: Reported
     text: str
 
 
