@@ -82,6 +82,7 @@ class Server:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._gate_descriptors = self._gate.descriptors if self._gate else []
         self._descriptors = [int(self._socket.getsockopt(zmq.FD)), *self._gate_descriptors]
+        self._watch(())
 
     @property
     def descriptors(self) -> list[int]:
@@ -184,13 +185,18 @@ class Server:
         if self._held:
             until = min(held.until for held in self._held.values())
             timeout_s = min(timeout_s, max(0.0, until - time.monotonic()))
-        poller = select.poll()
-        for descriptor in (*self._descriptors, *descriptors):
-            poller.register(descriptor, select.POLLIN)
-        ready = [descriptor for descriptor, _ in poller.poll(1000 * timeout_s)]
-        if not set(self._gate_descriptors).isdisjoint(ready):
+        if descriptors != self._watched:
+            self._watch(descriptors)
+        ready = [descriptor for descriptor, _ in self._poller.poll(1000 * timeout_s)]
+        if self._gate and not set(self._gate_descriptors).isdisjoint(ready):
             self._serve_gate()
-        return [descriptor for descriptor in ready if descriptor in descriptors]
+        return [descriptor for descriptor in ready if descriptor in descriptors] if descriptors else []
+
+    def _watch(self, descriptors: Sequence[int]) -> None:
+        """Has `sleep` look at these, too."""
+        self._poller, self._watched = select.poll(), descriptors
+        for descriptor in (*self._descriptors, *descriptors):
+            self._poller.register(descriptor, select.POLLIN)
 
     def _look_at_gate(self) -> None:
         """Admits those who knock, now and then, also where the owner hardly sleeps."""
