@@ -59,7 +59,8 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, shm_dir: Path) -> Iterator[Site]:
+def site(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where an agent that is killed leaves its logs
     site = Site(tmp_path, shm_dir)
     yield site
     site.close()
