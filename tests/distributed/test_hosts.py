@@ -59,8 +59,7 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where an agent that is killed leaves its logs
+def site(tmp_path: Path, shm_dir: Path) -> Iterator[Site]:
     site = Site(tmp_path, shm_dir)
     yield site
     site.close()

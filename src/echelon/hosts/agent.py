@@ -58,7 +58,7 @@ from echelon.transport.channel import HEADER, Part
 from echelon.transport.channel_client import Client, Request
 from echelon.transport.secret import secret_from_environment
 from echelon.transport.segments import open_segment
-from echelon.transport.session import create_session
+from echelon.transport.session import create_session, start_ticks
 from echelon.transport.shared_memory import SlotRing, WeightsBoard
 from echelon.transport.slot_wire import SLOTS, SlotBytes
 from echelon.version import __version__
@@ -92,7 +92,7 @@ class Agent:
             self._control = self._connect("the run", address, MAX_BYTES)
             self._session = create_session(shm_dir)
             self._closing.callback(shutil.rmtree, self._session, ignore_errors=True)
-            self._logs = Path(tempfile.mkdtemp(prefix="echelon-host-"))
+            self._logs = make_log_folder()
             self._closing.callback(self._remove_logs)
             self._engine, self._assignment = self._join()
             self._make()
@@ -336,6 +336,15 @@ class Agent:
     def _remove_logs(self) -> None:
         if not self._has_failed:
             shutil.rmtree(self._logs, ignore_errors=True)
+
+
+def make_log_folder() -> Path:
+    """A folder for the logs of this agent's roles; those of agents that are dead go."""
+    for folder in Path(tempfile.gettempdir()).glob("echelon-host-*-*"):
+        pid = folder.name.split("-")[2]
+        if pid.isdecimal() and start_ticks(int(pid)) is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"echelon-host-{os.getpid()}-"))
 
 
 def _same(message: list[Part]) -> list[Part]:
