@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from echelon.engines.process import Exit, ProcessSpec, Role, make_role
+from echelon.engines.process import Exit, OneHost, ProcessSpec, Role, make_role
 
 
 class World(Protocol):
@@ -15,7 +15,7 @@ class World(Protocol):
     def poll(self, timeout_s: float = 0.0, fds: Sequence[int] = ()) -> bool: ...
 
 
-class InlineEngine:
+class InlineEngine(OneHost):
     """Steps the roles round-robin; an exception in a role reaches the caller as it is, for a debugger to stop at."""
 
     def __init__(self, timeout_s: float = 0.0) -> None:
@@ -38,20 +38,6 @@ class InlineEngine:
     def pid(self, name: str) -> int | None:
         del name
         return None
-
-    def place(self, name: str) -> str:
-        """The host that a role runs on; "": this one."""
-        del name
-        return ""
-
-    def hears(self, name: str) -> bool:
-        """Whether what a role shows is new: that of another host is not while nothing is heard of it."""
-        del name
-        return True
-
-    def reports(self) -> list[tuple[str, str]]:
-        """What roles of other hosts have to say to the coordinator: one of its services, and the text."""
-        return []
 
     def signal(self, name: str, number: int) -> None:
         del name, number  # roles of the caller's own process are never killed

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from echelon.engines.inline import World
-from echelon.engines.process import CRASHES, Exit, Failure, ProcessSpec, how_ended
+from echelon.engines.process import CRASHES, Exit, Failure, OneHost, ProcessSpec, how_ended
 from echelon.errors import RunError
 from echelon.transport.segments import check_platform
 from echelon.transport.session import is_running, start_ticks
@@ -31,7 +31,7 @@ CLOSE_S = 10.0  # how long the fork server may take to leave
 END_TIMEOUT_S = 10.0  # how long the kernel may take to end the roles of a fork server that was killed
 
 
-class LocalEngine:
+class LocalEngine(OneHost):
     """Starts roles as processes of this machine.
 
     The fork server imports `preload` while the caller goes on; `start` returns at once. `session` is the folder that
@@ -171,20 +171,6 @@ class LocalEngine:
 
     def pid(self, name: str) -> int | None:
         return self._pids.get(name)
-
-    def place(self, name: str) -> str:
-        """The host that a role runs on; "": this one."""
-        del name
-        return ""
-
-    def hears(self, name: str) -> bool:
-        """Whether what a role shows is new: that of another host is not while nothing is heard of it."""
-        del name
-        return True
-
-    def reports(self) -> list[tuple[str, str]]:
-        """What roles of other hosts have to say to the coordinator: one of its services, and the text."""
-        return []
 
     def signal(self, name: str, number: int) -> None:
         self._send(do="signal", name=name, number=number)

@@ -91,6 +91,24 @@ class Engine(Protocol):
         """Ends what still runs: politely for `timeout_s`, then not."""
 
 
+class OneHost:
+    """What an engine says of other hosts where there are none."""
+
+    def place(self, name: str) -> str:
+        """The host that a role runs on; "": this one."""
+        del name
+        return ""
+
+    def hears(self, name: str) -> bool:
+        """Whether what a role shows is new: that of another host is not while nothing is heard of it."""
+        del name
+        return True
+
+    def reports(self) -> list[tuple[str, str]]:
+        """What roles of other hosts have to say to the coordinator: one of its services, and the text."""
+        return []
+
+
 def make_role(spec: ProcessSpec) -> Role:
     """Calls the entry of `spec`."""
     module, _, function = spec.entry.partition(":")

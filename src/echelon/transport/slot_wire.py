@@ -95,10 +95,9 @@ class SlotBytes:
 
 def _moved_on(rows: Array) -> Array:
     """Whether each stack but those of the first row is the one before it, moved on by a frame; (rows - 1, envs)."""
-    num_rows, envs, frames, frame_bytes = rows.shape
+    num_rows, envs, _, frame_bytes = rows.shape
     older, newer = rows[:-1, :, 1:], rows[1:, :, :-1]
-    wide = np.uint64 if (frames - 1) * frame_bytes % 8 == 0 and rows.ctypes.data % 8 == 0 else np.uint8
-    wide = wide if frame_bytes % 8 == 0 else np.uint8
+    wide = np.uint64 if frame_bytes % 8 == 0 and rows.ctypes.data % 8 == 0 else np.uint8
     moved = np.empty((num_rows - 1, envs), np.bool_)
     for t in range(num_rows - 1):  # row by row: what is compared stays in the cache
         before = older[t].reshape(envs, -1).view(wide)
