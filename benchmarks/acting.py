@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any
 
 from echelon.bench.harness import in_turns
-from echelon.bench.watch import Usage, Watch, usage
+from echelon.bench.watch import Usage, UsageWatch, usage
 from peers import foreign_cpu_s, progress_points
 from steady import steady_rate
 
@@ -112,7 +112,7 @@ def measure(task: Task, mode: str, seconds: float, row: Row) -> None:
     started_s, foreign_s, load = time.monotonic(), foreign_cpu_s(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="echelon-acting-") as folder:
         run = Path(folder, "run")
-        watch = Watch(run, lambda text: None)
+        watch = UsageWatch(run, lambda text: None)
         watch.start()
         train(task, mode, ["--minutes", f"{seconds / 60:.4f}"], run, seconds)
         watch.stop()

@@ -35,7 +35,7 @@ from echelon.replay.remote import Link
 from echelon.replay.sampled import Draft
 from echelon.replay.shard import Shard, ShardWriter
 from echelon.replay.sharded import Replay
-from echelon.replay.wire import Wire
+from echelon.replay.wire import ReplayWire
 from echelon.servers.shards import ShardServer
 
 SECRET = "one for benchmarks alone"
@@ -69,7 +69,7 @@ def fill(shard: Shard, rng: np.random.Generator) -> None:
         writer.append(items, rng.random(n))
 
 
-def serve(folder: Path, wire: Wire, rule: LimiterRule) -> None:
+def serve(folder: Path, wire: ReplayWire, rule: LimiterRule) -> None:
     server = ShardServer(folder, wire, rule, "tcp://127.0.0.1:0", SECRET)
     print(server.address, flush=True)
     while os.getppid() != 1:
@@ -110,7 +110,7 @@ class Setting:
 def measure(folder: Path, arguments: argparse.Namespace) -> None:
     layout = layout_of(arguments.frames, arguments.capacity // arguments.shards)
     rule = LimiterRule(0.0, 1, arguments.capacity, arguments.batch, 64, num_shards=arguments.shards)
-    wire = Wire(layout, range(arguments.shards), rule)
+    wire = ReplayWire(layout, range(arguments.shards), rule)
     if arguments.serve:
         serve(folder, wire, rule)
         return

@@ -15,7 +15,7 @@ from echelon.errors import Refused
 from echelon.roles.door import EpisodeDoor
 from echelon.schema import Spaces
 from echelon.transport.channel import HEADER, Service
-from echelon.transport.channel_client import Client, Request
+from echelon.transport.channel_client import Client, PendingRequest
 from echelon.transport.episode_wire import (
     EPISODES,
     PROTOCOL,
@@ -63,12 +63,12 @@ class Entrance:
         context = dataclasses.replace(self.stage.context, name=f"door-{incarnation}", incarnation=incarnation)
         return EpisodeDoor(context)
 
-    def begin(self, service: Service, frames: list[Any], number: int = 0) -> Request:
+    def begin(self, service: Service, frames: list[Any], number: int = 0) -> PendingRequest:
         """Sends a message whose frames follow the header."""
         whole = [bytearray(HEADER.size), *frames]
         return self.client.ask(service, lambda: whole, number=number)
 
-    def finish(self, request: Request, timeout_s: float = DEADLINE_S) -> Any:
+    def finish(self, request: PendingRequest, timeout_s: float = DEADLINE_S) -> Any:
         """The answer, the error of one that is refused, or None where there is none in time."""
         deadline = time.monotonic() + timeout_s
         try:

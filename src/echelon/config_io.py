@@ -17,7 +17,7 @@ import msgspec
 
 from echelon.config import AlgorithmConfig, TrainConfig, replace
 from echelon.errors import ConfigError
-from echelon.fields import Field, Section, fields, guess, is_union, no_choice, unwrapped
+from echelon.fields import ConfigField, Section, fields, guess, is_union, no_choice, unwrapped
 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -26,7 +26,7 @@ class FieldInfo(msgspec.Struct, frozen=True):
     """One field a user can set: its dotted path, what its annotation says, and its value now."""
 
     path: str
-    field: Field
+    field: ConfigField
     value: Any
 
 

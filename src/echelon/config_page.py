@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from echelon.config import AlgorithmConfig, TrainConfig
-from echelon.fields import Field, Section, fields
+from echelon.fields import ConfigField, Section, fields
 
 HEAD = """# Configuration
 
@@ -37,7 +37,7 @@ def _table(title: str, section: Section) -> str:
     return "\n".join([title, "", str(type(section).__doc__), "", COLUMNS, *rows, ""])
 
 
-def _row(field: Field, default: Any) -> str:
+def _row(field: ConfigField, default: Any) -> str:
     cells = [f"`{field.path}`", field.type, _text(default), field.bounds, field.unit, field.meaning]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

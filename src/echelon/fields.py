@@ -55,7 +55,7 @@ class Section(msgspec.Struct, frozen=True):
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-class Field(msgspec.Struct, frozen=True):
+class ConfigField(msgspec.Struct, frozen=True):
     """One field, as its annotation says."""
 
     name: str
@@ -112,19 +112,19 @@ class Field(msgspec.Struct, frozen=True):
 
 
 @functools.cache
-def fields(cls: type[Section]) -> tuple[Field, ...]:
+def fields(cls: type[Section]) -> tuple[ConfigField, ...]:
     """The fields of a section, in the order of the source."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple(_describe(name, cls, hints[name]) for name in cls.__struct_fields__)
 
 
-def _describe(name: str, cls: type[Section], hint: Any) -> Field:
+def _describe(name: str, cls: type[Section], hint: Any) -> ConfigField:
     metas = list(_metas(hint))
     said = next((meta for meta in metas if meta.description), msgspec.Meta())
     plain, extra = unwrapped(hint), said.extra or {}
     read = [option for option in typing.get_args(plain) if typing.get_origin(option) is not Callable]
     takes_functions = is_union(plain) and len(read) < len(typing.get_args(plain))
-    return Field(
+    return ConfigField(
         name=name,
         path=f"{cls.SECTION}.{name}".lstrip("."),
         hint=functools.reduce(operator.or_, read) if takes_functions else hint,

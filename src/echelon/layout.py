@@ -23,7 +23,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class ArrayField:
     """A named array inside a slot."""
 
     name: str
@@ -36,12 +36,12 @@ class Field:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def place(plan: Iterable[tuple[str, tuple[int, ...], Any]]) -> tuple[Field, ...]:
+def place(plan: Iterable[tuple[str, tuple[int, ...], Any]]) -> tuple[ArrayField, ...]:
     """Fields of (name, shape, dtype), one after the other."""
-    fields: list[Field] = []
+    fields: list[ArrayField] = []
     offset = 0
     for name, shape, dtype in plan:
-        fields.append(Field(name, shape, np.dtype(dtype), offset))
+        fields.append(ArrayField(name, shape, np.dtype(dtype), offset))
         offset += aligned(fields[-1].nbytes)
     return tuple(fields)
 
@@ -50,12 +50,12 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def size_of(fields: tuple[Field, ...]) -> int:
+def size_of(fields: tuple[ArrayField, ...]) -> int:
     """The bytes that `fields` take together."""
     return fields[-1].offset + aligned(fields[-1].nbytes) if fields else 0
 
 
-def views_of(fields: Iterable[Field], memory: memoryview | Array) -> dict[str, Array]:
+def views_of(fields: Iterable[ArrayField], memory: memoryview | Array) -> dict[str, Array]:
     """Every field as an array over `memory`; nothing is copied."""
     raw = np.frombuffer(memory, np.uint8)
     return {f.name: raw[f.offset : f.offset + f.nbytes].view(f.dtype).reshape(f.shape) for f in fields}

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from echelon.errors import ConfigError
-from echelon.layout import Field, Leaf, place, size_of, views_of
+from echelon.layout import ArrayField, Leaf, place, size_of, views_of
 
 Tree = Any  # an array or tensor, or a dict / tuple of trees
 
@@ -187,7 +187,7 @@ class TrajectorySchema:
     num_steps: int
     num_envs: int
     state_shapes: tuple[tuple[int, ...], ...] = ()  # per leaf of the recurrent state, without K
-    fields: tuple[Field, ...] = field(init=False)
+    fields: tuple[ArrayField, ...] = field(init=False)
     nbytes: int = field(init=False)
     observation_names: tuple[str, ...] = field(init=False)
 

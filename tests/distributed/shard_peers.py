@@ -25,7 +25,7 @@ from echelon.replay.limiter import Limiter
 from echelon.replay.reader import PriorityColumn, Reader, ShardReader
 from echelon.replay.remote import Link
 from echelon.replay.sharded import Replay
-from echelon.replay.wire import Wire
+from echelon.replay.wire import ReplayWire
 from echelon.servers.shards import ShardServer
 from replay_roles import BATCH, CAPACITY, RULE, checksum, layout
 
@@ -38,7 +38,7 @@ def tell(**words: Any) -> None:
 
 
 def serve(folder: str, address: str, secret: str | None = None) -> None:
-    server = ShardServer(Path(folder), Wire(layout(), ELSEWHERE, RULE), RULE, address, secret)
+    server = ShardServer(Path(folder), ReplayWire(layout(), ELSEWHERE, RULE), RULE, address, secret)
     tell(address=server.address)
     while not any(select.select([sys.stdin], [], [], 0.0)):
         server.step(0.05)
@@ -56,7 +56,7 @@ class Learner:
         place = Path(folder)
         self.limiter, self.num_ahead = Limiter.at(place, RULE), num_ahead
         columns = [PriorityColumn.at(place, index, CAPACITY) for index in ELSEWHERE]
-        self.link = Link(address, Wire(layout(), ELSEWHERE, RULE), columns, self.limiter, secret, lost_after_s)
+        self.link = Link(address, ReplayWire(layout(), ELSEWHERE, RULE), columns, self.limiter, secret, lost_after_s)
         self.link.arrive(2.0 if secret is None or secret.endswith("!") else 30.0)
         readers: list[Reader] = [ShardReader.at(place, index, layout()) for index in HERE]
         self.replay = Replay([*readers, *self.link.readers], alpha=1.0)

@@ -17,11 +17,11 @@ from act_peers import LAYOUT, check, put
 
 from echelon.errors import ConfigError, Refused
 from echelon.layout import Leaf
-from echelon.roles.acting import Question
+from echelon.roles.acting import ActRequest
 from echelon.roles.central_acting import RemoteActing
 from echelon.transport.act_board import ActBoard, ActLayout, Seat
 from echelon.transport.act_door import ActDoor, Bounds
-from echelon.transport.act_wire import LIFE_BITS, Wire
+from echelon.transport.act_wire import LIFE_BITS, ActWire
 from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.channel import HEADER, MAGIC, Kind
 from echelon.transport.remote_seat import RemoteSeat, wait_any
@@ -193,7 +193,7 @@ class TestSeats:
         (tmp_path / "address").write_text(hall.door.address)
         acting = RemoteActing(LAYOUT, tmp_path / "address", 0, 0)
         leaves = [np.ones((2, 3), np.float32), np.ones(2, np.bool_)]
-        question = Question(leaves, np.zeros(2, np.bool_), None, torch.zeros(2))
+        question = ActRequest(leaves, np.zeros(2, np.bool_), None, torch.zeros(2))
         for group in (0, 1):  # the first asks longer
             assert acting.begin(group)
             acting.submit(group, question)
@@ -252,7 +252,7 @@ class TestSeats:
 
     def test_a_question_may_be_shorter_than_the_handshake(self, shm_dir: Path) -> None:
         tiny = ActLayout((Leaf("observation", (), np.dtype(np.int8)),), Leaf("action", (), np.dtype(np.int64)))
-        assert Wire(tiny).question_bytes < 257  # the least that a client of CURVE introduces itself with
+        assert ActWire(tiny).question_bytes < 257  # the least that a client of CURVE introduces itself with
         hall = Hall(shm_dir, tiny, secret=SECRET)
         hall.seats.append(RemoteSeat(hall.door.address, tiny, 0, secret=SECRET))
         hall.seats[0].ask()
@@ -270,7 +270,7 @@ class TestSeats:
 
 def question(count: int = (1 << LIFE_BITS) + 1, **words: int) -> bytes:
     """A good question for seat 0, but for the header's `words`."""
-    wire = Wire(LAYOUT)
+    wire = ActWire(LAYOUT)
     header = {"magic": MAGIC, "kind": Kind.ASK, "service": wire.act.digest, "layout": wire.act.layout, "number": count}
     header |= {"seat": 0, "wants_state": 1, "rest": 0} | words
     return HEADER.pack(*header.values()) + bytes(wire.question_bytes - HEADER.size)
@@ -311,7 +311,7 @@ class TestFrames:
             [question(seat=-1)],
             [question(kind=0)],
             [question(kind=Kind.ANSWER)],
-            [question(service=Wire(LAYOUT).seat.digest)],
+            [question(service=ActWire(LAYOUT).seat.digest)],
             [question(0)],
             [question(-1)],
             [question(2**63 - 1)],

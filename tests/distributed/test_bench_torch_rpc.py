@@ -14,7 +14,7 @@ import pytest
 from echelon.bench import processes, rpc_processes, rpc_torch
 from echelon.bench.harness import Progress
 from echelon.bench.rpc import Raw, RpcSetting, transport_of
-from echelon.bench.rpc_processes import Coordinator
+from echelon.bench.rpc_processes import BenchCoordinator
 from echelon.errors import ConfigError, EchelonError, RunError
 from running import parent_of, wait_until
 from telling import children
@@ -90,10 +90,10 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(shm_dir: Path) -> None:
 
 
 def test_where_too_many_ranks_meet_at_once_tcp_takes_them_in(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds: list[type[Coordinator]] = []
+    kinds: list[type[BenchCoordinator]] = []
     really_run = rpc_processes.run
 
-    def run(setting: RpcSetting, progress: Progress, kind: type[Coordinator] = Coordinator) -> Raw:
+    def run(setting: RpcSetting, progress: Progress, kind: type[BenchCoordinator] = BenchCoordinator) -> Raw:
         kinds.append(kind)
         if kind is rpc_torch.TorchCoordinator:  # what PyTorch says of some 20 ranks and more, depending on the load
             raise RunError("observer19 failed: RuntimeError: connect: Resource temporarily unavailable")

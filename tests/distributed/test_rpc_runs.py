@@ -19,12 +19,12 @@ import pytest
 from echelon.bench import rpc_processes
 from echelon.bench.processes import free_port
 from echelon.bench.rpc import Raw, RpcBenchmark, RpcSetting
-from echelon.bench.rpc_processes import Coordinator
+from echelon.bench.rpc_processes import BenchCoordinator
 from echelon.cli.main import main
 from echelon.errors import ConfigError, RunError, TransportError
 from running import Running
 
-Look = Callable[[Coordinator], None]
+Look = Callable[[BenchCoordinator], None]
 LONG = 10**5  # episodes: of runs that are ended from outside
 
 
@@ -37,7 +37,7 @@ def small(shm_dir: Path, **changes: Any) -> RpcSetting:
 def run(setting: RpcSetting, look: Look | None = None) -> Raw:
     """Measures `setting`; `look` is called again and again meanwhile."""
 
-    class Watched(Coordinator):
+    class Watched(BenchCoordinator):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             self.progress = lambda done, total: look(self) if look is not None else None
@@ -110,7 +110,7 @@ def test_an_observer_that_is_stopped_costs_the_others_one_wait(
     max_wait_s, stopped = 1.0, 2  # longer than a busy machine holds anybody up; the third observer
     seen: list[Any] = []  # what everybody had been answered when it was stopped, and when it was let go
 
-    def look(run: Coordinator) -> None:
+    def look(run: BenchCoordinator) -> None:
         nonlocal started_s
         answered = run.results.num_answered
         pid = run.processes.engine.pid(f"observer{stopped + 2}")
@@ -144,7 +144,7 @@ def test_an_observer_that_is_stopped_costs_the_others_one_wait(
 def test_a_process_that_dies_ends_the_run(name: str, shm_dir: Path) -> None:
     killed: list[int] = []
 
-    def look(run: Coordinator) -> None:
+    def look(run: BenchCoordinator) -> None:
         pid = run.processes.engine.pid(name)
         if run.results.num_answered.min() > 0 and pid is not None and not killed:
             killed.append(pid)
@@ -156,7 +156,7 @@ def test_a_process_that_dies_ends_the_run(name: str, shm_dir: Path) -> None:
 
 
 def test_an_exception_in_a_process_reaches_the_user(shm_dir: Path) -> None:
-    class Broken(Coordinator):
+    class Broken(BenchCoordinator):
         def start(self, name: str, entry: str, **config: Any) -> None:
             super().start(name, entry, **{**config, "index": -7} if name == "observer3" else config)
 

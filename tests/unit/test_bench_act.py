@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from echelon.bench.act import ActSetting
-from echelon.bench.act_feeder import MEASURE, NUM_SAMPLES, STOP, Feed, Feeder, Tally
-from echelon.bench.act_server import Serving, make_model
+from echelon.bench.act_feeder import MEASURE, NUM_SAMPLES, STOP, Feed, Feeder, FeederCounts
+from echelon.bench.act_server import MeasuredServer, make_model
 from echelon.cli.main import main
 from echelon.errors import RunError
 from echelon.transport.act_board import ActBoard
@@ -26,7 +26,7 @@ def test_the_default_number_of_feeders_divides_the_default_batches() -> None:
 
 
 def test_a_feeder_fills_one_group_while_the_other_waits(shm_dir: Path) -> None:
-    board, tally = ActBoard(shm_dir, FEED.layout), Tally(shm_dir, 1)
+    board, tally = ActBoard(shm_dir, FEED.layout), FeederCounts(shm_dir, 1)
     tally.phase[0] = MEASURE
     feeder = Feeder({"feed": dataclasses.asdict(FEED), "session": str(shm_dir), "index": 0})
     batcher = Batcher(board, 0, BatchRule(max_wait_us=0.0))
@@ -48,7 +48,7 @@ def test_a_feeder_fills_one_group_while_the_other_waits(shm_dir: Path) -> None:
 
 
 def test_a_tally_keeps_the_last_latencies(shm_dir: Path) -> None:
-    tally = Tally(shm_dir, 2)
+    tally = FeederCounts(shm_dir, 2)
     tally.latency_ns[:] = 5
     tally.answered[:] = [3, 2 * NUM_SAMPLES]
     assert len(tally.latencies()) == 3 + NUM_SAMPLES
@@ -80,7 +80,7 @@ def test_every_batch_is_measured_and_nothing_is_left(
 
 def test_a_feeder_that_fails_ends_the_measurement(shm_dir: Path) -> None:
     setting = ActSetting(network="mlp", batch=2, feeders=2, device="cpu", shm_dir=str(shm_dir))
-    serving = Serving(setting, make_model(setting), shm_dir, lambda done, total: None)
+    serving = MeasuredServer(setting, make_model(setting), shm_dir, lambda done, total: None)
     serving.feed = dataclasses.replace(serving.feed, dtype="nonsense")
     with pytest.raises(RunError, match=r"feeder-\d failed: TypeError"):
         serving.fed()

@@ -15,9 +15,9 @@ import pytest
 import toy_envs as toy
 from echelon.bench import load
 from echelon.bench.processes import one_thread
-from echelon.bench.stages import Cost, Stage, Stages, measure
+from echelon.bench.stages import Stage, Stages, StepCost, measure
 from echelon.bench.train import bench_train, limit, table
-from echelon.bench.watch import Sample, busy_seconds, cpu_seconds, usage
+from echelon.bench.watch import UsageSample, busy_seconds, cpu_seconds, usage
 from echelon.cli.main import main
 from echelon.config import EnvConfig, TrainConfig, replace
 from echelon.presets import preset
@@ -122,10 +122,10 @@ def test_the_command_counts_the_time_of_every_role_and_writes_json(
 
 
 def test_limit_is_cores_over_the_sum_of_stages() -> None:
-    costs = {"env": Cost(6.0, 7.0), "act": Cost(2.0, 2.0), "learn": Cost(2.0, 20.0)}
+    costs = {"env": StepCost(6.0, 7.0), "act": StepCost(2.0, 2.0), "learn": StepCost(2.0, 20.0)}
     assert limit(costs, 4, on_gpu=False) == pytest.approx(400_000)
     assert limit(costs, 4, on_gpu=True) == pytest.approx(50_000)  # the GPU's clock decides
-    assert limit({**costs, "learn": Cost(2.0, 1.0)}, 4, on_gpu=True) == pytest.approx(500_000)  # the cores decide
+    assert limit({**costs, "learn": StepCost(2.0, 1.0)}, 4, on_gpu=True) == pytest.approx(500_000)  # the cores decide
 
 
 class Clock:
@@ -151,15 +151,15 @@ def test_measure_is_the_median_per_step_of_each_stage(monkeypatch: pytest.Monkey
 
     stages = {"env": Stage(lambda: work("env"), 4), "act": Stage(lambda: work("act"), 1)}
     costs = measure(stages, num_chunks=3, chunk_s=0.5)
-    assert costs == {"env": Cost(cpu_us=0.25e6, wall_us=0.5e6), "act": Cost(cpu_us=1.5e6, wall_us=3e6)}
+    assert costs == {"env": StepCost(cpu_us=0.25e6, wall_us=0.5e6), "act": StepCost(cpu_us=1.5e6, wall_us=3e6)}
 
 
 def test_usage_makes_up_all_of_the_cores() -> None:
     samples = [
-        Sample(0, 1.0, {"coordinator": 0.5}, 10.0),
-        Sample(1_000, 2.0, {"coordinator": 1.0, "actor": 1.0, "learner": 0.5}, 12.0),
-        Sample(5_000, 4.0, {"coordinator": 1.1, "actor": 2.0, "learner": 1.5}, 15.0),
-        Sample(11_000, 8.0, {"coordinator": 1.3, "actor": 4.0, "learner": 3.5}, 22.0),
+        UsageSample(0, 1.0, {"coordinator": 0.5}, 10.0),
+        UsageSample(1_000, 2.0, {"coordinator": 1.0, "actor": 1.0, "learner": 0.5}, 12.0),
+        UsageSample(5_000, 4.0, {"coordinator": 1.1, "actor": 2.0, "learner": 1.5}, 15.0),
+        UsageSample(11_000, 8.0, {"coordinator": 1.3, "actor": 4.0, "learner": 3.5}, 22.0),
     ]
     used = usage(samples, 2, whole_machine=True)
     assert used is not None

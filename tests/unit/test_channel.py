@@ -13,7 +13,7 @@ import zmq
 from echelon.errors import ConfigError, Refused
 from echelon.transport import channel_client, channel_server
 from echelon.transport.channel import HEADER, MAGIC, Delivery, Kind, Message, Service, digest_of
-from echelon.transport.channel_client import Client, Request
+from echelon.transport.channel_client import Client, PendingRequest
 from echelon.transport.channel_server import Server
 from running import wait_until
 
@@ -111,11 +111,11 @@ def make_client() -> Iterator[Callable[..., Client]]:
         client.close()
 
 
-def ask(client: Client, service: Service, *body: bytes, **options: Any) -> Request:
+def ask(client: Client, service: Service, *body: bytes, **options: Any) -> PendingRequest:
     return client.ask(service, lambda: [bytearray(HEADER.size), *body], **options)
 
 
-def answer_of(client: Client, request: Request) -> list[bytes]:
+def answer_of(client: Client, request: PendingRequest) -> list[bytes]:
     assert client.wait(request, DEADLINE_S) and request.answer is not None
     return [bytes(frame) for frame in request.answer[1:]]
 

@@ -32,22 +32,22 @@ from echelon.roles.plan.choice import (
     Shape,
     forecast,
 )
-from echelon.roles.rehearsal import RESULT, Clock, Cost, Measured, Rehearsal, round_rows
+from echelon.roles.rehearsal import RESULT, CallCost, Clock, Measured, Rehearsal, round_rows
 from running import DEADLINE_S
 from stage import Stage
 from unruly import SlowEnv
 
-FREE = Cost(0.0, 0.0)
+FREE = CallCost(0.0, 0.0)
 
 
-def busy(ms: float) -> Cost:
+def busy(ms: float) -> CallCost:
     """So many milliseconds of work."""
-    return Cost(ms / 1e3, ms / 1e3)
+    return CallCost(ms / 1e3, ms / 1e3)
 
 
-def asleep(ms: float) -> Cost:
+def asleep(ms: float) -> CallCost:
     """So many milliseconds of nearly nothing but sleep."""
-    return Cost(ms / 1e3, ms / 1e6)
+    return CallCost(ms / 1e3, ms / 1e6)
 
 
 def shape(cores: int = 2, actors: int = 2, envs: int = 32, groups: int = 2, weights_bytes: int = 40_000) -> Shape:
@@ -97,22 +97,22 @@ def test_environments_that_step_together_lose_by_being_parted() -> None:
 
 
 def test_a_large_network_acts_on_the_gpu() -> None:
-    measured = Measured(busy(0.22), busy(0.11), act=busy(20), round=Cost(0.8e-3, 0.4e-3), learn=FREE)
+    measured = Measured(busy(0.22), busy(0.11), act=busy(20), round=CallCost(0.8e-3, 0.4e-3), learn=FREE)
     found = forecast(shape(cores=16, actors=8, weights_bytes=80_000_000), measured)
     assert found.central > 5 * found.local
     assert found.mode == "central"
 
 
 def test_a_learner_that_is_the_limit_leaves_nothing_to_gain() -> None:
-    learn = Cost(wall_s=1e-3, cpu_s=0.0)
-    measured = Measured(busy(0.22), busy(0.11), act=busy(20), round=Cost(0.8e-3, 0.4e-3), learn=learn)
+    learn = CallCost(wall_s=1e-3, cpu_s=0.0)
+    measured = Measured(busy(0.22), busy(0.11), act=busy(20), round=CallCost(0.8e-3, 0.4e-3), learn=learn)
     found = forecast(shape(cores=16, actors=8), measured)
     assert found == Forecast(1000.0, 1000.0)
     assert found.mode == "local"
 
 
 def test_local_acting_is_bound_by_processors_or_by_the_actor() -> None:
-    measured = Measured(Cost(10e-3, 4e-3), FREE, act=busy(2), round=FREE, learn=Cost(1e-5, 2e-4))
+    measured = Measured(CallCost(10e-3, 4e-3), FREE, act=busy(2), round=FREE, learn=CallCost(1e-5, 2e-4))
     two = shape(envs=10, weights_bytes=0)
     per_step_s = (4e-3 + 2e-3 + TICK_S) / 10 + 2e-4
     assert forecast(replace(two, cores=1), measured).local == pytest.approx(1 / per_step_s)
@@ -120,7 +120,7 @@ def test_local_acting_is_bound_by_processors_or_by_the_actor() -> None:
 
 
 def test_central_acting_is_bound_by_processors_the_actor_or_the_server() -> None:
-    measured = Measured(FREE, Cost(5e-3, 2e-3), act=FREE, round=busy(3), learn=FREE)
+    measured = Measured(FREE, CallCost(5e-3, 2e-3), act=FREE, round=busy(3), learn=FREE)
     many = shape(cores=64, actors=4, envs=10, weights_bytes=0)  # rounds of 20 rows, 4 questions
     beside_s = ROUND_S + 4 * SEAT_S
     turn_s = 5e-3 + TICK_S + ASK_S
@@ -150,7 +150,7 @@ def test_central_acting_must_be_ahead_by_a_margin(gain: float, mode: str) -> Non
 
 
 def test_the_reason_names_the_figures() -> None:
-    measured = Measured(busy(0.22), busy(0.11), act=busy(20), round=Cost(0.8e-3, 0.4e-3), learn=FREE)
+    measured = Measured(busy(0.22), busy(0.11), act=busy(20), round=CallCost(0.8e-3, 0.4e-3), learn=FREE)
     reason = choice.told(shape(), measured, Forecast(1234.4, 98765.0))
     assert reason.startswith("about 98,765 steps/s against 1,234 with local acting: 32 environments step in 0.22 ms")
     assert "in 20 ms" in reason and "those of 32 in 0.8 ms" in reason and "\n" not in reason
@@ -174,8 +174,8 @@ def test_a_round_has_the_rows_that_its_rule_lets_in(fields: dict[str, Any], rows
 
 def test_a_clock_tells_sleep_from_work_and_forgets_what_others_did() -> None:
     clock = Clock()
-    clock._costs = [Cost(2.0, 1.0)] * 3 + [Cost(9.0, 1.0), Cost(9.0, 5.0)]
-    assert clock.cost() == Cost(2.0, 1.0)
+    clock._costs = [CallCost(2.0, 1.0)] * 3 + [CallCost(9.0, 1.0), CallCost(9.0, 5.0)]
+    assert clock.cost() == CallCost(2.0, 1.0)
 
 
 # The rehearsal.

@@ -16,8 +16,8 @@ from echelon.replay.episodes import EpisodeBuffer
 from echelon.replay.layout import ReplayError
 from echelon.room import Free
 from echelon.servers import DistributedPrioritizedBuffer
-from echelon.servers.buffer_episodes import Episodes
-from echelon.servers.buffer_items import Form, Wanted, flatten, flatten_episode, flatten_packed, names_of
+from echelon.servers.buffer_episodes import EpisodeList
+from echelon.servers.buffer_items import BatchSelection, RowFormat, flatten, flatten_episode, flatten_packed, names_of
 from echelon.servers.buffer_member import ALL, PRIORITY, RANDOM, UNIQUE, EpisodeMember, TransitionMember
 
 Array = np.ndarray[Any, Any]
@@ -41,7 +41,7 @@ def fields_of(*numbers: int, **more: Any) -> dict[str, Array]:
 
 def rewards_of(answer: dict[str, Any]) -> list[float]:
     """The rewards of a batch that a member gave."""
-    rewards: list[float] = Form(answer["form"]).unpack(answer["rows"])["reward"].tolist()
+    rewards: list[float] = RowFormat(answer["form"]).unpack(answer["rows"])["reward"].tolist()
     return rewards
 
 
@@ -50,30 +50,32 @@ def rewards_of(answer: dict[str, Any]) -> list[float]:
 
 def test_a_batch_has_the_attributes_in_the_shapes_that_learners_expect() -> None:
     fields = fields_of(3, 4, weight=0.5, feature=torch.ones(1, 2), count=7)
-    state, action, next_state, reward, terminal, count, feature, weight = Wanted().of(fields)
+    state, action, next_state, reward, terminal, count, feature, weight = BatchSelection().of(fields)
     assert state["state"].tolist() == [[3.0] * 4, [4.0] * 4] and next_state["state"][0, 0] == 4.0
     assert action["action"].shape == (2, 1) and action["action"].dtype == torch.int64
     assert reward.tolist() == [[3.0], [4.0]] and reward.dtype == torch.float32
     assert terminal.tolist() == [[False], [True]] and terminal.dtype == torch.bool
     assert count == [7, 7] and weight == [0.5, 0.5]  # the user's own are lists,
     assert [part.tolist() for part in feature] == [[[1.0, 1.0]], [[1.0, 1.0]]]
-    concatenated = Wanted(("feature", "weight"), concat_attrs=("feature", "weight")).of(fields)  # unless they are named
+    concatenated = BatchSelection(("feature", "weight"), concat_attrs=("feature", "weight")).of(
+        fields
+    )  # unless they are named
     assert concatenated[0].shape == (2, 2) and concatenated[1].tolist() == [[0.5], [0.5]]
-    apart = Wanted(("state", "reward"), concatenate=False).of(fields)
+    apart = BatchSelection(("state", "reward"), concatenate=False).of(fields)
     assert [part.shape for part in apart[0]["state"]] == [(1, 4), (1, 4)] and apart[1] == [3.0, 4.0]
-    reward, rest = Wanted(("reward", "*"), concat_attrs=("count",)).of(fields)
+    reward, rest = BatchSelection(("reward", "*"), concat_attrs=("count",)).of(fields)
     assert rest.keys() == {"count", "feature", "weight"} and rest["count"].tolist() == [[7], [7]]
 
 
 def test_items_travel_as_rows_of_bytes() -> None:
     fields = fields_of(1, 2, 3, flag=True, feature=torch.ones(1, 2, 3, dtype=torch.float64))
-    form = Form.of(fields)
+    form = RowFormat.of(fields)
     records = np.empty(3, form.row)
     for name, value in fields.items():
         records[name] = value
     rows = form.pack(records)
     assert rows.dtype == np.uint8 and rows.shape == (3, form.row.itemsize) and np.shares_memory(rows, records)
-    back = Form(form.spec).join([rows[:1], rows[1:]])
+    back = RowFormat(form.spec).join([rows[:1], rows[1:]])
     assert back.keys() == fields.keys()
     for name, value in back.items():
         assert value.dtype == fields[name].dtype and np.array_equal(value, fields[name]), name
@@ -83,12 +85,12 @@ def test_an_episode_may_end_in_either_vocabulary() -> None:
     named = transition(1)
     del named["terminal"]
     modern = flatten({**named, "terminated": np.True_, "truncated": False})
-    assert [value.tolist() for value in Wanted(("terminal", "terminated", "truncated")).of(modern)] == [
+    assert [value.tolist() for value in BatchSelection(("terminal", "terminated", "truncated")).of(modern)] == [
         [[True]],
         [[True]],
         [[False]],
     ]
-    assert [value.tolist() for value in Wanted(("terminated", "truncated")).of(flatten(transition(4)))] == [
+    assert [value.tolist() for value in BatchSelection(("terminated", "truncated")).of(flatten(transition(4)))] == [
         [[True]],
         [[False]],
     ]
@@ -98,7 +100,7 @@ def test_numbers_may_come_as_tensors_and_actions_without_a_second_dimension() ->
     given = transition(
         2, action={"action": torch.tensor([1])}, reward=torch.tensor([[2.0]]), log_prob=torch.tensor(-1.0)
     )
-    action, reward, log_prob = Wanted(("action", "reward", "log_prob")).of(flatten(given))
+    action, reward, log_prob = BatchSelection(("action", "reward", "log_prob")).of(flatten(given))
     assert action["action"].shape == (1,) and reward.tolist() == [[2.0]] and log_prob == [-1.0]
     assert flatten(transition(2, reward=np.float64(0.1)))["reward"].dtype == np.float32
     assert flatten(transition(2, reward=1))["reward"].dtype == np.float32
@@ -113,10 +115,10 @@ def test_an_attribute_may_be_none_in_all_transitions() -> None:
     member.append(steps[:1])
     episodes.append(steps)
     for answer, num in ((member.draw(0, ALL, 0), 4), (episodes.draw(0, ALL, 0), 3)):
-        fields = Form(answer["form"]).unpack(answer["rows"])
+        fields = RowFormat(answer["form"]).unpack(answer["rows"])
         assert names_of(fields)[-2:] == ["hidden", "weight"]
-        assert Wanted(("hidden", "*"), concat_attrs=("hidden", "weight")).of(fields)[0] == [None] * num
-        assert Wanted(("reward", "*")).of(fields)[1] == {"hidden": [None] * num, "weight": [0.5] * num}
+        assert BatchSelection(("hidden", "*"), concat_attrs=("hidden", "weight")).of(fields)[0] == [None] * num
+        assert BatchSelection(("reward", "*")).of(fields)[1] == {"hidden": [None] * num, "weight": [0.5] * num}
     with pytest.raises(ReplayError, match=r"transition 1 of an episode differs from its first one in \['hidden'\]"):
         flatten_episode([steps[0], transition(1, hidden=1.0, weight=0.5)])
     with pytest.raises(ReplayError, match="field hidden/none is missing"):
@@ -154,7 +156,7 @@ def test_episodes_and_attributes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ReplayError, match="have different shapes"):
         flatten_episode([transition(0), transition(1, state={"state": torch.zeros(1, 3)})])
     with pytest.raises(ReplayError, match=r"no attribute 'rewards'; they have \['state', 'action', 'next_state', "):
-        Wanted(("rewards",)).of(fields_of(0))
+        BatchSelection(("rewards",)).of(fields_of(0))
 
 
 # A member's transitions.
@@ -311,7 +313,7 @@ def test_an_episode_in_one_piece_is_the_same_as_its_transitions() -> None:
 
 
 def test_a_batch_of_episodes_is_a_sequence_of_them() -> None:
-    episodes = Episodes(np.array([0, 2, 3]), {"state": {"x": torch.arange(3)}, "reward": torch.arange(3.0)})
+    episodes = EpisodeList(np.array([0, 2, 3]), {"state": {"x": torch.arange(3)}, "reward": torch.arange(3.0)})
     assert len(episodes) == 2 and [episode["reward"].tolist() for episode in episodes] == [[0.0, 1.0], [2.0]]
     assert episodes[-1]["state"]["x"].tolist() == [2]
     with pytest.raises(IndexError):

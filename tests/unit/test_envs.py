@@ -16,21 +16,21 @@ import toy_envs as toy
 from echelon.config import EnvConfig
 from echelon.envs.loop import LoopGroup
 from echelon.envs.make import describe_callable, env_seeds, make_group, probe_spaces, resolve
-from echelon.envs.vector import EnvFailed, Group, StepRows, VectorGroup
+from echelon.envs.vector import EnvFailed, EnvGroup, StepRows, VectorGroup
 from echelon.errors import ConfigError, EnvError
 from echelon.schema import space_leaves
 
 TOYS = Path(__file__).parents[1] / "toy_envs.py"
 
 
-def empty_rows(group: Group) -> StepRows:
+def empty_rows(group: EnvGroup) -> StepRows:
     """Rows full of what no environment writes, so that a row left out shows."""
     K = group.num_envs
     leaves = [np.full((K, *leaf.shape), 77, leaf.dtype) for leaf in space_leaves(group.spaces.observation)]
     return StepRows(leaves, np.full(K, np.nan, np.float32), *(np.ones(K, np.bool_) for _ in range(3)))
 
 
-def rollout(group: Group, actions: Any) -> dict[str, Any]:
+def rollout(group: EnvGroup, actions: Any) -> dict[str, Any]:
     """Every row of a reset and `len(actions)` steps, stacked over time; closes the group."""
     rows = empty_rows(group)
     group.reset(rows.observation)
@@ -366,7 +366,7 @@ def test_restart_replaces_only_the_environment_that_raised() -> None:
 
 
 def test_a_restart_that_fails_is_tried_three_times() -> None:
-    def run(failures: int) -> Group:
+    def run(failures: int) -> EnvGroup:
         kwargs = {"log": {"failures": failures}, "fail_at": 1, "where": "remake"}
         group = make_group(EnvConfig(id=toy.FragileEnv, kwargs=kwargs, on_error="restart"), [70])
         rollout(group, np.zeros((4, 1), np.int64))

@@ -32,7 +32,7 @@ from echelon.hosts.messages import (
 from echelon.hosts.ownership import Ownership
 from echelon.roles.carrier import Carrier
 from echelon.transport.channel import HEADER
-from echelon.transport.channel_client import Client, Request
+from echelon.transport.channel_client import Client, PendingRequest
 from echelon.transport.channel_server import Server
 from echelon.transport.shared_memory import SlotRing, WeightsBoard
 from echelon.transport.slot_wire import SLOTS, SlotBytes
@@ -50,7 +50,7 @@ class Peer:
         self.client = Client("the run", engine.address, None, MAX_BYTES, name=name.encode())
         self.request = JoinRequest(__version__, name, 1)
 
-    def until(self, request: Request) -> Any:
+    def until(self, request: PendingRequest) -> Any:
         """The answer, while the head looks at its messages."""
 
         def answered() -> bool:
@@ -244,9 +244,11 @@ def carrier(shm_dir: Path) -> Iterator[Any]:
     ring.close()
 
 
-def send(scene: Any, count: int, value: int, token: int = 5, stream: int = 1) -> Request:
+def send(scene: Any, count: int, value: int, token: int = 5, stream: int = 1) -> PendingRequest:
     parts = [bytearray(HEADER.size), np.full(64, value, np.uint8).data]
-    request: Request = scene.client.ask(SLOTS, lambda: parts, number=2 * count + stream + 1, own=(stream, count, token))
+    request: PendingRequest = scene.client.ask(
+        SLOTS, lambda: parts, number=2 * count + stream + 1, own=(stream, count, token)
+    )
     end = time.monotonic() + 0.3
     while request.answer is None and time.monotonic() < end:
         scene.carrier.server.take(10)

@@ -13,7 +13,7 @@ import pytest
 
 from echelon.errors import Refused, TransportError
 from echelon.transport import blocks, ring
-from echelon.transport.blocks import IDLE_S, LEAST_BYTES, MOST_BLOCKS, POOL_BYTES, Block, BlockPool, size_class
+from echelon.transport.blocks import IDLE_S, LEAST_BYTES, MOST_BLOCKS, POOL_BYTES, BlockPool, SharedBlock, size_class
 from echelon.transport.lines import LineReader
 from echelon.transport.ring import BEGIN, END, MESSAGE, MIDDLE, PIECE_BYTES, RING_BYTES, SKIP
 from line_pair import Pair, frames_of
@@ -98,7 +98,7 @@ class TestThePool:
         """Whatever sizes come in whatever number at once, for however long."""
         pool, rng = BlockPool(shm_dir, "p"), random.Random(0)
         used: dict[int, float] = {}
-        taken: list[Block] = []
+        taken: list[SharedBlock] = []
         for _ in range(500):
             clock[0] += rng.random()
             block = pool.find(rng.randrange(1, 32 * LEAST_BYTES))

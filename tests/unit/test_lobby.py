@@ -15,7 +15,7 @@ from echelon.roles.lobby import await_spaces
 from echelon.roles.own import StateLayout
 from echelon.schema import Spaces
 from echelon.transport.channel import HEADER
-from echelon.transport.channel_client import Client, Request
+from echelon.transport.channel_client import Client, PendingRequest
 from echelon.transport.episode_wire import EPISODES, PROTOCOL, TASK, Arrive, Ask, Score, pack
 from stage import Stage
 
@@ -28,7 +28,7 @@ class Crowd:
     """Workers that come one after the other as soon as a lobby is open, each on a connection of its own."""
 
     def __init__(self, *messages: Any) -> None:
-        self.messages, self.told, self.clients = messages, list[str](), list[tuple[Client, Request]]()
+        self.messages, self.told, self.clients = messages, list[str](), list[tuple[Client, PendingRequest]]()
 
     def tell(self, text: str) -> None:
         self.told.append(text)

@@ -32,9 +32,9 @@ from echelon.world.functions import Scope
 from echelon.world.messages import Deferred
 from echelon.world.node import Node
 from echelon.world.node_thread import NodeThread
-from echelon.world.registry import OK, Group, Registry
+from echelon.world.registry import OK, GroupRecord, Registry
 from echelon.world.switchboard import Switchboard
-from echelon.world.watch import SILENCE_S, Card, Watch, write_card
+from echelon.world.watch import SILENCE_S, Card, MemberWatch, write_card
 from running import TESTS, wait_until
 
 FAR = Card(-1, 1, "/nowhere", "", "", "", 0)  # of a member that must be heard of
@@ -94,7 +94,7 @@ def test_siblings_of_two_containers_do_not_meet(tmp_path: Path, monkeypatch: pyt
 
 def test_the_thread_of_a_node_ends_without_waiting_for_its_tick(host: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_thread, "TICK_S", 600.0)
-    thread = NodeThread(host, Watch(lambda one, why: None), lambda: None, lambda error: None)
+    thread = NodeThread(host, MemberWatch(lambda one, why: None), lambda: None, lambda error: None)
     thread.start()
     done: list[str] = []
     thread.do(lambda: done.append("before"))
@@ -114,7 +114,7 @@ def test_no_other_thread_polls_a_node_that_has_one(host: Node, monkeypatch: pyte
         return poll(node, *args)
 
     monkeypatch.setattr(Node, "poll", noted)
-    thread = NodeThread(host, Watch(lambda one, why: None), lambda: None, lambda error: None)
+    thread = NodeThread(host, MemberWatch(lambda one, why: None), lambda: None, lambda error: None)
     thread.start()
     with Node.join(host.address, "m1", timeout_s=PATIENCE_S) as node:
         assert node.members == ["m0", "m1"]
@@ -126,7 +126,7 @@ def test_the_dead_are_heard_out_before_they_are_told_of(host: Node, tmp_path: Pa
     """Their last words may still lie in our sockets when their process has ended."""
     told: list[str] = []
     host.serve("last", told.append)
-    watch = Watch(lambda member, why: told.append(why))
+    watch = MemberWatch(lambda member, why: told.append(why))
     NodeThread(host, watch, lambda: None, lambda error: None)  # not started: we look in its place
     code = f"""
 import sys
@@ -151,7 +151,7 @@ def test_whoever_opens_again_is_served_once_and_nobody_after_the_end(shm_dir: Pa
     """Its first try took too long, so it gave it up."""
     with Node.host(f"ipc://{shm_dir}/door", "m0") as node:
         card = write_card(0, 1, shm_dir)
-        thread = NodeThread(node, Watch(lambda one, why: None), lambda: None, lambda error: None)
+        thread = NodeThread(node, MemberWatch(lambda one, why: None), lambda: None, lambda error: None)
         switchboard = Switchboard(thread, card, Scope(__name__), DEFAULT_LIMITS)
         writers = [LineWriter(shm_dir, name) for name in ("first", "second")]
         for writer in writers:
@@ -168,7 +168,7 @@ def test_whoever_opens_again_is_served_once_and_nobody_after_the_end(shm_dir: Pa
 def test_a_watch_that_was_stopped_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     now, died = 1000.0, []
     monkeypatch.setattr(watch_module.time, "monotonic", lambda: now)
-    watch = Watch(lambda member, why: died.append((member.name, why)))
+    watch = MemberWatch(lambda member, why: died.append((member.name, why)))
     assert not watch.add(Member("far", "ipc:///nowhere/far", 1, "first", FAR.to_wire()), FAR)
     now += 3 * SILENCE_S  # nobody looked meanwhile
     watch.look()
@@ -227,7 +227,7 @@ def test_a_host_that_was_stopped_lets_in_who_knocked_meanwhile(
 
 
 def test_a_barrier_is_passed_by_all_or_by_none() -> None:
-    group = Group("g", ["a", "b"])
+    group = GroupRecord("g", ["a", "b"])
     group.come("a", 1)
     group.come("b", 7)
     assert group.withdraw("a", 1) == OK  # it gave up just when the other came
@@ -272,7 +272,10 @@ def test_a_broken_thread_tells_those_who_wait(tmp_path: Path, capsys: pytest.Cap
                 raise RuntimeError("a bug")
 
         thread = NodeThread(
-            node, Watch(lambda one, why: None), tick, lambda error: thread.fail(lambda: TransportError(str(error)))
+            node,
+            MemberWatch(lambda one, why: None),
+            tick,
+            lambda error: thread.fail(lambda: TransportError(str(error))),
         )
         thread.start()
         try:

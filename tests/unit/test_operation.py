@@ -9,10 +9,10 @@ import pytest
 
 from echelon.errors import PeerLost, TransportError
 from echelon.world import operation
-from echelon.world.operation import Circle, Operation, Seat
+from echelon.world.operation import Circle, CollectiveMembers, Operation
 from echelon.world.store import WorldStore
 
-SEAT = Seat("0-1.1", (0, 1), ("a", "b"), 0, timeout_s=60.0)
+SEAT = CollectiveMembers("0-1.1", (0, 1), ("a", "b"), 0, timeout_s=60.0)
 
 
 class Work:

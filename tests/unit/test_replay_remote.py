@@ -24,7 +24,7 @@ from echelon.replay.remote import Link
 from echelon.replay.sampled import Mass, Sampled
 from echelon.replay.shard import Shard, ShardWriter
 from echelon.replay.sharded import Replay
-from echelon.replay.wire import Question, Wire
+from echelon.replay.wire import ReplayRequest, ReplayWire
 from echelon.servers import shards as server_module
 from echelon.servers.shards import ShardServer
 from echelon.transport import channel_client
@@ -45,7 +45,7 @@ class Host:
 
     def __init__(self, folder: Path, shards: Sequence[int], layout: ShardLayout) -> None:
         folder.mkdir()
-        self.folder, self.wire = folder, Wire(layout, shards, RULE)
+        self.folder, self.wire = folder, ReplayWire(layout, shards, RULE)
         self.shards = {index: Shard.at(folder, index, layout) for index in shards}
         self.writers = {index: ShardWriter(shard) for index, shard in self.shards.items()}
         self.limiter = Limiter.at(folder, RULE)
@@ -359,7 +359,7 @@ class TestDeaths:
         replay, hear, lost = Replay(scene.readers(), ALPHA), ShardServer._answer, list[Delivery]()
         caught_up(scene, replay)
 
-        def lose_one(server: ShardServer, message: Message, question: Question) -> None:
+        def lose_one(server: ShardServer, message: Message, question: ReplayRequest) -> None:
             if message.service.delivery is delivery and not lost:
                 lost.append(delivery)
             else:
@@ -467,7 +467,7 @@ class TestStrangers:
         wire, server = scene.far.wire, scene.far.server
         assert server is not None
         counts, since = np.zeros(wire.num_counts, np.int64), np.array([-1, -1])
-        body = bytes(wire.question(Question(counts, since, [np.arange(2)] * 2)))[HEADER.size :]
+        body = bytes(wire.question(ReplayRequest(counts, since, [np.arange(2)] * 2)))[HEADER.size :]
         head = HEADER.pack(MAGIC, Kind.ASK, wire.items.digest, wire.items.layout, 5, 0, 0, 0)
         good = head + body
         bad = [b"", b"junk", good[:-8], good + bytes(8), good[:8] + bytes(8) + good[16:], [good, b"more"]]
@@ -487,7 +487,7 @@ class TestStrangers:
         assert_same(*(r.sample(BATCH, 0.4, np.random.default_rng(9)) for r in (replay, scene.in_place())))
 
     def test_a_learner_of_another_run_is_told(self, scene: Scene) -> None:
-        other = Wire(item_layout(FIELDS, CAPACITY + 1), [1, 2], RULE)
+        other = ReplayWire(item_layout(FIELDS, CAPACITY + 1), [1, 2], RULE)
         link = Link(scene.far.address, other, scene.columns[1:], scene.near.limiter, SECRET)
         with pytest.raises(Refused, match="it was made for another layout of replay news"):
             link.arrive(30.0)

@@ -14,25 +14,25 @@ from hypothesis import strategies as st
 from echelon.errors import Refused
 from echelon.replay.layout import ReplayError, item_layout
 from echelon.replay.limiter import LimiterRule
-from echelon.replay.wire import MAX_COUNT, MAX_NEWS, Answer, Question, Wire
+from echelon.replay.wire import MAX_COUNT, MAX_NEWS, ReplayReply, ReplayRequest, ReplayWire
 from echelon.transport.channel import NUM_WORDS
 
 Array = np.ndarray[Any, Any]
 RULE = LimiterRule(4.0, 10, 100, batch=16, chunk=4, num_shards=3)
 FIELDS: dict[str, Any] = {"number": ((), np.int64), "eye": ((2, 3), np.uint8)}
-WIRE = Wire(item_layout(FIELDS, 50), [0, 2], RULE)
-STACKED = Wire(item_layout(FIELDS, 50, {"eye": "frames"}), [0, 2], RULE)
+WIRE = ReplayWire(item_layout(FIELDS, 50), [0, 2], RULE)
+STACKED = ReplayWire(item_layout(FIELDS, 50, {"eye": "frames"}), [0, 2], RULE)
 
 
-def question(numbers: tuple[list[int], list[int]] = ([1, 2], [3])) -> Question:
-    return Question(np.arange(5), np.array([-1, 5]), [np.array(n, np.int64) for n in numbers])
+def question(numbers: tuple[list[int], list[int]] = ([1, 2], [3])) -> ReplayRequest:
+    return ReplayRequest(np.arange(5), np.array([-1, 5]), [np.array(n, np.int64) for n in numbers])
 
 
 def words_of(frame: bytes | memoryview) -> Array:
     return np.frombuffer(frame, np.int64).copy()
 
 
-def answer_frames(num_items: int, news: tuple[int, int] = (0, 0), wire: Wire = WIRE) -> list[bytes]:
+def answer_frames(num_items: int, news: tuple[int, int] = (0, 0), wire: ReplayWire = WIRE) -> list[bytes]:
     """An answer about items 0, 1, … of the first shard, with so many news of each."""
     words = np.array([0, 10, 5, 20, 2, 2 + news[0], 5, 5 + news[1]])
     first = words.tobytes() + np.ones(sum(news)).tobytes() + bytes([1] * num_items)
@@ -89,7 +89,7 @@ class TestQuestions:
             WIRE.understand([good.tobytes(), b""])
 
     def test_services_of_other_shards_are_others(self) -> None:
-        others = Wire(WIRE.layout, [0, 1], RULE)
+        others = ReplayWire(WIRE.layout, [0, 1], RULE)
         assert WIRE.items.layout != others.items.layout and WIRE.news.layout != others.news.layout
 
     def test_an_announcement_whose_sum_overflows_is_refused(self) -> None:
@@ -101,7 +101,7 @@ class TestQuestions:
 
 class TestAnswers:
     def test_what_is_answered_is_read(self) -> None:
-        answer = Answer(WIRE, 99, answer_frames(3, (2, 1)), [3, 0])
+        answer = ReplayReply(WIRE, 99, answer_frames(3, (2, 1)), [3, 0])
         assert answer.birth == 99 and answer.windows.tolist() == [[0, 10], [5, 20]]
         assert answer.news.tolist() == [[2, 4], [5, 6]] and [len(part) for part in answer.priorities] == [2, 1]
         block = WIRE.layout.block(3)
@@ -120,24 +120,24 @@ class TestAnswers:
     )
     def test_what_does_not_fit_is_refused(self, frames: list[bytes], reason: str) -> None:
         with pytest.raises(Refused, match=reason):
-            Answer(WIRE, 99, frames, [3, 0])
+            ReplayReply(WIRE, 99, frames, [3, 0])
 
     @pytest.mark.parametrize("news", [(-1, 0), (MAX_NEWS + 1, 0), (2**62, 2**62)])
     def test_news_of_no_size_are_refused(self, news: tuple[int, int]) -> None:
         words = words_of(answer_frames(0)[0])
         words[4:] = 0, news[0], 0, news[1]
         with pytest.raises(Refused, match="do not hold the news"):
-            Answer(WIRE, 99, [words.tobytes()], [0, 0])
+            ReplayReply(WIRE, 99, [words.tobytes()], [0, 0])
 
     def test_a_priority_that_no_item_has_is_refused(self) -> None:
         frame = bytearray(answer_frames(0, (1, 0))[0])
         frame[-8:] = np.array([np.nan]).tobytes()
         with pytest.raises(ReplayError, match="priority 0 of 1 is nan"):
-            Answer(WIRE, 99, [bytes(frame)], [0, 0])
+            ReplayReply(WIRE, 99, [bytes(frame)], [0, 0])
 
     def test_frames_that_the_rows_do_not_name_are_refused(self) -> None:
         frames = answer_frames(2, wire=STACKED)  # both items have frame 0, twice
         one = np.zeros(1, STACKED.stacked[0].row).tobytes()
-        assert Answer(STACKED, 99, [*frames, one], [2, 0]).into(0, STACKED.layout.block(2)).all()
+        assert ReplayReply(STACKED, 99, [*frames, one], [2, 0]).into(0, STACKED.layout.block(2)).all()
         with pytest.raises(Refused, match="bytes of ring frames are not 1 frames"):
-            Answer(STACKED, 99, [*frames, one + one], [2, 0])
+            ReplayReply(STACKED, 99, [*frames, one + one], [2, 0])

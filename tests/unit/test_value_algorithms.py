@@ -18,7 +18,7 @@ from echelon.algorithms import Ddpg, Dqn, Model, Sac, build_algorithm
 from echelon.algorithms.exploration import Exploration, Explorer, epsilon_ladder, noise_ladder
 from echelon.algorithms.model import Action, FlatModule, Mirror, Policy
 from echelon.algorithms.protocol import Loss
-from echelon.algorithms.target import Target
+from echelon.algorithms.target import TargetNetwork
 from echelon.algorithms.value_networks import Critic, DuelingNetwork, HeadNetwork
 from echelon.config import (
     AlgorithmConfig,
@@ -265,7 +265,7 @@ def test_pixels_and_any_depth(config: AlgorithmConfig, hidden: tuple[int, ...]) 
 
 def test_targets_follow_softly_or_are_copied() -> None:
     source = FlatModule(nn.Linear(3, 2), "cpu")
-    soft, hard = Target(source, tau=0.25), Target(source)
+    soft, hard = TargetNetwork(source, tau=0.25), TargetNetwork(source)
     start = source.parameters.clone()
     source.parameters += 1.0
     soft.follow()

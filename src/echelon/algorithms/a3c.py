@@ -24,7 +24,7 @@ from torch import Tensor
 from echelon.algorithms.actor_critic import RewardScale, actor_critic_loss
 from echelon.algorithms.model import Model
 from echelon.algorithms.peers import ALONE, Peers
-from echelon.algorithms.protocol import Group, Loss
+from echelon.algorithms.protocol import Loss, ParameterGroup
 from echelon.custom_network import CustomNetwork
 from echelon.errors import ConfigError
 from echelon.layers import Normalizer
@@ -130,7 +130,7 @@ class GradientServer:
                 "add up over actors. Use --network.normalize-observation with the networks here, or impala or ppo."
             )
         self.config, self.model = config, model
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, ParameterGroup] = {}
         self.rewards = RewardScale(clip=0.0, normalize=config.normalize_reward, discount=config.discount)
         self.normalizers = normalizers(model)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from echelon.algorithms.model import Model
 from echelon.algorithms.peers import ALONE, Peers, normalize
-from echelon.algorithms.protocol import Group, Loss
+from echelon.algorithms.protocol import Loss, ParameterGroup
 from echelon.errors import ConfigError
 from echelon.networks import action_mask
 from echelon.objectives.policy_gradient import VTrace, masked_mean, policy_gradient_loss, value_loss
@@ -54,7 +54,7 @@ class Passes:
 
     def __init__(self, config: ImpalaConfig | PpoConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
         self.model, self.peers = model, peers
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, ParameterGroup] = {}
         self.num_passes, self.num_pieces = config.epochs, config.minibatches
         self.generator = torch.Generator().manual_seed(seed)
         self.has_statistics = model.network.has_statistics

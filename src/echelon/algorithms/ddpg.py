@@ -13,9 +13,9 @@ import torch
 
 from echelon.algorithms.model import Model
 from echelon.algorithms.peers import ALONE, Peers, embed, extract
-from echelon.algorithms.protocol import Group, Loss
+from echelon.algorithms.protocol import Loss, ParameterGroup
 from echelon.algorithms.replayed import Replayed
-from echelon.algorithms.target import Target
+from echelon.algorithms.target import TargetNetwork
 from echelon.objectives.values import clipped_double_targets, huber_loss, smoothed_actions
 from echelon.presets.ddpg import DdpgConfig
 from echelon.schema import TransitionBatch
@@ -28,9 +28,9 @@ class Ddpg(Replayed):
         super().__init__(model, seed, peers)
         self.config = config
         self.critic = self.build_critic(config.num_critics, seed + 1)
-        self.groups["critic"] = Group(self.critic, config.critic_learning_rate)
-        self.target_critic = Target(self.critic, tau=config.target_tau)
-        self.target_policy = Target(model, tau=config.target_tau)
+        self.groups["critic"] = ParameterGroup(self.critic, config.critic_learning_rate)
+        self.target_critic = TargetNetwork(self.critic, tau=config.target_tau)
+        self.target_policy = TargetNetwork(model, tau=config.target_tau)
         self.targets |= {"critic": self.target_critic, "policy": self.target_policy}
 
     @property

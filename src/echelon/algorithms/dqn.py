@@ -15,7 +15,7 @@ from echelon.algorithms.model import Model
 from echelon.algorithms.peers import ALONE, Peers
 from echelon.algorithms.protocol import Loss
 from echelon.algorithms.replayed import Replayed
-from echelon.algorithms.target import Target
+from echelon.algorithms.target import TargetNetwork
 from echelon.networks import action_mask
 from echelon.objectives.distributions import forbid
 from echelon.objectives.values import double_q_errors, huber_loss
@@ -29,7 +29,7 @@ class Dqn(Replayed):
     def __init__(self, config: DqnConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
         super().__init__(model, seed, peers)
         self.config = config
-        self.target = Target(model, tau=config.target_tau or 1.0)
+        self.target = TargetNetwork(model, tau=config.target_tau or 1.0)
         self.targets["model"] = self.target
 
     @property

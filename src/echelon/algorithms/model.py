@@ -32,7 +32,7 @@ PRECISION = torch.float32  # of parameters
 NUM_TOLD = 16  # numbers that learners tell each other with a gradient
 
 
-class WeightsBoard(Protocol):
+class WeightsReader(Protocol):
     """Where newer weights lie."""
 
     @property
@@ -207,7 +207,7 @@ class Mirror:
                 offset += part.nbytes
             flat.bind(views)
 
-    def follow(self, board: WeightsBoard) -> int:
+    def follow(self, board: WeightsReader) -> int:
         """Takes over newer weights if there are any; returns the version that acts from now on."""
         if board.version > self.version:
             self.version = board.read(self.memory)

@@ -14,7 +14,7 @@ POLICY = "policy"  # the group of the model's own parameters
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParameterGroup:
     """Parameters that have an optimizer to themselves."""
 
     module: FlatModule
@@ -42,7 +42,7 @@ class Algorithm(Protocol):
     model: Model
 
     @property
-    def groups(self) -> Mapping[str, Group]:
+    def groups(self) -> Mapping[str, ParameterGroup]:
         """What it learns beside the model, by name: critics, a temperature."""
 
     def minibatches(self, batch: Any) -> Iterable[Any]:

@@ -20,7 +20,7 @@ from echelon.algorithms.dqn import Dqn
 from echelon.algorithms.model import Model
 from echelon.algorithms.peers import ALONE, Peers
 from echelon.algorithms.protocol import Loss
-from echelon.algorithms.value_networks import Acting, DuelingNetwork, HeadNetwork, without_memory
+from echelon.algorithms.value_networks import DuelingNetwork, HeadNetwork, PolicyParts, without_memory
 from echelon.config import NetworkConfig
 from echelon.errors import ConfigError
 from echelon.layers import State
@@ -80,7 +80,7 @@ class QuantileNetwork(PolicyNetwork):
         self.inner.update_normalizer(observation, valid)
 
 
-def quantile_values(config: NetworkConfig, spaces: Spaces, algorithm: QrDqnConfig) -> Acting:
+def quantile_values(config: NetworkConfig, spaces: Spaces, algorithm: QrDqnConfig) -> PolicyParts:
     """What acts: action values that are means of quantiles."""
     if config.name != "auto":
         raise ConfigError(

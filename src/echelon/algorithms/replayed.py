@@ -11,8 +11,8 @@ from torch import Tensor
 
 from echelon.algorithms.model import FlatModule, Model
 from echelon.algorithms.peers import ALONE, Peers, embed, extract
-from echelon.algorithms.protocol import Group, Loss
-from echelon.algorithms.target import Target
+from echelon.algorithms.protocol import Loss, ParameterGroup
+from echelon.algorithms.target import TargetNetwork
 from echelon.algorithms.value_networks import Critic
 from echelon.objectives.distributions import Sample
 from echelon.objectives.values import priorities
@@ -24,8 +24,8 @@ class Replayed(ABC):
 
     def __init__(self, model: Model, seed: int, peers: Peers = ALONE) -> None:
         self.model, self.peers = model, peers
-        self.groups: dict[str, Group] = {}
-        self.targets: dict[str, Target] = {}
+        self.groups: dict[str, ParameterGroup] = {}
+        self.targets: dict[str, TargetNetwork] = {}
         self.seed, self.generator = seed, torch.Generator(model.device).manual_seed(seed)
         self.num_learned = 0  # batches
         self.errors = torch.zeros(0)  # of the last minibatch: (B,), or (N, B) of N critics

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from echelon.algorithms.model import FlatModule, Model
 from echelon.algorithms.peers import ALONE, Peers
-from echelon.algorithms.protocol import Group, Loss
+from echelon.algorithms.protocol import Loss, ParameterGroup
 from echelon.algorithms.replayed import Replayed
-from echelon.algorithms.target import Target
+from echelon.algorithms.target import TargetNetwork
 from echelon.networks import action_mask
 from echelon.objectives.distributions import Categorical
 from echelon.objectives.values import expected_soft_value, huber_loss, soft_targets, temperature_loss
@@ -40,12 +40,12 @@ class Sac(Replayed):
         super().__init__(model, seed, peers)
         self.config = config
         self.critic = self.build_critic(config.num_critics, seed + 1)
-        self.groups["critic"] = Group(self.critic, config.critic_learning_rate)
-        self.target = Target(self.critic, tau=config.target_tau)
+        self.groups["critic"] = ParameterGroup(self.critic, config.critic_learning_rate)
+        self.target = TargetNetwork(self.critic, tau=config.target_tau)
         self.targets["critic"] = self.target
         self.warmth = FlatModule(Temperature(config.temperature), model.device)
         if config.learn_temperature:
-            self.groups["temperature"] = Group(self.warmth, config.temperature_learning_rate)
+            self.groups["temperature"] = ParameterGroup(self.warmth, config.temperature_learning_rate)
         self.discrete = isinstance(model.distribution, Categorical)
         self.target_entropy = self._target_entropy()
 

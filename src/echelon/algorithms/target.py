@@ -11,7 +11,7 @@ from echelon.algorithms.model import FlatModule
 from echelon.schema import Tree
 
 
-class Target:
+class TargetNetwork:
     """A copy of a network that follows it, by the part `tau` of the way at a time."""
 
     def __init__(self, source: FlatModule, *, tau: float = 1.0) -> None:

@@ -123,7 +123,7 @@ class Critic(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Acting:
+class PolicyParts:
     """What acts: a network and how its parameters become actions; with a critic where actors need one."""
 
     network: PolicyNetwork
@@ -136,31 +136,31 @@ def acting_distribution(algorithm: AlgorithmConfig, action_space: gym.Space[Any]
     return make_distribution(action_space, algorithm.distribution)
 
 
-def build_acting(config: NetworkConfig, spaces: Spaces, algorithm: AlgorithmConfig) -> Acting:
+def build_acting(config: NetworkConfig, spaces: Spaces, algorithm: AlgorithmConfig) -> PolicyParts:
     """What `algorithm` acts with; weights are drawn from torch's global generator, so seed it first."""
     build: Any = resolve(algorithm.network)
-    acting: Acting = build(config, spaces, algorithm)
+    acting: PolicyParts = build(config, spaces, algorithm)
     return acting
 
 
-def actor_critic(config: NetworkConfig, spaces: Spaces, algorithm: AlgorithmConfig) -> Acting:
+def actor_critic(config: NetworkConfig, spaces: Spaces, algorithm: AlgorithmConfig) -> PolicyParts:
     """Action parameters and state values, with or without memory."""
     distribution = acting_distribution(algorithm, spaces.action)
-    return Acting(build_network(config, spaces, distribution.num_params), distribution)
+    return PolicyParts(build_network(config, spaces, distribution.num_params), distribution)
 
 
-def head(config: NetworkConfig, spaces: Spaces, algorithm: AlgorithmConfig) -> Acting:
+def head(config: NetworkConfig, spaces: Spaces, algorithm: AlgorithmConfig) -> PolicyParts:
     return without_memory(config, spaces, HeadNetwork, algorithm)
 
 
-def action_values(config: NetworkConfig, spaces: Spaces, algorithm: DqnConfig) -> Acting:
+def action_values(config: NetworkConfig, spaces: Spaces, algorithm: DqnConfig) -> PolicyParts:
     return without_memory(config, spaces, DuelingNetwork if algorithm.dueling else HeadNetwork, algorithm)
 
 
-def head_and_critic(config: NetworkConfig, spaces: Spaces, algorithm: DdpgConfig) -> Acting:
+def head_and_critic(config: NetworkConfig, spaces: Spaces, algorithm: DdpgConfig) -> PolicyParts:
     acting = head(config, spaces, algorithm)
     critic = Critic(config, spaces, algorithm.num_critics) if algorithm.publish_critic else None
-    return Acting(acting.network, acting.distribution, critic)
+    return PolicyParts(acting.network, acting.distribution, critic)
 
 
 def without_memory(
@@ -168,7 +168,7 @@ def without_memory(
     spaces: Spaces,
     auto: Callable[[NetworkConfig, Spaces, int], PolicyNetwork],
     algorithm: AlgorithmConfig,
-) -> Acting:
+) -> PolicyParts:
     """`auto`, or the user's network, for a rule that learns from single transitions."""
     distribution = acting_distribution(algorithm, spaces.action)
     network = build_network(config, spaces, distribution.num_params, auto)
@@ -178,4 +178,4 @@ def without_memory(
             f"{what} remembers, but {algorithm.name} learns from single transitions, which hold no state. Use a "
             "network without memory (stack frames in the environment instead), or impala or ppo."
         )
-    return Acting(network, distribution)
+    return PolicyParts(network, distribution)

@@ -99,7 +99,7 @@ class AsyncWorker:
         try:
             while True:
                 task = self.line.ask(Ask(PROTOCOL), Task)
-                stage = Stage(self, task)
+                stage = TaskRunner(self, task)
                 try:
                     while not episodes or self.num_episodes < episodes:
                         stage.step()
@@ -121,7 +121,7 @@ class AsyncWorker:
         return self._number
 
 
-class Stage:
+class TaskRunner:
     """A worker's environments and policy, for one task."""
 
     def __init__(self, worker: AsyncWorker, task: Task) -> None:

@@ -54,7 +54,7 @@ class Feed:
             rng.random(out=out, dtype=np.float32)
 
 
-class Tally:
+class FeederCounts:
     """What the feeders count while they are measured, in a segment that the bench reads."""
 
     def __init__(self, folder: Path, num_feeders: int) -> None:
@@ -84,7 +84,7 @@ class Feeder:
     def __init__(self, config: dict[str, Any]) -> None:
         feed, folder = Feed(**config["feed"]), Path(config["session"])
         self.index = int(config["index"])
-        self.tally = Tally(folder, feed.num_feeders)
+        self.tally = FeederCounts(folder, feed.num_feeders)
         board = ActBoard(folder, feed.layout)
         shape = (feed.rows, *feed.shape)
         nbytes = int(np.prod(shape)) * np.dtype(feed.dtype).itemsize

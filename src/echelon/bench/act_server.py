@@ -13,7 +13,7 @@ import numpy as np
 
 from echelon.algorithms.model import Model
 from echelon.bench.act import ActSetting
-from echelon.bench.act_feeder import MEASURE, NUM_GROUPS, STOP, Feed, Tally
+from echelon.bench.act_feeder import MEASURE, NUM_GROUPS, STOP, Feed, FeederCounts
 from echelon.bench.harness import Progress, repeat
 from echelon.bench.processes import Processes, one_thread, session_in
 from echelon.config import NetworkConfig
@@ -52,14 +52,14 @@ def device_of(setting: ActSetting) -> str:
 def measure(setting: ActSetting, progress: Progress) -> dict[str, Any]:
     """The server alone, and fed."""
     with session_in(setting.shm_dir) as session, one_thread():
-        serving = Serving(setting, make_model(setting, device_of(setting)), session, progress)
+        serving = MeasuredServer(setting, make_model(setting, device_of(setting)), session, progress)
         try:
             return {"batch": setting.batch, "alone": serving.alone(), **serving.fed()}
         finally:
             serving.close()
 
 
-class Serving:
+class MeasuredServer:
     """The server of one measurement and the memory it shares with its feeders."""
 
     def __init__(self, setting: ActSetting, model: Model, session: Path, progress: Progress) -> None:
@@ -72,7 +72,7 @@ class Serving:
         self.board = ActBoard(session, self.layout)
         weights = WeightsBoard(session, model.nbytes)
         weights.publish(model.parts(), 1)
-        self.tally = Tally(session, setting.num_feeders)
+        self.tally = FeederCounts(session, setting.num_feeders)
         self.timings = Timings()
         self.answerer: PolicyAnswerer | CudaAnswerer
         if model.device.type == "cpu":

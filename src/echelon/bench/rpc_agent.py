@@ -125,7 +125,7 @@ class AgentPolicy:
         return draw
 
 
-class PolicyAnswerer:
+class RandomAnswerer:
     """Lays down random actions of the policy, and writes down how long each round took."""
 
     def __init__(self, setting: RpcSetting, board: ActBoard, results: Results) -> None:
@@ -162,7 +162,7 @@ class SeatAgent:
             address = f"tcp://{setting.master_addr}:{setting.master_port}"
             door = ActDoor(self.board, 0, address, secret_from_environment())
             self.results.agent[1] = int(door.address.rpartition(":")[2])
-        self.server = InferenceServer(self.batcher, PolicyAnswerer(setting, self.board, self.results), door)
+        self.server = InferenceServer(self.batcher, RandomAnswerer(setting, self.board, self.results), door)
         self.results.agent[0] = JOIN
 
     def step(self, timeout_s: float) -> bool:
@@ -184,7 +184,7 @@ class SeatAgent:
         self.server.close()
 
 
-class Pending(Protocol):
+class PendingAction(Protocol):
     """The answer to a call, as its library keeps it until it is there."""
 
     def set_result(self, action: int, /) -> None: ...
@@ -197,11 +197,11 @@ class CallAgent:
         self.policy, self.results = AgentPolicy(setting), results
         self.lock = threading.Lock()
         self.states = np.zeros((setting.num_observers, setting.num_inputs), np.float32)
-        self.waiting: dict[int, Pending] = {}  # by observer
+        self.waiting: dict[int, PendingAction] = {}  # by observer
         self.first_ns = 0
         self.policy.choose(self.states if setting.batch else self.states[:1])
 
-    def join_round(self, index: int, state: Array, pending: Pending) -> None:
+    def join_round(self, index: int, state: Array, pending: PendingAction) -> None:
         """Keeps the request of an observer until all have asked; the last one has all of them answered."""
         arrived_ns = monotonic_ns()
         with self.lock:

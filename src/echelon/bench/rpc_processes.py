@@ -202,7 +202,7 @@ def _ask(seat: Seat | RemoteSeat) -> None:
         pass
 
 
-class Coordinator:
+class BenchCoordinator:
     """One run, from the first process to the last."""
 
     preload: tuple[str, ...] = (__name__,)  # what the processes find imported
@@ -238,7 +238,7 @@ class Coordinator:
             self.progress(int(self.results.num_answered.sum()), self.setting.num_requests)
 
 
-def run(setting: RpcSetting, progress: Progress, kind: type[Coordinator] = Coordinator) -> Raw:
+def run(setting: RpcSetting, progress: Progress, kind: type[BenchCoordinator] = BenchCoordinator) -> Raw:
     """Measures `setting` with real processes on this machine; `kind` drives them."""
     if setting.transport == "tcp":
         check_port(setting)

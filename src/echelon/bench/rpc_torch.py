@@ -31,7 +31,7 @@ from echelon.bench import rpc_processes
 from echelon.bench.harness import Progress
 from echelon.bench.processes import ended, error_of, free_port
 from echelon.bench.rpc import Raw, RpcSetting, check_port
-from echelon.bench.rpc_processes import MEASURE, WARM_UP, Coordinator, Observer, Results, Standstill
+from echelon.bench.rpc_processes import MEASURE, WARM_UP, BenchCoordinator, Observer, Results, Standstill
 from echelon.engines.forkserver import die_with_parent, pack_failure
 from echelon.engines.process import Failure, failure_of
 from echelon.errors import ConfigError, EchelonError, RunError
@@ -70,7 +70,7 @@ def check_available(remedy: str) -> None:
         )
 
 
-class TorchCoordinator(Coordinator):
+class TorchCoordinator(BenchCoordinator):
     """Starts the ranks and watches over them; what coordinates the run is rank 0."""
 
     preload = (__name__, "echelon.bench.rpc_agent")

@@ -18,7 +18,7 @@ import torch
 
 from echelon.algorithms import build_algorithm
 from echelon.algorithms.a3c import A3c
-from echelon.algorithms.protocol import Group
+from echelon.algorithms.protocol import ParameterGroup
 from echelon.bench.harness import repeat
 from echelon.config import A3cConfig, TrainConfig
 from echelon.config import replace as replace_fields
@@ -27,7 +27,7 @@ from echelon.envs.vector import StepRows
 from echelon.networks import action_mask
 from echelon.replay.frames import FrameWriter
 from echelon.replay.shard import ShardWriter
-from echelon.roles.acting import Question
+from echelon.roles.acting import ActRequest
 from echelon.roles.context import Context
 from echelon.roles.frame_stacks import stack_leaves
 from echelon.roles.gradient_slots import write
@@ -45,7 +45,7 @@ RATE = 1e-12  # hardly a learning rate: the same data again would drive the weig
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class StepCost:
     """What one environment step costs in a stage: the medians over the chunks, in microseconds."""
 
     cpu_us: float
@@ -60,21 +60,21 @@ class Stage:
     num_steps: float
 
 
-def measure(stages: Mapping[str, Stage], *, num_chunks: int, chunk_s: float) -> dict[str, Cost]:
+def measure(stages: Mapping[str, Stage], *, num_chunks: int, chunk_s: float) -> dict[str, StepCost]:
     """The cost of every stage.
 
     The stages take turns, chunk by chunk, so that a slow moment of the machine falls on all of them alike.
     """
-    chunks: dict[str, list[Cost]] = {name: [] for name in stages}
+    chunks: dict[str, list[StepCost]] = {name: [] for name in stages}
     for stage in stages.values():
         stage.work()  # the first call allocates and compiles
     for _ in range(num_chunks):
         for name, stage in stages.items():
             done = repeat(stage.work, chunk_s)
             scale = 1e6 / (done.count * stage.num_steps)
-            chunks[name].append(Cost(scale * done.cpu_s, scale * done.wall_s))
+            chunks[name].append(StepCost(scale * done.cpu_s, scale * done.wall_s))
     return {
-        name: Cost(statistics.median(c.cpu_us for c in costs), statistics.median(c.wall_us for c in costs))
+        name: StepCost(statistics.median(c.cpu_us for c in costs), statistics.median(c.wall_us for c in costs))
         for name, costs in chunks.items()
     }
 
@@ -139,12 +139,12 @@ class Collecting:
         schema = self.schema = plan.schema
         views = self.views = schema.views(np.zeros(schema.nbytes, np.uint8))
         names, space = schema.observation_names, schema.spaces.observation
-        self.rows, self.questions = list[StepRows](), list[Question]()
+        self.rows, self.questions = list[StepRows](), list[ActRequest]()
         for t in range(schema.num_steps):
             later = [views[name][t + 1] for name in names]
             flags = [views[name][t] for name in ("terminated", "truncated", "valid")]
             self.rows.append(StepRows(later, views["reward"][t], *flags))
-            self.questions.append(Question.of(space, [views[name][t] for name in names], views["first"][t]))
+            self.questions.append(ActRequest.of(space, [views[name][t] for name in names], views["first"][t]))
         self.is_masked = action_mask(self.questions[0].observation) is not None
         self.random_actions = [] if self.is_masked else self._draw_actions()
         shape = (schema.num_steps, schema.num_envs, self.distribution.num_params)
@@ -199,7 +199,7 @@ class Collecting:
         self.group.close()
 
 
-class Learning:
+class LearnStage:
     """What a learner does with a batch, again and again: take it, learn from it, publish and admit.
 
     `feed` brings experience for one batch before every turn, so that nobody waits. Where actors bring gradients, it
@@ -212,7 +212,7 @@ class Learning:
         self.is_one_batch = not isinstance(source, GradientSource)
         self.model, self.board, self.account = plan.model, plan.board(), LossAccount()
         self.algorithm = build_algorithm(config.algorithm, plan.model, config.seed)
-        groups = {name: Group(group.module, RATE) for name, group in self.algorithm.groups.items()}
+        groups = {name: ParameterGroup(group.module, RATE) for name, group in self.algorithm.groups.items()}
         self.update = LocalUpdate(config.optimizer, plan.model, groups)
         self.learn_batch = make_learning(config, self.algorithm, self.update)
         self.num_learned = 0
@@ -247,7 +247,7 @@ class Learning:
         self.source.close()
 
 
-def make_learning_stage(plan: Plan, views: dict[str, Array], samples_per_step: float) -> Learning:
+def make_learning_stage(plan: Plan, views: dict[str, Array], samples_per_step: float) -> LearnStage:
     """Learning as the run's experience has it, from the trajectory `views`."""
     config, schema = plan.context.train, plan.schema
     plan.make()
@@ -256,11 +256,11 @@ def make_learning_stage(plan: Plan, views: dict[str, Array], samples_per_step: f
         case ReplaySource():
             for index in range(config.num_shards):
                 _fill_shard(plan, index, views)
-            return Learning(plan, source, lambda: None, config.replay.batch / samples_per_step)
+            return LearnStage(plan, source, lambda: None, config.replay.batch / samples_per_step)
         case GradientSource():
-            return Learning(plan, source, _gradients(plan, views), num_steps)
+            return LearnStage(plan, source, _gradients(plan, views), num_steps)
         case QueueSource():
-            return Learning(plan, source, _trajectories(plan, source, views), config.batch_trajectories * num_steps)
+            return LearnStage(plan, source, _trajectories(plan, source, views), config.batch_trajectories * num_steps)
     raise AssertionError(f"nothing here brings experience to a {type(source).__name__}")
 
 

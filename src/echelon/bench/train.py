@@ -19,14 +19,14 @@ from typing import Any, TextIO
 from echelon.bench.harness import machine
 from echelon.bench.load import loaded_cores
 from echelon.bench.processes import one_thread, session_in
-from echelon.bench.stages import Cost, Stages, measure
-from echelon.bench.watch import OWN, Usage, Watch, usage
+from echelon.bench.stages import Stages, StepCost, measure
+from echelon.bench.watch import OWN, Usage, UsageWatch, usage
 from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError
 from echelon.roles.plan.start import is_one_process, num_cores_of
 from echelon.training import RunResult, train
 
-Costs = dict[str, Cost]
+Costs = dict[str, StepCost]
 Tell = Callable[[str], None]
 NUM_CHUNKS, CHUNK_S = 5, 0.3
 
@@ -93,7 +93,7 @@ def _train(config: TrainConfig, seconds: float, num_cores: int, tell: Tell) -> t
         run_dir = Path(config.run.dir or f"{folder}/run")
         changes = {"evaluation.interval_s": 0.0, "stop.minutes": seconds / 60, "run.dir": str(run_dir)}
         config = replace(config, **changes)
-        watch = Watch(run_dir, tell)
+        watch = UsageWatch(run_dir, tell)
         watch.start()
         try:
             result = train(config, output=io.StringIO())

@@ -21,7 +21,7 @@ OWN = "coordinator"
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class UsageSample:
     """A run at one moment: seconds of processor time since the beginning, by kind of role."""
 
     env_steps: int
@@ -40,7 +40,7 @@ class Usage:
     idle_us: float
 
 
-class Watch(threading.Thread):
+class UsageWatch(threading.Thread):
     """Looks at the run in `run_dir` whenever it has written a row of metrics; a thread, as the run is in this process.
 
     It sleeps nearly always, and no role of a local run lives in this process.
@@ -49,7 +49,7 @@ class Watch(threading.Thread):
     def __init__(self, run_dir: Path, tell: Callable[[str], None]) -> None:
         super().__init__(name="bench-watch", daemon=True)
         self.run_dir, self.tell = run_dir, tell
-        self.samples: list[Sample] = []
+        self.samples: list[UsageSample] = []
         self._over = threading.Event()
         self._offset = 0
         self._cpu_s: dict[tuple[str, int], float] = {}
@@ -86,7 +86,7 @@ class Watch(threading.Thread):
         cpu_s = {OWN: time.process_time() - self._own_start_s}
         for (kind, _), used_s in self._cpu_s.items():
             cpu_s[kind] = cpu_s.get(kind, 0.0) + used_s
-        self.samples.append(Sample(row["env_steps"], row["wall_s"], cpu_s, busy_seconds()))
+        self.samples.append(UsageSample(row["env_steps"], row["wall_s"], cpu_s, busy_seconds()))
         if row["wall_s"] >= self._next_tell_s:
             self._next_tell_s = row["wall_s"] + TELL_INTERVAL_S
             self.tell(
@@ -94,7 +94,7 @@ class Watch(threading.Thread):
             )
 
 
-def usage(samples: list[Sample], num_cores: int, *, whole_machine: bool) -> Usage | None:
+def usage(samples: list[UsageSample], num_cores: int, *, whole_machine: bool) -> Usage | None:
     """What a step took once the run was warm; None where there was too little to look at.
 
     Without `whole_machine` the cores of others are not looked at: a run in one process has one core.

@@ -29,7 +29,7 @@ WARM_UP_SHARE = 0.2  # of a figure's time, before it is measured
 LEAST_CALLS = 10  # of each figure in a turn, however slow they are
 
 
-class Future(Protocol):
+class AnyFuture(Protocol):
     """A call under way."""
 
     def wait(self) -> Any: ...
@@ -40,7 +40,7 @@ class Caller(Protocol):
 
     def call(self, tensor: torch.Tensor) -> Any: ...
 
-    def begin(self, tensor: torch.Tensor) -> Future: ...
+    def begin(self, tensor: torch.Tensor) -> AnyFuture: ...
 
 
 def echo(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def _times(setting: WorldSetting, work: Callable[[], object]) -> list[float]:
 
 def _rate(setting: WorldSetting, caller: Caller, tensor: torch.Tensor) -> float:
     """Calls answered per second, with `in_flight` of them under way all the time."""
-    under_way: deque[Future] = deque(caller.begin(tensor) for _ in range(setting.in_flight))
+    under_way: deque[AnyFuture] = deque(caller.begin(tensor) for _ in range(setting.in_flight))
     begin, count = time.perf_counter(), 0
     while (elapsed_s := time.perf_counter() - begin) < setting.seconds or count < LEAST_CALLS:
         under_way.popleft().wait()
@@ -100,7 +100,7 @@ def attend_world(name: str, folder: str, setting: WorldSetting) -> dict[str, flo
         def call(self, tensor: torch.Tensor) -> Any:
             return self._group.registered_sync(KEY, (tensor,))
 
-        def begin(self, tensor: torch.Tensor) -> Future:
+        def begin(self, tensor: torch.Tensor) -> AnyFuture:
             return self._group.registered_async(KEY, (tensor,))
 
     rank = NAMES.index(name)
@@ -131,8 +131,8 @@ def attend_torch(name: str, folder: str, setting: WorldSetting) -> dict[str, flo
         def call(self, tensor: torch.Tensor) -> Any:
             return rpc.rpc_sync(NAMES[1], echo, args=(tensor,))
 
-        def begin(self, tensor: torch.Tensor) -> Future:
-            future: Future = rpc.rpc_async(NAMES[1], echo, args=(tensor,))
+        def begin(self, tensor: torch.Tensor) -> AnyFuture:
+            future: AnyFuture = rpc.rpc_async(NAMES[1], echo, args=(tensor,))
             return future
 
     warnings.filterwarnings("ignore", message="You are using a Backend")  # it warns of its own doing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from echelon.engines.inline import InlineEngine, World
+from echelon.engines.inline import InlineEngine, MessageLoop
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, ProcessSpec
 
@@ -24,7 +24,7 @@ class HostedEngine(LocalEngine):
     def start(self, spec: ProcessSpec) -> None:
         (self._inline.start if self.is_here(spec.name) else super().start)(spec)
 
-    def run(self, world: World, timeout_s: float) -> None:
+    def run(self, world: MessageLoop, timeout_s: float) -> None:
         """Steps the roles here for about `timeout_s`, or until one has finished; then hears what came to `world`."""
         self._inline.run(world, timeout_s)
 

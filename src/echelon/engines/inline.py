@@ -9,7 +9,7 @@ from typing import Protocol
 from echelon.engines.process import Exit, OneHost, ProcessSpec, Role, make_role
 
 
-class World(Protocol):
+class MessageLoop(Protocol):
     """What hears messages of the roles."""
 
     def poll(self, timeout_s: float = 0.0, fds: Sequence[int] = ()) -> bool: ...
@@ -42,7 +42,7 @@ class InlineEngine(OneHost):
     def signal(self, name: str, number: int) -> None:
         del name, number  # roles of the caller's own process are never killed
 
-    def run(self, world: World, timeout_s: float) -> None:
+    def run(self, world: MessageLoop, timeout_s: float) -> None:
         """Steps the roles for about `timeout_s`, or until one has finished; then hears what came to `world`."""
         end = time.perf_counter() + timeout_s
         while self.turn() and time.perf_counter() < end:

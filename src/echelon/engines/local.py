@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from echelon.engines.inline import World
+from echelon.engines.inline import MessageLoop
 from echelon.engines.process import CRASHES, Exit, Failure, OneHost, ProcessSpec, how_ended
 from echelon.errors import RunError
 from echelon.transport.segments import check_platform
@@ -159,7 +159,7 @@ class LocalEngine(OneHost):
         """Readable when a process started or ended."""
         return [self._socket.fileno()] if self._is_served else []
 
-    def run(self, world: World, timeout_s: float) -> None:
+    def run(self, world: MessageLoop, timeout_s: float) -> None:
         """Waits until something came to `world`, or the fork server tells something, at most `timeout_s`."""
         world.poll(timeout_s, self.descriptors)
 

@@ -20,7 +20,7 @@ from echelon.config import EnvConfig
 from echelon.envs.atari import atari_group, import_ale
 from echelon.envs.envpool import envpool_group
 from echelon.envs.loop import LoopGroup
-from echelon.envs.vector import EnvFailed, Group, VectorGroup
+from echelon.envs.vector import EnvFailed, EnvGroup, VectorGroup
 from echelon.errors import ConfigError
 from echelon.names import describe_callable, resolve
 from echelon.schema import Spaces
@@ -31,7 +31,7 @@ Wrapper = Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]
 GYM_ID = re.compile(r"([\w:-]+/)?[\w.:-]+-v\d+")
 
 
-def make_group(config: EnvConfig, seeds: list[int], wrapper: Wrapper | None = None) -> Group:
+def make_group(config: EnvConfig, seeds: list[int], wrapper: Wrapper | None = None) -> EnvGroup:
     """The group of `len(seeds)` environments that `config` describes; `wrapper` is applied last to each of them."""
     id, wrap = config.id, functools.partial(_wrapped, config, wrapper)
     if not isinstance(id, str):
@@ -120,7 +120,9 @@ def _entry_point_group(config: EnvConfig, spec: EnvSpec, seeds: list[int]) -> Ve
     return VectorGroup(make, seeds, config.on_error)
 
 
-def _factory_group(config: EnvConfig, factory: Callable[..., Any], seeds: list[int], wrapper: Wrapper | None) -> Group:
+def _factory_group(
+    config: EnvConfig, factory: Callable[..., Any], seeds: list[int], wrapper: Wrapper | None
+) -> EnvGroup:
     """The group of a user's factory: one with a parameter `num_envs` makes vector environments."""
     if "num_envs" not in _parameters(factory):
         if config.vector == "vector_entry_point":

@@ -61,7 +61,7 @@ class EnvFailed(EnvError):
         self.failure = failure
 
 
-class Group(Protocol):
+class EnvGroup(Protocol):
     """K environments behind one `step`."""
 
     spaces: Spaces

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from echelon.errors import ConfigError
 from echelon.frames.actor_critic import check_entropy_weight, judge, policy_loss, values
-from echelon.frames.configured import Form
+from echelon.frames.configured import ConfigTemplate
 from echelon.frames.frame import Frame
 from echelon.frames.modules import Inputs, call, is_wrapped, samples
 from echelon.frames.steps import Item, Steps, is_end, tidy
 from echelon.objectives.policy_gradient import gae, masked_normalize
-from echelon.servers.buffer_items import Array, Wanted, flatten, flatten_episode, names_of
+from echelon.servers.buffer_items import Array, BatchSelection, flatten, flatten_episode, names_of
 
 
 class GradServer(Protocol):
@@ -35,7 +35,7 @@ class GradServer(Protocol):
     def pull(self, model: nn.Module) -> bool: ...
 
 
-class Episodes:
+class EpisodeWindow:
     """The steps since the last update, at most `size` of them: the oldest episodes make way."""
 
     def __init__(self, size: int) -> None:
@@ -61,7 +61,9 @@ class Episodes:
         """All steps; there are none afterwards."""
         fields = {name: np.concatenate([x[name] for x in self._episodes]) for name in self._episodes[0]}
         names = names_of(fields)
-        steps = Steps.of(dict(zip(names, Wanted(names, device=device).of(fields), strict=True)), self._lengths())
+        steps = Steps.of(
+            dict(zip(names, BatchSelection(names, device=device).of(fields), strict=True)), self._lengths()
+        )
         self.clear()
         return steps
 
@@ -76,7 +78,7 @@ class A3C(Frame):
     value. A positive `entropy_weight` keeps the policy exploring. The many parameters are Machin's.
     """
 
-    FORM = Form(
+    FORM = ConfigTemplate(
         ("Actor", "Critic"),
         "a3c",
         further={
@@ -125,7 +127,7 @@ class A3C(Frame):
         self.actor_update_times, self.critic_update_times = actor_update_times, critic_update_times
         self.entropy_weight, self.value_weight = entropy_weight, value_weight
         self.gae_lambda, self.normalize_advantage = gae_lambda, normalize_advantage
-        self.replay_buffer, self.replay_device = Episodes(replay_size), replay_device
+        self.replay_buffer, self.replay_device = EpisodeWindow(replay_size), replay_device
         self._open: list[Item] = []
 
     def manual_sync(self) -> None:

@@ -35,7 +35,7 @@ UNUSED = {"visualize": False, "visualize_dir": "", "replay_buffer": None}  # Mac
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ConfigTemplate:
     """What the configuration of a frame holds beside the keywords of the frame itself."""
 
     models: tuple[str, ...]  # the names of classes that a generated configuration has
@@ -62,7 +62,7 @@ class Form:
         return groups | models | made | dict(self.further) | own
 
 
-def generate(frame: type[Frame], form: Form, config: Config | None) -> dict[str, Any]:
+def generate(frame: type[Frame], form: ConfigTemplate, config: Config | None) -> dict[str, Any]:
     """`config` with everything in it that can be configured; what it says stays."""
     made = copy.deepcopy(dict(config or {}))
     made["frame"] = frame.__name__
@@ -72,7 +72,7 @@ def generate(frame: type[Frame], form: Form, config: Config | None) -> dict[str,
     return made
 
 
-def build(frame: Any, form: Form, config: Config, device: str | torch.device) -> Any:
+def build(frame: Any, form: ConfigTemplate, config: Config, device: str | torch.device) -> Any:
     """The frame (a class) that `config` describes, in this process; all members of the world call it."""
     world = world_here(f"{frame.__name__}.init_from_config")
     given = _checked(frame, form, config)
@@ -122,7 +122,7 @@ def _no_update(*_: Any, **__: Any) -> tuple[None, None]:
     return None, None
 
 
-def _checked(frame: type[Frame], form: Form, config: Config) -> dict[str, Any]:
+def _checked(frame: type[Frame], form: ConfigTemplate, config: Config) -> dict[str, Any]:
     """`frame_config` with what it leaves out; refuses what nobody would read."""
     if config.get("frame", frame.__name__) != frame.__name__:
         raise ConfigError(f"the configuration is of {config['frame']}, not of {frame.__name__}. Use that class.")

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ConfigError
-from echelon.frames.configured import Form
+from echelon.frames.configured import ConfigTemplate
 from echelon.frames.frame import Frame, MakeOptimizer, MakeSchedule, ModelServer
 from echelon.frames.modules import Inputs, bare, call, first, follow, frozen, per_item, samples
 from echelon.frames.noise import Noise
 from echelon.frames.steps import Item
-from echelon.frames.transitions import Following, TransitionBatch, Transitions
+from echelon.frames.transitions import Following, FrameBatch, TransitionStore
 from echelon.objectives.values import clipped_double_targets
 from echelon.servers.buffer_prioritized import DistributedPrioritizedBuffer
 
@@ -35,7 +35,7 @@ class DDPGApex(Frame):
     The many parameters are Machin's; `n_step` is ours.
     """
 
-    FORM = Form(("Actor", "Actor", "Critic", "Critic"), "ddpg_apex", "apex", unused={"learning_rate": 0.001})
+    FORM = ConfigTemplate(("Actor", "Actor", "Critic", "Critic"), "ddpg_apex", "apex", unused={"learning_rate": 0.001})
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class DDPGApex(Frame):
         self.batch_size, self.noise = batch_size, Noise()
         self.apex_group, self.replay_device = apex_group, replay_device
         self.replay_buffer = DistributedPrioritizedBuffer("apex", apex_group, replay_size, seed=torch.initial_seed())
-        self.transitions = Transitions(self.replay_buffer, n_step, discount)
+        self.transitions = TransitionStore(self.replay_buffer, n_step, discount)
         self.actor_model_server = model_server[0]
 
     def _follow(self, rate: float) -> None:
@@ -158,7 +158,7 @@ class DDPGApex(Frame):
         self.push(self.actor_model_server, self.actor)
         return -policy_loss.item(), value_loss
 
-    def _learn_values(self, batch: TransitionBatch, update_value: bool, concatenate: bool) -> float:
+    def _learn_values(self, batch: FrameBatch, update_value: bool, concatenate: bool) -> float:
         state, action, next_state = (samples(x, concatenate) for x in (batch.state, batch.action, batch.next_state))
         with torch.no_grad():
             next_action = first(call(bare(self.actor_target), next_state))
@@ -173,7 +173,7 @@ class DDPGApex(Frame):
         return loss.item()
 
 
-def _named(batch: TransitionBatch, action: Tensor) -> dict[str, Tensor]:
+def _named(batch: FrameBatch, action: Tensor) -> dict[str, Tensor]:
     """The policy's action under the name that stored ones have."""
     return dict.fromkeys(batch.action, action)
 

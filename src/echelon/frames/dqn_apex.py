@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from echelon.frames.configured import Form
+from echelon.frames.configured import ConfigTemplate
 from echelon.frames.frame import Frame, MakeOptimizer, MakeSchedule, ModelServer
 from echelon.frames.modules import Inputs, bare, call, first, follow, per_item, samples
 from echelon.frames.steps import Item, Named
-from echelon.frames.transitions import Following, Transitions
+from echelon.frames.transitions import Following, TransitionStore
 from echelon.objectives.values import double_q_targets
 from echelon.servers.buffer_prioritized import DistributedPrioritizedBuffer
 
@@ -33,7 +33,7 @@ class DQNApex(Frame):
     parameters are Machin's; `n_step` is ours.
     """
 
-    FORM = Form(("QNet", "QNet"), "dqn_apex", "apex")
+    FORM = ConfigTemplate(("QNet", "QNet"), "dqn_apex", "apex")
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class DQNApex(Frame):
         self.batch_size, self.epsilon, self.epsilon_decay = batch_size, 1.0, epsilon_decay
         self.apex_group, self.replay_device = apex_group, replay_device
         self.replay_buffer = DistributedPrioritizedBuffer("apex", apex_group, replay_size, seed=torch.initial_seed())
-        self.transitions = Transitions(self.replay_buffer, n_step, discount)
+        self.transitions = TransitionStore(self.replay_buffer, n_step, discount)
         self.qnet_model_server = model_server[0]
 
     def manual_sync(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ConfigError
-from echelon.frames.configured import Config, Form, build, generate
+from echelon.frames.configured import Config, ConfigTemplate, build, generate
 from echelon.frames.modules import among_learners, bare, is_wrapped, publishes
 from echelon.frames.saving import load_state, save_state
 
@@ -36,7 +36,7 @@ class Frame:
     it pulls nothing, and of learners with equal weights the first one pushes.
     """
 
-    FORM: ClassVar[Form]
+    FORM: ClassVar[ConfigTemplate]
     role = ""  # "learner" or "sampler", of a frame that was made from a configuration
 
     @classmethod

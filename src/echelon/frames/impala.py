@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from echelon.errors import ConfigError
 from echelon.frames.actor_critic import check_entropy_weight, judge, policy_loss, values
-from echelon.frames.configured import Form
+from echelon.frames.configured import ConfigTemplate
 from echelon.frames.frame import Frame, MakeOptimizer, MakeSchedule, ModelServer
 from echelon.frames.modules import Inputs, call
 from echelon.frames.steps import Item, Steps, tidy
@@ -36,7 +36,7 @@ class IMPALA(Frame):
     value. A positive `entropy_weight` keeps the policy exploring. The many parameters are Machin's.
     """
 
-    FORM = Form(("Actor", "Critic"), "impala", "impala")
+    FORM = ConfigTemplate(("Actor", "Critic"), "impala", "impala")
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ WANTED = ["state", "action", "next_state", "reward", "discount"]
 
 
 @dataclass(frozen=True, slots=True)
-class TransitionBatch:
+class FrameBatch:
     """Transitions to learn from, and where their priorities belong."""
 
     state: Named  # (B, ...)
@@ -36,7 +36,7 @@ class TransitionBatch:
     keys: Any
 
 
-class Transitions:
+class TransitionStore:
     """Items become transitions of `n_step` steps, shorter at the end of an episode, in `buffer`.
 
     Without an item that says so (`terminated`, `truncated` or `terminal`) an episode given step by step has no end, and
@@ -79,7 +79,7 @@ class Transitions:
                 }
             )
 
-    def draw(self, batch_size: int, device: str | torch.device, frame: str) -> TransitionBatch:
+    def draw(self, batch_size: int, device: str | torch.device, frame: str) -> FrameBatch:
         """A batch drawn from all members by priority."""
         _, fields, keys, weights = self.buffer.sample_batch(
             batch_size, device=device, sample_attrs=WANTED, additional_concat_attrs=["discount"]
@@ -91,9 +91,9 @@ class Transitions:
             )
         state, action, next_state, reward, discount = fields
         weight = torch.as_tensor(weights, dtype=torch.float32, device=device).reshape(-1)
-        return TransitionBatch(state, action, next_state, reward.reshape(-1), discount.reshape(-1), weight, keys)
+        return FrameBatch(state, action, next_state, reward.reshape(-1), discount.reshape(-1), weight, keys)
 
-    def learned(self, batch: TransitionBatch, errors: Tensor) -> None:
+    def learned(self, batch: FrameBatch, errors: Tensor) -> None:
         """Gives the transitions of `batch` the priorities of their TD errors."""
         self.buffer.update_priority(priorities(errors).cpu().numpy(), batch.keys)
 

@@ -55,7 +55,7 @@ from echelon.hosts.messages import (
 )
 from echelon.room import check_processes, check_room, free_memory
 from echelon.transport.channel import HEADER, Part
-from echelon.transport.channel_client import Client, Request
+from echelon.transport.channel_client import Client, PendingRequest
 from echelon.transport.secret import secret_from_environment
 from echelon.transport.segments import open_segment
 from echelon.transport.session import create_session, start_ticks
@@ -82,7 +82,7 @@ class Agent:
         self._secret = secret_from_environment()
         self._token, self._num_commands, self._event_number = 0, 0, 0
         self._events: list[Event] = []
-        self._reporting: Request | None = None
+        self._reporting: PendingRequest | None = None
         self._roles: dict[str, int | None] = {}
         self._gauges: dict[str, np.ndarray[Any, Any]] = {}
         self._gauges_at = 0.0
@@ -148,7 +148,7 @@ class Agent:
         self._most_slots = max(2, QUEUED_BYTES // self._slots.nbytes)  # under way
         self._up = self._connect("the run's carrier", self._bulk, HEADER.size, self._most_slots)
         self._down = self._connect("the run's carrier", self._bulk, max(assignment.weights, 8 * num))
-        self._under_way: list[deque[Request]] = [deque() for _ in range(num)]
+        self._under_way: list[deque[PendingRequest]] = [deque() for _ in range(num)]
         self._asked_at = self._heard_at = time.monotonic()  # the latter: of the last question that was answered
         self._asking, self._newer = self._ask_commands(), self._ask_newer()
         actors = f"{num} actor{'s' * (num > 1)}"
@@ -186,7 +186,7 @@ class Agent:
 
     # Control.
 
-    def _ask_commands(self) -> Request:
+    def _ask_commands(self) -> PendingRequest:
         self._asked_at = time.monotonic()
         own = (self._num_commands, self._token, 0)
         return self._control.ask(COMMANDS, lambda: [bytearray(HEADER.size)], own=own)
@@ -260,7 +260,7 @@ class Agent:
             events, self._events = self._events, []
             self._reporting = self._send(events)
 
-    def _send(self, events: list[Event]) -> Request:
+    def _send(self, events: list[Event]) -> PendingRequest:
         self._event_number += 1
         make = functools.partial(question, events)
         return self._control.ask(EVENTS, make, number=self._event_number, own=(0, self._token, 0))
@@ -284,7 +284,7 @@ class Agent:
 
     # Bulk.
 
-    def _ask_newer(self) -> Request:
+    def _ask_newer(self) -> PendingRequest:
         version, granted = self._board.version, self._ring.granted.copy()
 
         def make() -> list[bytearray]:

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from echelon.engines.inline import World
+from echelon.engines.inline import MessageLoop
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, ProcessSpec
 from echelon.errors import Refused
@@ -274,7 +274,7 @@ class HostsEngine(LocalEngine):
             host.asked.add(spec.name)
             host.commands.append(Start(dataclasses.asdict(spec)))
 
-    def run(self, world: World, timeout_s: float) -> None:
+    def run(self, world: MessageLoop, timeout_s: float) -> None:
         world.poll(timeout_s, [*self.descriptors, *self._control.descriptors])
 
     def exits(self) -> list[Exit]:

@@ -119,10 +119,10 @@ class ShardLayout:
             offset += aligned(size)
         return parts
 
-    def block(self, size: int) -> Block:
+    def block(self, size: int) -> ItemBlock:
         """Room for `size` items."""
         stacks = {f.name: np.empty((size, *f.shape), f.dtype) for f in self.fields if f.stack}
-        return Block(np.empty(size, self.row), stacks)
+        return ItemBlock(np.empty(size, self.row), stacks)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -133,14 +133,14 @@ class ShardLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ItemBlock:
     """A batch of items in memory of our own: rows, and stacks of frames as arrays."""
 
     rows: Array  # (n,) records
     stacks: dict[str, Array]  # (n, *shape)
 
-    def part(self, where: slice) -> Block:
-        return Block(self.rows[where], {name: stack[where] for name, stack in self.stacks.items()})
+    def part(self, where: slice) -> ItemBlock:
+        return ItemBlock(self.rows[where], {name: stack[where] for name, stack in self.stacks.items()})
 
     @property
     def fields(self) -> dict[str, Array]:

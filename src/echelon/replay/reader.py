@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from echelon.layout import ALIGNMENT
-from echelon.replay.layout import Block, ItemField, ShardLayout, SideRing, spans
+from echelon.replay.layout import ItemBlock, ItemField, ShardLayout, SideRing, spans
 from echelon.replay.shard import RESERVE, RINGS, Shard, join
 
 Array = np.ndarray[Any, Any]
@@ -73,7 +73,7 @@ class Read(Protocol):
         """Whether `into` waits for nobody."""
         ...
 
-    def into(self, block: Block) -> Array:
+    def into(self, block: ItemBlock) -> Array:
         """Copies the items into `block`, once; True for those that are whole. Raises PeerLost with their host."""
         ...
 
@@ -111,7 +111,7 @@ class ReadInPlace(NamedTuple):
     def is_ready(self) -> bool:
         return True
 
-    def into(self, block: Block) -> Array:
+    def into(self, block: ItemBlock) -> Array:
         return self.reader.read(self.numbers, block)
 
 
@@ -140,7 +140,7 @@ class ShardReader:
     def send(self) -> None:
         """Nothing travels."""
 
-    def read(self, numbers: Array, block: Block) -> Array:
+    def read(self, numbers: Array, block: ItemBlock) -> Array:
         """Copies the items of `numbers` into `block`; True for those that are whole."""
         shard = self.shard
         shard.items.gather(numbers, block.rows)

@@ -24,23 +24,23 @@ from typing import Any
 import numpy as np
 
 from echelon.errors import PeerLost, Refused, TransportTimeout
-from echelon.replay.layout import Block, ShardLayout, spans
+from echelon.replay.layout import ItemBlock, ShardLayout, spans
 from echelon.replay.limiter import Limiter
 from echelon.replay.reader import PriorityColumn, Read
-from echelon.replay.wire import Answer, Question, Wire
-from echelon.transport.channel_client import MAX_REPEAT_S, Client, Request
+from echelon.replay.wire import ReplayReply, ReplayRequest, ReplayWire
+from echelon.transport.channel_client import MAX_REPEAT_S, Client, PendingRequest
 
 Array = np.ndarray[Any, Any]
 QUEUED_MESSAGES = 64  # more than a learner has under way
 
 
 @dataclass(slots=True, eq=False)
-class Wanted:
+class PendingItems:
     """Items under way, and what came of them."""
 
     numbers: list[Array]  # per shard of the host
-    request: Request | None = None  # once it is sent
-    answer: Answer | None = None
+    request: PendingRequest | None = None  # once it is sent
+    answer: ReplayReply | None = None
     lost: str = ""  # why there will be no answer
 
 
@@ -49,7 +49,7 @@ class RemoteRead:
 
     __slots__ = ("_birth", "_link", "_place", "_wanted")
 
-    def __init__(self, link: Link, wanted: Wanted, place: int, birth: int) -> None:
+    def __init__(self, link: Link, wanted: PendingItems, place: int, birth: int) -> None:
         self._link, self._wanted, self._place, self._birth = link, wanted, place, birth
 
     def is_ready(self) -> bool:
@@ -57,7 +57,7 @@ class RemoteRead:
             self._link.poll()
         return self._wanted.answer is not None or bool(self._wanted.lost)
 
-    def into(self, block: Block) -> Array:
+    def into(self, block: ItemBlock) -> Array:
         while not self.is_ready():
             self._link.poll(MAX_REPEAT_S)
         if self._wanted.answer is None:
@@ -95,7 +95,7 @@ class RemoteReader:
     def send(self) -> None:
         self.link.send()
 
-    def hear(self, answer: Answer, inserted: int) -> int:
+    def hear(self, answer: ReplayReply, inserted: int) -> int:
         """Takes in what an answer says of this shard; returns how many items count as inserted, `inserted` so far.
 
         Those are the ones whose priorities came: the limiter lets a learner draw no sooner than it can.
@@ -119,7 +119,7 @@ class Link:
     def __init__(
         self,
         address: str,
-        wire: Wire,
+        wire: ReplayWire,
         columns: Sequence[PriorityColumn | None],
         limiter: Limiter,
         secret: str | None = None,
@@ -132,8 +132,8 @@ class Link:
         self.address, self.wire, self.limiter, self.lost_after_s = address, wire, limiter, lost_after_s
         self.readers = [RemoteReader(self, place, column) for place, column in enumerate(columns) if column is not None]
         self.lost = ""  # why the host is lost, while it is
-        self._wanted: list[Wanted] = []  # under way
-        self._gathering: Wanted | None = None
+        self._wanted: list[PendingItems] = []  # under way
+        self._gathering: PendingItems | None = None
         self._counts = limiter.counts()
         self._client = Client("the shard server", address, secret, wire.answer_bytes, queued=QUEUED_MESSAGES)
         self.descriptor = self._client.descriptor
@@ -159,7 +159,7 @@ class Link:
     def ask(self, place: int, numbers: Array, birth: int) -> Read:
         """Adds items of the shard of that `birth` at `place` to what `send` will ask for."""
         if self._gathering is None:
-            self._gathering = Wanted(self._none())
+            self._gathering = PendingItems(self._none())
         self._gathering.numbers[place] = numbers
         return RemoteRead(self, self._gathering, place, birth)
 
@@ -182,7 +182,7 @@ class Link:
     def _none(self) -> list[Array]:
         return [np.empty(0, np.int64)] * len(self.wire.shards)
 
-    def _ask_for_news(self) -> Request:
+    def _ask_for_news(self) -> PendingRequest:
         def question() -> list[memoryview]:
             since = np.full(len(self.wire.shards), -1)
             if self.has_heard:
@@ -196,7 +196,7 @@ class Link:
         """With the counts as they are now, however often it is sent."""
         self._counts = self.limiter.counts()
         since = np.full(len(self.wire.shards), -1) if since is None else since
-        return self.wire.question(Question(self._counts, since, numbers))
+        return self.wire.question(ReplayRequest(self._counts, since, numbers))
 
     # What comes.
 
@@ -223,10 +223,10 @@ class Link:
             self._hear(self._news, self._none())
             self._news = self._ask_for_news()
 
-    def _hear(self, request: Request, numbers: list[Array]) -> Answer:
+    def _hear(self, request: PendingRequest, numbers: list[Array]) -> ReplayReply:
         assert request.answer is not None
         try:
-            answer = Answer(self.wire, request.own[0], request.answer[1:], [len(wanted) for wanted in numbers])
+            answer = ReplayReply(self.wire, request.own[0], request.answer[1:], [len(wanted) for wanted in numbers])
         except ValueError as error:  # ReplayError: a priority that no item can have
             raise Refused(f"{self.address} sent an answer that is none: {error}") from error
         counts = self.limiter.counts().tolist()

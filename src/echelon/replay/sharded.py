@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from echelon.errors import PeerLost
-from echelon.replay.layout import Block, NothingLeft, ReplayError, ShardLayout, spans
+from echelon.replay.layout import ItemBlock, NothingLeft, ReplayError, ShardLayout, spans
 from echelon.replay.reader import PriorityColumn, Reader
 from echelon.replay.sampled import Draft, Drawn, Keys, Mass, Part, Sampled, importance
 from echelon.replay.sum_tree import SumTree, check_priorities
@@ -176,7 +176,12 @@ class Replay:
     # Drawing.
 
     def sample(
-        self, batch: int, beta: float, rng: np.random.Generator, others: Mass | None = None, block: Block | None = None
+        self,
+        batch: int,
+        beta: float,
+        rng: np.random.Generator,
+        others: Mass | None = None,
+        block: ItemBlock | None = None,
     ) -> Sampled:
         """Draws `batch` items and reads them."""
         return self.collect(self.draw(batch, beta, rng, others), block)
@@ -195,7 +200,7 @@ class Replay:
         drawn = self._draw((np.arange(batch) + rng.random(batch)) / batch)
         return Draft(drawn, self._ask(drawn), mass, beta, rng)
 
-    def collect(self, draft: Draft, block: Block | None = None) -> Sampled:
+    def collect(self, draft: Draft, block: ItemBlock | None = None) -> Sampled:
         """Reads a draft, once; `block` is memory to use again."""
         drawn, batch = draft.drawn, len(draft.drawn.number)
         block = self.layout.block(batch) if block is None else block
@@ -231,7 +236,7 @@ class Replay:
         last = self._fed[shard] - 1
         return Drawn(shard, last - (last - slot) % self._capacity, self._tree.get(leaf))
 
-    def _redraw(self, drawn: Drawn, torn: Array, block: Block, rng: np.random.Generator) -> Array:
+    def _redraw(self, drawn: Drawn, torn: Array, block: ItemBlock, rng: np.random.Generator) -> Array:
         """Draws others in the place of the torn ones; True for those that are whole."""
         others, room = self._draw(np.sort(rng.random(len(torn)))), self.layout.block(len(torn))
         whole = self._read(self._ask(others), room)
@@ -251,7 +256,7 @@ class Replay:
             self.readers[part.shard].send()
         return parts
 
-    def _read(self, parts: list[Part], block: Block) -> Array:
+    def _read(self, parts: list[Part], block: ItemBlock) -> Array:
         """Copies the items into `block`; True for those that are whole."""
         whole = np.empty(len(block.rows), np.bool_)
         for part in parts:

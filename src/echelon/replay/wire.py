@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from echelon.errors import Refused
-from echelon.replay.layout import Block, ShardLayout
+from echelon.replay.layout import ItemBlock, ShardLayout
 from echelon.replay.limiter import LimiterRule
 from echelon.replay.sum_tree import check_priorities
 from echelon.transport.channel import NUM_WORDS, Delivery, Service, digest_of
@@ -31,7 +31,7 @@ MAX_NEWS = 65_536  # priorities of one shard in one answer; the rest comes with 
 MAX_COUNT = 2**53  # of a limiter's word: sums of some of them are exact
 
 
-class Question(NamedTuple):
+class ReplayRequest(NamedTuple):
     """What a learner wants; places are those of the host's shards."""
 
     counts: Array  # of the limiter
@@ -53,7 +53,7 @@ class Stacks(NamedTuple):
         return cls(numbers, list(zip(fields, places.reshape(len(fields), *wanted[0].shape), strict=True)))
 
 
-class Wire:
+class ReplayWire:
     """The messages about the shards of one host: their digest and bounds, questions, and answers."""
 
     def __init__(self, layout: ShardLayout, shards: Sequence[int], rule: LimiterRule) -> None:
@@ -73,14 +73,14 @@ class Wire:
         items = self.max_items * max(layout.row.itemsize, *stacks, 0)
         self.answer_bytes = max(news, items)
 
-    def question(self, question: Question) -> memoryview:
+    def question(self, question: ReplayRequest) -> memoryview:
         """A question's frame, with room for its header."""
         lengths = np.array([len(numbers) for numbers in question.numbers], np.int64)
         header = np.zeros(NUM_WORDS, np.int64)
         words = np.concatenate([header, question.counts, question.since, lengths, *question.numbers])
         return words.view(np.uint8).data
 
-    def understand(self, frames: Sequence[Buffer]) -> Question:
+    def understand(self, frames: Sequence[Buffer]) -> ReplayRequest:
         """What a learner asks for; raises Refused at what none would say."""
         if len(frames) != 1 or len(frames[0]) % 8 or len(frames[0]) < 8 * self._fixed:
             raise Refused(f"{len(frames[0])} bytes in {len(frames)} frames are no question")
@@ -95,13 +95,13 @@ class Wire:
             raise Refused(
                 f"{lengths.tolist()} items are announced and {len(numbers)} named; at most {self.max_items} may be"
             )
-        return Question(counts, since, np.split(numbers, np.cumsum(lengths)[:-1]))
+        return ReplayRequest(counts, since, np.split(numbers, np.cumsum(lengths)[:-1]))
 
 
-class Answer:
+class ReplayReply:
     """What a shard server sent, checked; items are copied out of the message when they are wanted."""
 
-    def __init__(self, wire: Wire, birth: int, frames: Sequence[Buffer], lengths: Sequence[int]) -> None:
+    def __init__(self, wire: ReplayWire, birth: int, frames: Sequence[Buffer], lengths: Sequence[int]) -> None:
         """`birth` tells shards that were made anew from those before, `frames` follow the header, and `lengths` are
         the items of every shard that were asked for. Raises Refused at what no server would say."""
         self._wire, self.birth, self._lengths = wire, birth, list(lengths)
@@ -142,7 +142,7 @@ class Answer:
         start = sum(self._lengths[:place])
         return self._rows[start : start + self._lengths[place]]
 
-    def into(self, place: int, block: Block) -> Array:
+    def into(self, place: int, block: ItemBlock) -> Array:
         """Copies the items of the shard at `place` into `block`; True for those that are whole."""
         block.rows[...] = self._part(place)
         for parts, frames in zip(self._stacks, self._frames, strict=True):

@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ActRequest:
     """What a group sees at one step, as arrays and as the policy takes it; views made beforehand, nothing is copied."""
 
     leaves: list[Array]  # (K, ...), in the order of schema.space_leaves
@@ -34,7 +34,7 @@ class Question:
     first_tensor: torch.Tensor
 
     @classmethod
-    def of(cls, space: gym.Space[Any], leaves: list[Array], first: Array) -> Question:
+    def of(cls, space: gym.Space[Any], leaves: list[Array], first: Array) -> ActRequest:
         observation = unflatten(space, iter([torch.from_numpy(leaf) for leaf in leaves]))
         return cls(leaves, first, observation, torch.from_numpy(first))
 
@@ -46,7 +46,7 @@ class Values(NamedTuple):
     best: Array
 
 
-class Answer(NamedTuple):
+class ActReply(NamedTuple):
     """Actions and their log-probabilities, and the version of the weights that chose them.
 
     The arrays are the group's until it submits again. `values` are there where priorities are made of them.
@@ -64,10 +64,10 @@ class Acting(Protocol):
     def begin(self, group: int) -> bool:
         """Makes ready for a trajectory of `group`; False if that has to wait."""
 
-    def submit(self, group: int, question: Question) -> None:
+    def submit(self, group: int, question: ActRequest) -> None:
         """Asks for the actions of `group`, whose last answer was collected."""
 
-    def collect(self, group: int) -> Answer | None:
+    def collect(self, group: int) -> ActReply | None:
         """The answer to what `group` asked last, if it is there."""
 
     def state_before(self, group: int) -> Sequence[Array]:
@@ -96,7 +96,7 @@ class Exploring:
     def now(self, group: int) -> Exploration | None:
         return self.explorers[group].at(self.env_steps())
 
-    def change(self, group: int, question: Question, answer: Answer) -> Answer:
+    def change(self, group: int, question: ActRequest, answer: ActReply) -> ActReply:
         """What becomes of an answer that an inference server gave, which knows nothing of exploration."""
         exploration = self.now(group)
         if exploration is None:
@@ -104,4 +104,4 @@ class Exploring:
         told = Sample(torch.tensor(answer.action), torch.tensor(answer.log_prob))
         with torch.inference_mode():
             sample = exploration.apply(self.distribution, told, self.rng, action_mask(question.observation))
-        return Answer(sample.action.numpy(), sample.log_prob.numpy(), answer.version)
+        return ActReply(sample.action.numpy(), sample.log_prob.numpy(), answer.version)

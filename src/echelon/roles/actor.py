@@ -22,9 +22,9 @@ from echelon.algorithms.model import Mirror, Policy
 from echelon.algorithms.value_networks import acting_distribution
 from echelon.envs.make import env_seeds, make_group
 from echelon.errors import DivergedError, EnvError
-from echelon.roles.acting import Answer, Exploring, Question, Values
+from echelon.roles.acting import ActReply, ActRequest, Exploring, Values
 from echelon.roles.context import Context, Station
-from echelon.roles.experience import Page, Team
+from echelon.roles.experience import SlotRows, Team
 from echelon.roles.plan.layouts import num_groups
 from echelon.roles.plan.parts import Plan
 from echelon.schema import action_leaf, space_choices
@@ -42,24 +42,24 @@ class LocalActing:
         self.policy, self.board, self.exploring = policy, board, exploring
         self.mirror, self.rng = Mirror(policy.model), torch.Generator().manual_seed(seed)
         self._state = self._before = policy.model.network.initial_state(num_envs, policy.model.device)
-        self._question: Question
+        self._question: ActRequest
 
     def begin(self, group: int) -> bool:
         del group
         self.mirror.follow(self.board)
         return True
 
-    def submit(self, group: int, question: Question) -> None:
+    def submit(self, group: int, question: ActRequest) -> None:
         del group  # there is one
         self._question = question
 
-    def collect(self, group: int) -> Answer:
+    def collect(self, group: int) -> ActReply:
         question, exploration = self._question, self.exploring.now(group) if self.exploring is not None else None
         self._before = self._state
         chosen = self.policy.act(question.observation, self._state, question.first_tensor, self.rng, exploration)
         self._state = chosen.state
         values = chosen.action_values and Values(*(tensor.numpy() for tensor in chosen.action_values))
-        return Answer(chosen.action.numpy(), chosen.log_prob.numpy(), self.mirror.version, values)
+        return ActReply(chosen.action.numpy(), chosen.log_prob.numpy(), self.mirror.version, values)
 
     def state_before(self, group: int) -> Sequence[Array]:
         del group
@@ -175,7 +175,7 @@ class Actor:
         self.acting.submit(team.index, page.rows[0].question)
         self.station.phases["transfer"] += time.perf_counter() - start
 
-    def _advance(self, team: Team, page: Page) -> bool:
+    def _advance(self, team: Team, page: SlotRows) -> bool:
         """One step of `team`, if its actions are there."""
         phases, row = self.station.phases, page.rows[team.t]
         start = time.perf_counter()
@@ -214,7 +214,7 @@ class Actor:
         self.station.tick(now)
         return True
 
-    def _diverged(self, team: Team, answer: Answer) -> DivergedError:
+    def _diverged(self, team: Team, answer: ActReply) -> DivergedError:
         """What to say of actions that no environment should be blamed for."""
         bad = int(np.argwhere(~np.isfinite(answer.action))[0][0])
         return DivergedError(

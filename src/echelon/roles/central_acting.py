@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from echelon.roles.acting import Answer, Exploring, Question
+from echelon.roles.acting import ActReply, ActRequest, Exploring
 from echelon.transport.act_board import ActBoard, ActLayout, Seat
 from echelon.transport.futex import NUM_MASKS
 from echelon.transport.remote_seat import RemoteSeat, wait_any
@@ -29,7 +29,7 @@ class Seated(ABC):
         self.client, self.incarnation, self.exploring = client, incarnation, exploring
         self._seats: list[Seat | RemoteSeat | None] = [None] * num_groups
         self._asking: dict[int, None] = {}  # groups that wait for the server, the longest first
-        self._questions: dict[int, Question] = {}
+        self._questions: dict[int, ActRequest] = {}
 
     @abstractmethod
     def begin(self, group: int) -> bool: ...
@@ -37,7 +37,7 @@ class Seated(ABC):
     @abstractmethod
     def wait(self, timeout_s: float) -> None: ...
 
-    def submit(self, group: int, question: Question) -> None:
+    def submit(self, group: int, question: ActRequest) -> None:
         seat = self._seat(group)
         for target, source in zip(seat.observation, question.leaves, strict=True):
             target[...] = source
@@ -46,12 +46,12 @@ class Seated(ABC):
         self._questions[group] = question
         seat.ask()
 
-    def collect(self, group: int) -> Answer | None:
+    def collect(self, group: int) -> ActReply | None:
         seat = self._seat(group)
         if not seat.answered:
             return None
         self._asking.pop(group, None)
-        answer = Answer(seat.action, seat.log_prob, seat.version)
+        answer = ActReply(seat.action, seat.log_prob, seat.version)
         return answer if self.exploring is None else self.exploring.change(group, self._questions[group], answer)
 
     def state_before(self, group: int) -> Sequence[Array]:
@@ -143,7 +143,7 @@ class RemoteActing(Seated):
         self._seat(group).wants_state = True  # a trajectory starts from it; the later answers do without
         return True
 
-    def collect(self, group: int) -> Answer | None:
+    def collect(self, group: int) -> ActReply | None:
         answer = super().collect(group)
         if answer is not None:
             self._seat(group).wants_state = False

@@ -25,7 +25,7 @@ EVALUATION_SEED = 1 << 20  # an actor number that no actor has: evaluation share
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class EvaluationScore:
     """What a number of greedy episodes came to."""
 
     returns: list[float]
@@ -66,7 +66,7 @@ class Match:
         self.group.reset(self.rows.observation)
         self.first.fill_(True)
 
-    def step(self) -> Score | None:
+    def step(self) -> EvaluationScore | None:
         """One step of every environment; the score once all episodes have ended."""
         chosen = self.policy.act(self.observation, self.state, self.first, self.rng, greedy=True)
         self.state = chosen.state
@@ -77,9 +77,9 @@ class Match:
         self.playing &= ~(self.rows.terminated | self.rows.truncated)
         if self.playing.any():
             return None
-        return Score(self.returns.tolist(), self.lengths.tolist())
+        return EvaluationScore(self.returns.tolist(), self.lengths.tolist())
 
-    def play(self, seed: int) -> Score:
+    def play(self, seed: int) -> EvaluationScore:
         """A whole match."""
         self.begin(seed)
         while (score := self.step()) is None:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from echelon.envs.vector import Group, StepRows
-from echelon.roles.acting import Answer, Question
+from echelon.envs.vector import EnvGroup, StepRows
+from echelon.roles.acting import ActReply, ActRequest
 from echelon.roles.context import Station
 from echelon.schema import TrajectorySchema
 from echelon.transport.shared_memory import SlotRing
@@ -28,7 +28,7 @@ UNSTAMPED = np.iinfo(np.int64).max  # the version of a step that nobody has chos
 class Row:
     """One step of a slot, every view made beforehand: the hot path slices nothing."""
 
-    question: Question
+    question: ActRequest
     action: Array
     log_prob: Array
     version: Array  # (1,), which the teams share
@@ -36,7 +36,7 @@ class Row:
     next_first: Array
 
 
-class Page:
+class SlotRows:
     """A team's columns of one slot, as rows."""
 
     def __init__(self, schema: TrajectorySchema, views: dict[str, Array], columns: slice) -> None:
@@ -47,7 +47,7 @@ class Page:
         self.state = [views[f"state.{i}"][columns] for i in range(len(schema.state_shapes))]
         self.rows = [
             Row(
-                question=Question.of(space, self.observations[t], self.firsts[t]),
+                question=ActRequest.of(space, self.observations[t], self.firsts[t]),
                 action=views["action"][t, columns],
                 log_prob=views["log_prob"][t, columns],
                 version=views["version"][t : t + 1],
@@ -70,16 +70,16 @@ class Team:
     `trajectory` numbers the one that it is in, or enters next, as the ring counts them.
     """
 
-    def __init__(self, index: int, group: Group, columns: slice, pages: list[Page], trajectory: int) -> None:
+    def __init__(self, index: int, group: EnvGroup, columns: slice, pages: list[SlotRows], trajectory: int) -> None:
         self.index, self.group, self.columns = index, group, columns
         self.trajectory, self.t = trajectory, 0
-        self.page: Page | None = None
+        self.page: SlotRows | None = None
         self._pages = pages
         # The first row of the next trajectory: the last of the one before.
         self.observation = [np.zeros_like(leaf) for leaf in pages[0].observations[0]]
         self.first = np.ones(group.num_envs, np.bool_)
 
-    def enter(self) -> Page:
+    def enter(self) -> SlotRows:
         """Begins the next trajectory in its slot."""
         page = self.page = self._pages[self.trajectory % len(self._pages)]
         self.t = 0
@@ -133,7 +133,7 @@ class Experience(Protocol):
     def head(self) -> int:
         """The number of the trajectory that comes next."""
 
-    def pages(self, index: int, columns: slice) -> list[Page]:
+    def pages(self, index: int, columns: slice) -> list[SlotRows]:
         """Where the team of that index, of these columns, writes its trajectories, one page after the other."""
 
     def admits(self, trajectory: int) -> bool:
@@ -142,7 +142,7 @@ class Experience(Protocol):
     def open(self, trajectory: int) -> None:
         """The first team enters a trajectory."""
 
-    def stepped(self, team: Team, row: Row, answer: Answer) -> None:
+    def stepped(self, team: Team, row: Row, answer: ActReply) -> None:
         """A team made the step of `row`, chosen by `answer`, whose action and log-probability lie in the row by now."""
 
     def left(self, team: Team, teams: Sequence[Team]) -> None:
@@ -165,9 +165,9 @@ class SlotExperience:
     def head(self) -> int:
         return int(self.ring.head[self.stream])
 
-    def pages(self, index: int, columns: slice) -> list[Page]:
+    def pages(self, index: int, columns: slice) -> list[SlotRows]:
         del index
-        return [Page(self.schema, views, columns) for views in self.ring.slots[self.stream]]
+        return [SlotRows(self.schema, views, columns) for views in self.ring.slots[self.stream]]
 
     def admits(self, trajectory: int) -> bool:
         return bool(trajectory < self.ring.granted[self.stream])
@@ -175,7 +175,7 @@ class SlotExperience:
     def open(self, trajectory: int) -> None:
         self.ring.slots[self.stream][trajectory % self.ring.num_slots]["version"].fill(UNSTAMPED)
 
-    def stepped(self, team: Team, row: Row, answer: Answer) -> None:
+    def stepped(self, team: Team, row: Row, answer: ActReply) -> None:
         """The page is the slot: everything lies where the learner reads it."""
 
     def left(self, team: Team, teams: Sequence[Team]) -> None:

@@ -17,9 +17,9 @@ import torch
 
 from echelon.algorithms.a3c import A3c
 from echelon.algorithms.model import Model
-from echelon.roles.acting import Answer
+from echelon.roles.acting import ActReply
 from echelon.roles.context import Station
-from echelon.roles.experience import UNSTAMPED, EpisodeLedger, Page, Row, Team
+from echelon.roles.experience import UNSTAMPED, EpisodeLedger, Row, SlotRows, Team
 from echelon.roles.gradient_slots import write
 from echelon.roles.queue_source import Staging
 
@@ -48,9 +48,9 @@ class GradientExperience:
     def head(self) -> int:
         return 0  # rollouts are counted by nobody else
 
-    def pages(self, index: int, columns: slice) -> list[Page]:
+    def pages(self, index: int, columns: slice) -> list[SlotRows]:
         del index
-        return [Page(self.schema, self.views, columns)]
+        return [SlotRows(self.schema, self.views, columns)]
 
     def admits(self, trajectory: int) -> bool:
         del trajectory
@@ -60,7 +60,7 @@ class GradientExperience:
         del trajectory
         self.views["version"].fill(UNSTAMPED)
 
-    def stepped(self, team: Team, row: Row, answer: Answer) -> None:
+    def stepped(self, team: Team, row: Row, answer: ActReply) -> None:
         """A rollout is learned from when it is whole."""
 
     def left(self, team: Team, teams: Sequence[Team]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from echelon.algorithms.a3c import SHOWN, Gradient, num_statistics
 from echelon.algorithms.model import Model
 from echelon.config import ActorConfig
-from echelon.layout import Field, place, size_of, views_of
+from echelon.layout import ArrayField, place, size_of, views_of
 
 Array = np.ndarray[Any, Any]
 
@@ -29,7 +29,7 @@ class GradientSchema:
     num_parameters: int
     num_statistics: int
     max_episodes: int
-    fields: tuple[Field, ...] = field(init=False)
+    fields: tuple[ArrayField, ...] = field(init=False)
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:

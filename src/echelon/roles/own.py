@@ -15,7 +15,7 @@ import torch
 
 from echelon.algorithms.peers import ALONE
 from echelon.errors import ConfigError
-from echelon.layout import Field, place, size_of, views_of
+from echelon.layout import ArrayField, place, size_of, views_of
 from echelon.roles.update import Acknowledge, AnyBatch, LossAccount, Tick
 from echelon.schema import TransitionBatch, Tree
 from echelon.transport.extensions import ARRAY_DTYPES
@@ -90,7 +90,7 @@ def load_state(policy: Any, state: Mapping[str, Array]) -> None:
 class StateLayout:
     """Where the named arrays of a policy's state lie."""
 
-    fields: tuple[Field, ...]
+    fields: tuple[ArrayField, ...]
 
     @classmethod
     def of(cls, state: Mapping[str, Array]) -> StateLayout:

@@ -41,55 +41,55 @@ SHORT_S = 0.002  # a forward pass that is over sooner is measured over a traject
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class CallCost:
     """Seconds of one call: by the clock, and of processors, all threads together."""
 
     wall_s: float
     cpu_s: float
 
-    def times(self, factor: float) -> Cost:
-        return Cost(self.wall_s * factor, self.cpu_s * factor)
+    def times(self, factor: float) -> CallCost:
+        return CallCost(self.wall_s * factor, self.cpu_s * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What was found."""
 
-    whole: Cost  # a step of an actor's environments as local acting has them, all in one group
-    part: Cost  # a step of one of the groups of central acting
-    act: Cost  # the actions of K environments, on one thread
-    round: Cost  # the actions of a server's round
-    learn: Cost  # learning from one step
+    whole: CallCost  # a step of an actor's environments as local acting has them, all in one group
+    part: CallCost  # a step of one of the groups of central acting
+    act: CallCost  # the actions of K environments, on one thread
+    round: CallCost  # the actions of a server's round
+    learn: CallCost  # learning from one step
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> Measured:
-        return cls(**{name: Cost(**cost) for name, cost in json.loads(path.read_text()).items()})
+        return cls(**{name: CallCost(**cost) for name, cost in json.loads(path.read_text()).items()})
 
 
 class Clock:
     """Costs of calls that take turns."""
 
     def __init__(self) -> None:
-        self._costs: list[Cost] = []
+        self._costs: list[CallCost] = []
 
     def call(self, function: Callable[[], Any]) -> None:
         start, start_cpu = time.perf_counter(), time.process_time()
         function()
         cpu_s = time.process_time() - start_cpu
-        self._costs.append(Cost(time.perf_counter() - start, cpu_s))
+        self._costs.append(CallCost(time.perf_counter() - start, cpu_s))
 
-    def cost(self) -> Cost:
+    def cost(self) -> CallCost:
         """The usual cost: time without work is what most calls have of it, as others may use this processor too."""
         costs = self._costs
         cpu_s = statistics.median(cost.cpu_s for cost in costs)
         idle = sorted(max(cost.wall_s - cost.cpu_s, 0.0) for cost in costs)
-        return Cost(cpu_s + idle[len(idle) // 4], cpu_s)
+        return CallCost(cpu_s + idle[len(idle) // 4], cpu_s)
 
 
-def measure(*functions: Callable[[], Any], before: Sequence[Callable[[], Any]] = ()) -> list[Cost]:
+def measure(*functions: Callable[[], Any], before: Sequence[Callable[[], Any]] = ()) -> list[CallCost]:
     """The cost of each of `functions`, called in turn: a few times, and more often where that is soon over.
 
     `before` has what each of them needs done before every call, which costs nothing here.
@@ -187,7 +187,7 @@ class Rehearsal:
         self.finished = True
         return True
 
-    def _environments(self) -> tuple[Cost, Cost]:
+    def _environments(self) -> tuple[CallCost, CallCost]:
         """A step of all of an actor's environments, and of a group of central acting.
 
         Single environments that are slow to make or to step are measured one alone: more of them take their multiple.
@@ -209,7 +209,7 @@ class Rehearsal:
         self._troupes.append(Troupe(self.config.env, self.model, self._seeds[:num_envs]))
         return self._troupes[-1]
 
-    def _acting(self) -> tuple[Cost, Cost]:
+    def _acting(self) -> tuple[CallCost, CallCost]:
         """The actions of an actor's environments by itself, and those of a round by a server as it would be."""
         rows, envs, model = round_rows(self.config), self.config.actor.envs, self.model
         device = pick_device(self.config.acting.device, model.parameters.numel(), "--acting.device")
@@ -228,15 +228,15 @@ class Rehearsal:
     def _forward(self, num_rows: int) -> Forward:
         return Forward(self.model, self._troupes[-1], num_rows)
 
-    def _learn(self, act: Cost) -> Cost:
+    def _learn(self, act: CallCost) -> CallCost:
         """What learning from one step costs here: nothing where a GPU learns."""
         learner, model, actor = self.config.learner, self.model, self.config.actor
         if learner_device(self.config, model.parameters.numel()) != "cpu":
-            return Cost(0.0, 0.0)
+            return CallCost(0.0, 0.0)
         rows = actor.envs * (actor.trajectory if act.cpu_s < SHORT_S else 1)
         [forward] = measure(self._forward(rows).evaluate)
         cpu_s = LEARN_FORWARDS * num_passes(self.config) * forward.cpu_s / rows
-        return Cost(cpu_s / ((learner.threads or 1) * learner.num_learners), cpu_s)
+        return CallCost(cpu_s / ((learner.threads or 1) * learner.num_learners), cpu_s)
 
     def close(self) -> None:
         for troupe in self._troupes:

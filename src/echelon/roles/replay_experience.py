@@ -24,9 +24,9 @@ from echelon.replay.frames import FrameWriter
 from echelon.replay.nstep import NStep, Transitions
 from echelon.replay.shard import ShardWriter
 from echelon.replay.sum_tree import MAX_PRIORITY
-from echelon.roles.acting import Answer
+from echelon.roles.acting import ActReply
 from echelon.roles.context import Station
-from echelon.roles.experience import EpisodeLedger, Page, Row, Team
+from echelon.roles.experience import EpisodeLedger, Row, SlotRows, Team
 from echelon.roles.frame_stacks import stack_leaves
 from echelon.schema import TrajectorySchema
 
@@ -69,13 +69,13 @@ class ReplayExperience:
     def head(self) -> int:
         return 0
 
-    def pages(self, index: int, columns: slice) -> list[Page]:
+    def pages(self, index: int, columns: slice) -> list[SlotRows]:
         views = {name: view[:, columns] for name, view in self.views.items() if view.ndim > 1}
         num_envs = columns.stop - columns.start
         nstep = NStep(num_envs, self.n_step, self.discount)
         frames = {path: FrameWriter(self.writer, path, num_envs) for path in self.stacks}
         self.windows[index] = Window(nstep, EpisodeLedger(num_envs), views, frames)
-        return [Page(self.schema, self.views, columns)]
+        return [SlotRows(self.schema, self.views, columns)]
 
     def admits(self, trajectory: int) -> bool:
         del trajectory
@@ -84,7 +84,7 @@ class ReplayExperience:
     def open(self, trajectory: int) -> None:
         """Versions go with the transitions."""
 
-    def stepped(self, team: Team, row: Row, answer: Answer) -> None:
+    def stepped(self, team: Team, row: Row, answer: ActReply) -> None:
         window = self.windows[team.index]
         self._check(team, row)
         seen = dict(zip(self.paths, row.question.leaves, strict=True))
@@ -99,7 +99,7 @@ class ReplayExperience:
         window.complete = window.nstep.push(start, reward, (step.terminated, step.truncated), step.valid)
         self._check_sums(team, window.complete)
 
-    def _append(self, done: Transitions, seen: dict[str, Array], answer: Answer) -> None:
+    def _append(self, done: Transitions, seen: dict[str, Array], answer: ActReply) -> None:
         """Stores transitions whose last observation is what was `seen` before the newest step."""
         fields = {name: done.start[name] for name in self.kept}
         fields |= {f"next_{path}": seen[path][done.envs] for path in self.paths}

@@ -10,7 +10,7 @@ from echelon.roles.context import Context, Station
 REPORT_S = 1.0
 
 
-class Server(Protocol):
+class SteppedServer(Protocol):
     """What answers others."""
 
     def step(self, timeout_s: float) -> bool:
@@ -23,7 +23,7 @@ class Serving:
     """A role around a server, which its subclass makes and gives account of."""
 
     KIND: ClassVar[str]  # by which its figures are named
-    server: Server
+    server: SteppedServer
 
     def __init__(self, context: Context) -> None:
         self.station, self.finished, self.next_report = Station(context), False, 0.0

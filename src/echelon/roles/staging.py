@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from echelon.layout import place, size_of
-from echelon.replay.layout import Block, ShardLayout
+from echelon.replay.layout import ItemBlock, ShardLayout
 from echelon.replay.sampled import Keys, Sampled
 
 Array = np.ndarray[Any, Any]
@@ -37,7 +37,7 @@ class TransitionStaging(BatchMemory):
         self.arrays: dict[str, Array] = {name: tensor.numpy() for name, tensor in self.tensors.items()}
         # Frames are gathered where they are staged; rows are drawn whole and then parted into their fields.
         stacks = {f.name: self.arrays[f.name] for f in layout.fields if f.stack}
-        self.block = Block(np.zeros(size, layout.row), stacks)
+        self.block = ItemBlock(np.zeros(size, layout.row), stacks)
         self.rows = [f.name for f in layout.fields if not f.stack]
         self.keys: Keys
         self.copied: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]

@@ -42,7 +42,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 
 @dataclass(slots=True)
-class Member:
+class SupervisedRole:
     """One role as the supervisor sees it."""
 
     spec: ProcessSpec
@@ -80,7 +80,7 @@ class Supervisor:
     ) -> None:
         self.context, self.config = context, context.train.supervision
         self.engine, self.world, self.tell = engine, world, tell
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, SupervisedRole] = {}
         self.restarts = 0
         learners = context.train.learner_names
         self.together = learners if len(learners) > 1 else []  # those that live and die as one
@@ -100,7 +100,7 @@ class Supervisor:
         log = "" if here else str(self._log(name))
         spec = ProcessSpec(name, f"echelon.roles.{kind}:{kind}", context.to_config(keep_objects=here), log, nice)
         gauge = Gauge(context.session, name)
-        self.members[name] = Member(spec, context, kind, gauge, time.monotonic())
+        self.members[name] = SupervisedRole(spec, context, kind, gauge, time.monotonic())
         if name in self.together:
             self.members[name].failures, self.members[name].deaths = self._failures, self._deaths
         self.engine.start(spec)
@@ -177,7 +177,7 @@ class Supervisor:
         member.moved, member.progress, member.doomed = time.monotonic(), 0, False
         self.engine.start(member.spec)
 
-    def _judge(self, member: Member, failure: Failure) -> None:
+    def _judge(self, member: SupervisedRole, failure: Failure) -> None:
         """Ends the run if a restart cannot help: a user's mistake, or the same failure again and again."""
         if failure.kind in FATAL:
             raise FATAL[failure.kind](failure.message)

@@ -20,7 +20,7 @@ from torch import nn
 from echelon.algorithms import build_algorithm
 from echelon.algorithms.model import FlatModule, Model
 from echelon.algorithms.peers import ALONE, Peers
-from echelon.algorithms.protocol import POLICY, Algorithm, Group, Loss
+from echelon.algorithms.protocol import POLICY, Algorithm, Loss, ParameterGroup
 from echelon.algorithms.replayed import Replayed
 from echelon.config import OptimizerConfig, TrainConfig
 from echelon.schema import Batch, GradientBatch, TransitionBatch
@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 Tick = Callable[[], None]
 AnyBatch = Batch | TransitionBatch | GradientBatch
 Acknowledge = Callable[[Any, torch.Tensor], None]  # takes the keys of items, and their new priorities
-NOTHING_ELSE: Mapping[str, Group] = MappingProxyType({})
+NOTHING_ELSE: Mapping[str, ParameterGroup] = MappingProxyType({})
 
 
 class Reading:
@@ -155,7 +155,7 @@ class LocalUpdate:
         self,
         config: OptimizerConfig,
         model: FlatModule,
-        groups: Mapping[str, Group] = NOTHING_ELSE,
+        groups: Mapping[str, ParameterGroup] = NOTHING_ELSE,
         peers: Peers = ALONE,
     ) -> None:
         """`groups` are those that the algorithm learns beside the model."""
@@ -215,13 +215,15 @@ def learn_once(
     algorithm.finish(batch)
 
 
-class Learning(Protocol):
+class LearnFunction(Protocol):
     """Learns from one batch, as `learn_once` does."""
 
     def __call__(self, batch: Any, account: LossAccount, tick: Tick, acknowledge: Acknowledge | None) -> None: ...
 
 
-def make_learning(config: TrainConfig, algorithm: Algorithm, update: LocalUpdate, peers: Peers = ALONE) -> Learning:
+def make_learning(
+    config: TrainConfig, algorithm: Algorithm, update: LocalUpdate, peers: Peers = ALONE
+) -> LearnFunction:
     """`learn_once`; as one recorded graph where a GPU repeats the same operations with every batch.
 
     A user's network, a schedule, a compiler, or parts of several learners may change them.

@@ -19,9 +19,9 @@ import torch
 from echelon.errors import ConfigError
 from echelon.replay.layout import ReplayError
 from echelon.replay.sampled import Mass, apportion
-from echelon.servers.buffer_items import Transition, Wanted, form_of
-from echelon.servers.buffer_member import ALL, PRIORITY, RANDOM, UNIQUE, Answer, Member, TransitionMember
-from echelon.servers.buffer_peers import Peers
+from echelon.servers.buffer_items import BatchSelection, Transition, row_format
+from echelon.servers.buffer_member import ALL, PRIORITY, RANDOM, UNIQUE, Answer, BufferMember, TransitionMember
+from echelon.servers.buffer_peers import BufferPeers
 
 if TYPE_CHECKING:
     from echelon.world import RpcGroup
@@ -48,7 +48,7 @@ class GlobalBuffer:
         self,
         buffer_name: str,
         group: RpcGroup,
-        member: Member,
+        member: BufferMember,
         seed: int | None,
         services: Mapping[str, Callable[..., Answer]] | None = None,
     ) -> None:
@@ -56,7 +56,7 @@ class GlobalBuffer:
         self.buffer_name, self.group = buffer_name, group
         self._member = member
         own: dict[str, Callable[..., Answer]] = {"look": member.look, "draw": member.draw, "clear": member.clear}
-        self._peers = Peers(buffer_name, group, own | dict(services or {}))
+        self._peers = BufferPeers(buffer_name, group, own | dict(services or {}))
         own_seed = zlib.crc32(self._peers.own.encode())  # so that members draw different items
         self._rng = np.random.default_rng(None if seed is None else [seed % (1 << 64), own_seed])
 
@@ -122,7 +122,7 @@ class GlobalBuffer:
     def _join(self, answers: Mapping[str, Answer]) -> dict[str, Array]:
         """The fields of all answers, one after the other; raises ReplayError if members hold different things."""
         first = next(iter(answers))
-        form = form_of(answers[first]["form"])
+        form = row_format(answers[first]["form"])
         for member, answer in answers.items():
             if answer["form"] != form.spec:
                 raise ReplayError(
@@ -183,5 +183,5 @@ class DistributedBuffer(GlobalBuffer):
         gathered = self._gather(batch_size, check_method(sample_method))
         if not gathered.answers:
             return 0, None
-        wanted = Wanted(sample_attrs, concatenate, additional_concat_attrs or (), device)
+        wanted = BatchSelection(sample_attrs, concatenate, additional_concat_attrs or (), device)
         return gathered.size, wanted.of(self._join(gathered.answers))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from echelon.servers.buffer import GlobalBuffer, check_method, check_size
-from echelon.servers.buffer_items import Transition, Wanted, names_of
+from echelon.servers.buffer_items import BatchSelection, Transition, names_of
 from echelon.servers.buffer_member import UNIQUE, EpisodeMember
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ MEAN_STEPS = 1000  # of an episode: what room is made for by default
 
 
 @dataclass(frozen=True, slots=True)
-class Episodes(Sequence[dict[str, Any]]):
+class EpisodeList(Sequence[dict[str, Any]]):
     """Whole episodes, end to end: episode i is the steps from `offsets[i]` to before `offsets[i + 1]`.
 
     `attrs` has the attributes of all steps: dicts of tensors (N, ...) for `state`, `action` and `next_state`, tensors
@@ -74,7 +74,7 @@ class DistributedEpisodeBuffer(GlobalBuffer):
         device: str | torch.device | None = None,
         sample_method: str = UNIQUE,
         sample_attrs: Sequence[str] | None = None,
-    ) -> tuple[int, Episodes | None]:
+    ) -> tuple[int, EpisodeList | None]:
         """Draws whole episodes from all members; returns how many, and them; (0, None) if there are none.
 
         `random_unique` draws none twice and all there are if those are fewer than `batch_size`, `random` may draw one
@@ -86,5 +86,7 @@ class DistributedEpisodeBuffer(GlobalBuffer):
         fields = self._join(answers)
         lengths = np.concatenate([answer["length"] for answer in answers.values()])
         names = names_of(fields) if sample_attrs is None else list(sample_attrs)
-        values = Wanted(names, True, names, device).of(fields)
-        return len(lengths), Episodes(np.concatenate([[0], np.cumsum(lengths)]), dict(zip(names, values, strict=True)))
+        values = BatchSelection(names, True, names, device).of(fields)
+        return len(lengths), EpisodeList(
+            np.concatenate([[0], np.cumsum(lengths)]), dict(zip(names, values, strict=True))
+        )

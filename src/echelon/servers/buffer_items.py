@@ -113,7 +113,7 @@ def _row(name: str, value: Any, dtype: np.dtype[Any] | None, is_number: bool) ->
     return array if dtype is None else array.astype(dtype, copy=False)
 
 
-class Form:
+class RowFormat:
     """How items lie side by side in the rows that travel: one array for all fields costs less than one for each."""
 
     def __init__(self, spec: str) -> None:
@@ -121,9 +121,9 @@ class Form:
         self.row = row_type({name: (tuple(shape), np.dtype(dtype)) for name, shape, dtype in json.loads(spec)})
 
     @staticmethod
-    def of(fields: Mapping[str, Array]) -> Form:
+    def of(fields: Mapping[str, Array]) -> RowFormat:
         """The form of items with these fields (n, ...)."""
-        return Form(json.dumps([[name, value.shape[1:], value.dtype.str] for name, value in fields.items()]))
+        return RowFormat(json.dumps([[name, value.shape[1:], value.dtype.str] for name, value in fields.items()]))
 
     def pack(self, records: Array) -> Array:
         """Items (n,), as replay gave them, as rows of bytes (n, bytes of an item): the same memory."""
@@ -141,11 +141,11 @@ class Form:
         return {name: np.concatenate([fields[name] for fields in unpacked]) for name in self.row.names or ()}
 
 
-form_of = functools.lru_cache(maxsize=64)(Form)
+row_format = functools.lru_cache(maxsize=64)(RowFormat)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class BatchSelection:
     """Which attributes of a batch somebody wants, and how."""
 
     attrs: Sequence[str] | None = None  # None: all there are

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from echelon.replay.episodes import EpisodeBuffer
-from echelon.replay.layout import Block, ReplayError, item_layout
+from echelon.replay.layout import ItemBlock, ReplayError, item_layout
 from echelon.replay.reader import ShardReader
 from echelon.replay.sampled import Keys
 from echelon.replay.shard import Shard, ShardWriter
 from echelon.replay.sharded import Replay
-from echelon.servers.buffer_items import Form, Transition, flatten, flatten_episode, flatten_packed
+from echelon.servers.buffer_items import RowFormat, Transition, flatten, flatten_episode, flatten_packed
 
 Array = np.ndarray[Any, Any]
 Answer = dict[str, Any]  # "mass" (sum of priorities, items); of a batch also "number", "form", "rows" and more
@@ -28,7 +28,7 @@ SIZE = "buffer_size={} (replay_size of a frame)"  # what to lower if there is no
 UNIQUE, RANDOM, ALL, PRIORITY = "random_unique", "random", "all", "priority"
 
 
-class Member(Protocol):
+class BufferMember(Protocol):
     """What the members of a buffer ask each other for; every answer tells the mass too."""
 
     capacity: int
@@ -70,7 +70,7 @@ class TransitionMember:
     def _open(self, fields: Mapping[str, Array]) -> ShardWriter:
         """Lays the memory out for transitions of these fields."""
         layout = item_layout({name: (value.shape[1:], value.dtype) for name, value in fields.items()}, self.capacity)
-        self._form = Form.of(fields)
+        self._form = RowFormat.of(fields)
         shard = Shard(layout, name=self.name, lower=SIZE.format(self.capacity))
         self._reader, self._writer = ShardReader(shard), ShardWriter(shard)
         self._replay = Replay([self._reader], self.alpha)
@@ -122,7 +122,7 @@ class TransitionMember:
                 answer["number"] = numbers
             return answer | {"form": self._form.spec, "rows": self._form.pack(block.rows)}
 
-    def _draw_by_priority(self, replay: Replay, block: Block, rng: np.random.Generator) -> Answer:
+    def _draw_by_priority(self, replay: Replay, block: ItemBlock, rng: np.random.Generator) -> Answer:
         """Fills `block`; tells every item's share of what is here, and the capacity that its number is to be read by.
 
         A batch may be larger than what is here, if that weighs so much: then it is drawn in several goes.
@@ -170,13 +170,13 @@ class EpisodeMember:
         self._lock = threading.Lock()
         lower = f"num_steps={num_steps} or {SIZE.format(capacity)}"
         self._episodes = EpisodeBuffer(num_steps, capacity, name=name, lower=lower)
-        self._form: Form | None = None
+        self._form: RowFormat | None = None
 
     def append(self, episode: Transition | Sequence[Transition]) -> None:
         fields = flatten_packed(episode) if isinstance(episode, Mapping) else flatten_episode(episode)
         with self._lock:
             self._episodes.append(fields)
-            self._form = self._form or Form.of(fields)
+            self._form = self._form or RowFormat.of(fields)
 
     def _answer(self) -> Answer:
         size = self._episodes.size

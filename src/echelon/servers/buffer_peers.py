@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("echelon.servers")
 
 
-class Peers:
+class BufferPeers:
     """What is known of the members, and how they are asked.
 
     `services` are the own member's, which the others call. A member that dies is left out from then on: `lost` says who

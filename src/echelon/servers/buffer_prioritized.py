@@ -21,7 +21,7 @@ from echelon.replay.layout import ReplayError
 from echelon.replay.sampled import Mass, importance
 from echelon.replay.sum_tree import check_priorities
 from echelon.servers.buffer import Gathered, GlobalBuffer, check_size
-from echelon.servers.buffer_items import Transition, Wanted
+from echelon.servers.buffer_items import BatchSelection, Transition
 from echelon.servers.buffer_member import PRIORITY, TransitionMember
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class DistributedPrioritizedBuffer(GlobalBuffer):
         for member, answer in answers.items():
             version, index = np.divmod(answer["number"], answer["capacity"])
             indexes[member] = (index, version)
-        wanted = Wanted(sample_attrs, concatenate, additional_concat_attrs or (), device)
+        wanted = BatchSelection(sample_attrs, concatenate, additional_concat_attrs or (), device)
         return PrioritizedBatch(len(weights), wanted.of(self._join(answers)), indexes, weights)
 
     def _weigh(self, gathered: Gathered) -> Array:

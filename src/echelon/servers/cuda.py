@@ -24,7 +24,7 @@ from torch import Tensor
 
 from echelon.algorithms.model import Model, Policy
 from echelon.servers.inference import Door, InferenceServer
-from echelon.servers.lane import SPIN_S, Lane, Marks, Passes, Tell, Timings, cuda
+from echelon.servers.lane import SPIN_S, Lane, LaneContext, Marks, Tell, Timings, cuda
 from echelon.transport.act_board import ActBoard
 from echelon.transport.batcher import Batcher, Round
 from echelon.transport.shared_memory import WeightsBoard
@@ -89,7 +89,7 @@ class CudaAnswerer:
         self.model, self.board, self.groups = model, board, groups
         locked = page_lock(board.memory, tell)
         policy = Policy(model, with_value=with_value, mixed=precision == "bfloat16")
-        self._passes = Passes(policy, board, locked, tell)
+        self._passes = LaneContext(policy, board, locked, tell)
         self._weights = _Weights(model, weights)
         self._lanes = [Lane(self._passes, seats, seed + i) for i, seats in enumerate(groups)]
         cuda.synchronize(model.device)  # what was prepared on the default stream is there for the lanes'

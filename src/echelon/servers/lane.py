@@ -57,7 +57,7 @@ class Timings:
 
 
 @dataclass(slots=True)
-class Passes:
+class LaneContext:
     """How the lanes of one server compute, and what they found out about it."""
 
     policy: Policy
@@ -93,7 +93,7 @@ class Marks:
 class Lane:
     """The way of one group through the GPU: a stream, buffers, a generator, and a graph per bucket."""
 
-    def __init__(self, passes: Passes, seats: range, seed: int) -> None:
+    def __init__(self, passes: LaneContext, seats: range, seed: int) -> None:
         self.passes, self.model, self.board = passes, passes.policy.model, passes.board
         num_seats = self.num_seats = len(seats)
         self._seats, self.busy = np.asarray(seats), False

@@ -22,7 +22,7 @@ from echelon.replay.limiter import Limiter, LimiterRule
 from echelon.replay.reader import ShardReader
 from echelon.replay.remote import QUEUED_MESSAGES
 from echelon.replay.shard import Shard
-from echelon.replay.wire import MAX_NEWS, Question, Stacks, Wire
+from echelon.replay.wire import MAX_NEWS, ReplayRequest, ReplayWire, Stacks
 from echelon.transport.channel import Message, Part
 from echelon.transport.channel_server import Server
 
@@ -36,7 +36,7 @@ class ShardServer:
     def __init__(
         self,
         folder: Path,
-        wire: Wire,
+        wire: ReplayWire,
         rule: LimiterRule,
         address: str,
         secret: str | None = None,
@@ -99,11 +99,11 @@ class ShardServer:
             else:
                 self.limiter.note_spent(index - num_shards, int(counts[index]))
 
-    def _has_news(self, question: Question) -> bool:
+    def _has_news(self, question: ReplayRequest) -> bool:
         heads = [reader.shard.head for reader in self.readers]
         return any(0 <= since < head for since, head in zip(question.since.tolist(), heads, strict=True))
 
-    def _answer(self, message: Message, question: Question) -> None:
+    def _answer(self, message: Message, question: ReplayRequest) -> None:
         items, whole = self._items(question.numbers)
         windows, news, priorities = list[int](), list[int](), list[Array]()
         for reader, since in zip(self.readers, question.since.tolist(), strict=True):

@@ -13,7 +13,7 @@ import numpy as np
 
 from echelon.errors import Refused
 from echelon.transport.act_board import ActBoard, Array
-from echelon.transport.act_wire import EXTRA, LIFE_BITS, MAX_LIFE, NUMBER, SEAT, Wire
+from echelon.transport.act_wire import EXTRA, LIFE_BITS, MAX_LIFE, NUMBER, SEAT, ActWire
 from echelon.transport.batcher import IDLE_SLEEP_S, Batcher, Round
 from echelon.transport.channel import HEADER, MAGIC, Kind, Message
 from echelon.transport.channel_server import Server
@@ -29,7 +29,7 @@ class Asker(NamedTuple):
     wants_state: bool
 
 
-class Target(NamedTuple):
+class Destination(NamedTuple):
     """Where one array of a question goes."""
 
     leaf: Array  # (S, bytes) of the board
@@ -66,11 +66,11 @@ class ActDoor:
         layout = board.layout
         self.board, self.server = board, server
         self.num_lost_answers = 0
-        self._wire = wire = Wire(layout)
+        self._wire = wire = ActWire(layout)
         self._seats = {seat for group in range(layout.num_groups) for seat in layout.seats_of(server, group)}
         self._askers: dict[int, Asker] = {}
         self._targets = [
-            Target(
+            Destination(
                 leaf.reshape(layout.num_seats, -1).view(np.uint8),
                 slice(field.offset, field.offset + field.nbytes),
                 field.dtype == np.bool_,

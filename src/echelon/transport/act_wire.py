@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from echelon.layout import Field, place, size_of
+from echelon.layout import ArrayField, place, size_of
 from echelon.transport.act_board import ActLayout
 from echelon.transport.channel import NUM_WORDS, Delivery, Service, digest_of
 
@@ -32,12 +32,12 @@ MAX_LIFE = 2**22
 NUMBER, SEAT, EXTRA = 4, 5, 6  # places in the header
 
 
-class Wire:
+class ActWire:
     """The services of one layout, and where the arrays lie in a question and in an answer."""
 
     def __init__(self, layout: ActLayout) -> None:
         K, header = layout.rows, ("words", (NUM_WORDS,), np.int64)
-        self.question: tuple[Field, ...] = place(
+        self.question: tuple[ArrayField, ...] = place(
             [header, ("first", (K,), np.bool_)]
             + [(f"observation.{i}", (K, *leaf.shape), leaf.dtype) for i, leaf in enumerate(layout.observation)]
         )
@@ -47,7 +47,7 @@ class Wire:
             ("log_prob", (K,), np.float32),
             ("value", (K,), np.float32),
         ]
-        self.answer: tuple[Field, ...] = place(
+        self.answer: tuple[ArrayField, ...] = place(
             answer + [(f"state.{i}", (K, *shape), np.float32) for i, shape in enumerate(layout.state_shapes)]
         )
         self.question_bytes = size_of(self.question)

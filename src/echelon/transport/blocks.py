@@ -39,7 +39,7 @@ WASTE = 4  # a block may be this many times as large as what is put into it
 FREE, TAKEN, RETIRED = range(3)
 
 
-class Block:
+class SharedBlock:
     """One block as one of the two processes sees it."""
 
     def __init__(self, number: int, memory: Array) -> None:
@@ -61,12 +61,12 @@ class BlockPool:
 
     def __init__(self, folder: Path, name: str, most_bytes: int = POOL_BYTES) -> None:
         self._folder, self._name, self._most_bytes = folder, name, most_bytes
-        self._blocks: list[Block] = []  # the smallest first
+        self._blocks: list[SharedBlock] = []  # the smallest first
         self._num_made = 0
         self._full_until_s = 0.0  # shared memory has no room for more
         self.nbytes = 0
 
-    def find(self, nbytes: int) -> Block | None:
+    def find(self, nbytes: int) -> SharedBlock | None:
         """A free block with room for `nbytes`, made if there is none; None if the pool may not grow any more."""
         for block in self._blocks:
             if nbytes <= block.room.nbytes <= WASTE * nbytes and block.state == FREE:
@@ -91,7 +91,7 @@ class BlockPool:
     def _has_room(self, size: int) -> bool:
         return self.nbytes + size <= self._most_bytes and len(self._blocks) < MOST_BLOCKS
 
-    def _make(self, size: int) -> Block | None:
+    def _make(self, size: int) -> SharedBlock | None:
         if monotonic() < self._full_until_s:
             return None
         self._num_made += 1
@@ -100,12 +100,12 @@ class BlockPool:
         except (TransportError, OSError):  # there is no room for it: make do with what there is
             self._full_until_s = monotonic() + IDLE_S
             return None
-        block = Block(self._num_made, memory)
+        block = SharedBlock(self._num_made, memory)
         bisect.insort(self._blocks, block, key=lambda block: block.room.nbytes)
         self.nbytes += block.nbytes
         return block
 
-    def _retire(self, block: Block) -> None:
+    def _retire(self, block: SharedBlock) -> None:
         block.state = RETIRED
         self._blocks.remove(block)
         self.nbytes -= block.nbytes
@@ -127,7 +127,7 @@ class BlockShelf:
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, SharedBlock] = {}
         self._leases: dict[int, weakref.ref[Array]] = {}  # of the blocks that are taken
         self._pid = os.getpid()
 
@@ -160,10 +160,10 @@ class BlockShelf:
             if block.state == RETIRED:
                 del self._blocks[block.number]
 
-    def _map(self, number: int) -> Block:
+    def _map(self, number: int) -> SharedBlock:
         self.sweep()
         path = block_path(self._folder, self._name, number)
-        block = self._blocks[number] = Block(number, open_segment(path))
+        block = self._blocks[number] = SharedBlock(number, open_segment(path))
         path.unlink(missing_ok=True)
         return block
 

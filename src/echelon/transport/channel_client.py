@@ -33,7 +33,7 @@ COPIED_BYTES = 1 << 16  # messages of at most so much are copied, which is cheap
 Make = Callable[[], Sequence[Part]]  # the frames of a question, whenever it is sent; the first has room for a header
 
 
-class Request:
+class PendingRequest:
     """A question under way, and its answer."""
 
     __slots__ = ("answer", "make", "number", "overdue_at", "overdue_s", "own", "service")
@@ -69,7 +69,7 @@ class Client:
         self.num_tries = 0  # since the server was last heard
         self._secret, self._first_s, self._max_s = secret, *repeat_s
         self.posts = collections.deque[list[memoryview]](maxlen=NUM_POSTS)  # what came unasked, the oldest first
-        self._requests: dict[tuple[int, int], Request] = {}  # under way, the oldest first
+        self._requests: dict[tuple[int, int], PendingRequest] = {}  # under way, the oldest first
         self._last_number = 0
         self._silent_since = math.inf  # when something was first asked again, since the server was last heard
         self._repeat_s, self.repeat_at = self._first_s, math.inf
@@ -80,7 +80,7 @@ class Client:
 
     # What is asked.
 
-    def ask(self, service: Service, make: Make, *, number: int = 0, own: Own = NOTHING) -> Request:
+    def ask(self, service: Service, make: Make, *, number: int = 0, own: Own = NOTHING) -> PendingRequest:
         """Sends a question; what `make` returns must rest until it is answered, unless it is made anew each time.
 
         `number` is that of a record, or one of the service's own, the same however often it is sent; 0: any.
@@ -89,7 +89,7 @@ class Client:
             self._last_number += 1
             number = self._last_number
         now = time.monotonic()
-        request = self._requests[service.digest, number] = Request(service, make, number, own, now)
+        request = self._requests[service.digest, number] = PendingRequest(service, make, number, own, now)
         if len(self._requests) == 1:
             self._repeat_s, self.repeat_at = self._first_s, now + self._first_s
         self._send(request, copy=False)
@@ -99,11 +99,11 @@ class Client:
         """Sends what has no answer; it may be lost. False where the queue has no room for it."""
         return self._transmit(Kind.POST, service, 0, own, parts, copy=True)
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: PendingRequest) -> None:
         """Waits no longer for an answer."""
         self._requests.pop((request.service.digest, request.number), None)
 
-    def _send(self, request: Request, copy: bool) -> None:
+    def _send(self, request: PendingRequest, copy: bool) -> None:
         if not self._transmit(Kind.ASK, request.service, request.number, request.own, request.make(), copy):
             request.overdue_at = time.monotonic() + FULL_S
 
@@ -119,7 +119,7 @@ class Client:
 
     # What comes.
 
-    def wait(self, request: Request, timeout_s: float) -> bool:
+    def wait(self, request: PendingRequest, timeout_s: float) -> bool:
         """Sleeps until `request` is answered, at most `timeout_s`; whether it is."""
         if request.answer is not None:
             return True

@@ -30,11 +30,11 @@ from echelon.transport.extensions import (
     TENSOR_DTYPES,
     TENSOR_NAMES,
     TUPLE,
+    ArrayHeader,
     Ext,
-    Form,
     Unsayable,
+    array_header,
     check_dtype,
-    form_of,
     scalar_of,
     scalar_tag,
     tag_of,
@@ -222,7 +222,7 @@ class _Reader:
         code, data = tag.code, bytes(tag.data)
         try:
             if code in (ARRAY, TENSOR) and len(data) <= MAX_LAYOUT_BYTES:
-                form = form_of(code, data, self.limits.total_bytes)
+                form = array_header(code, data, self.limits.total_bytes)
                 return self._array(form) if code == ARRAY else self._tensor(form)
             if code == BYTES and not data:
                 return bytes(self._next())
@@ -238,13 +238,13 @@ class _Reader:
             raise Refused("a message was refused: its header names more frames than came.")
         return frame
 
-    def _array(self, form: Form) -> np.ndarray[Any, Any]:
+    def _array(self, form: ArrayHeader) -> np.ndarray[Any, Any]:
         array = np.frombuffer(self._sized(form), form.dtype)
         if not array.flags.aligned:
             array = array.copy()
         return array if len(form.shape) == 1 else array.reshape(form.shape)
 
-    def _tensor(self, form: Form) -> torch.Tensor:
+    def _tensor(self, form: ArrayHeader) -> torch.Tensor:
         frame = self._sized(form)
         if not form.nbytes:
             return torch.empty(form.shape, dtype=form.dtype)
@@ -253,7 +253,7 @@ class _Reader:
             tensor = tensor.clone()
         return tensor if len(form.shape) == 1 else tensor.view(form.shape)
 
-    def _sized(self, form: Form) -> bytearray | memoryview:
+    def _sized(self, form: ArrayHeader) -> bytearray | memoryview:
         """The next frame, or a copy: writable, and exactly as long as `form` says."""
         frame = self._next()
         if len(frame) != form.nbytes:

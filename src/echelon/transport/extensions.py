@@ -69,7 +69,7 @@ _unpack_scalar = msgspec.msgpack.Decoder(_Scalar).decode
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ArrayHeader:
     """What a frame holds, checked."""
 
     name: str
@@ -80,7 +80,7 @@ class Form:
 
 
 @functools.lru_cache(maxsize=1024)
-def form_of(code: int, data: bytes, most_bytes: int) -> Form:
+def array_header(code: int, data: bytes, most_bytes: int) -> ArrayHeader:
     """What `data`, from the wire, says of a frame."""
     layout = _unpack_layout(data)
     what, dtypes = ("an array", ARRAY_DTYPES) if code == ARRAY else ("a tensor", TENSOR_DTYPES)
@@ -90,7 +90,7 @@ def form_of(code: int, data: bytes, most_bytes: int) -> Form:
     if problem := _shape_problem(layout.shape, dtype.itemsize, most_bytes):
         raise Refused(f"{what} of shape {layout.shape[:MAX_RANK]} was refused: {problem}.")
     nbytes = math.prod(layout.shape) * dtype.itemsize
-    return Form(layout.dtype, dtype, tuple(layout.shape), dtype.itemsize, nbytes)
+    return ArrayHeader(layout.dtype, dtype, tuple(layout.shape), dtype.itemsize, nbytes)
 
 
 @functools.lru_cache(maxsize=1024)

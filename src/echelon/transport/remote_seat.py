@@ -15,9 +15,9 @@ import zmq
 from echelon.errors import ConfigError, Refused, TransportTimeout
 from echelon.layout import views_of
 from echelon.transport.act_board import ActLayout, Array
-from echelon.transport.act_wire import LIFE_BITS, MAX_LIFE, Wire
+from echelon.transport.act_wire import LIFE_BITS, MAX_LIFE, ActWire
 from echelon.transport.channel import HEADER
-from echelon.transport.channel_client import Client, Request
+from echelon.transport.channel_client import Client, PendingRequest
 
 
 class RemoteSeat:
@@ -48,7 +48,7 @@ class RemoteSeat:
         if not 0 <= incarnation < MAX_LIFE:
             raise ConfigError(f"incarnation={incarnation} of client {client} is not in 0 to {MAX_LIFE - 1}.")
         self.index = group * layout.num_clients + client
-        self._wire = wire = Wire(layout)
+        self._wire = wire = ActWire(layout)
         frame, self._reply = np.zeros(wire.question_bytes, np.uint8), np.zeros(wire.stateful_bytes, np.uint8)
         self._question = (frame.data,)
         self._reply_sizes = (wire.answer_bytes, wire.stateful_bytes)
@@ -63,10 +63,10 @@ class RemoteSeat:
         self.client = Client("the inference server", address, secret, wire.stateful_bytes)
         self.address = self.client.address
         arrival = (bytearray(HEADER.size),)
-        self._arrival: Request | None = self.client.ask(
+        self._arrival: PendingRequest | None = self.client.ask(
             wire.seat, lambda: arrival, number=self._count, own=(self.index, 0, 0)
         )
-        self._request: Request | None = None
+        self._request: PendingRequest | None = None
 
     def ask(self) -> None:
         """Sends the question; `observation` and `first` must be in place, and the last answer read."""
@@ -102,7 +102,7 @@ class RemoteSeat:
             )
         return False
 
-    def _take(self, request: Request) -> None:
+    def _take(self, request: PendingRequest) -> None:
         assert request.answer is not None
         frame = request.answer[0]
         if len(request.answer) != 1 or len(frame) not in self._reply_sizes:

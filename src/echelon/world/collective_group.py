@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.errors import EchelonError, PeerLost, TransportError, TransportTimeout, WorldError
-from echelon.world.operation import ANYBODY, Circle, Operation, Seat
+from echelon.world.operation import ANYBODY, Circle, CollectiveMembers, Operation
 from echelon.world.process_group import end_process_group, make_process_group
 from echelon.world.store import WorldStore
 
@@ -217,7 +217,7 @@ def enter_collective_group(
             "members create it, each named once."
         )
     number = world.num_collective[ordered] + 1
-    seat = Seat(f"{'-'.join(map(str, ordered))}.{number}", ordered, names, world.rank, timeout_s, backend)
+    seat = CollectiveMembers(f"{'-'.join(map(str, ordered))}.{number}", ordered, names, world.rank, timeout_s, backend)
 
     def watch() -> None:
         if lost := circle.lost("create_collective_group()"):

@@ -36,7 +36,7 @@ from echelon.world.functions import Scope
 from echelon.world.node_thread import NodeThread
 from echelon.world.rpc_group import EXPLAIN_S
 from echelon.world.switchboard import Switchboard
-from echelon.world.watch import BEAT_S, Card, Watch
+from echelon.world.watch import BEAT_S, Card, MemberWatch
 
 PAUSE_S = 0.001
 WORD_S = 5.0  # how long word of a member may be under way
@@ -77,7 +77,7 @@ class Membership:
         self._departed = threading.Condition()
         entered = enter(entrance)
         self._node, self._registry, self._card = entered.node, entered.registry, entered.card
-        self._watch = self._registry.watch if self._registry else Watch(self._on_host_death)
+        self._watch = self._registry.watch if self._registry else MemberWatch(self._on_host_death)
         self._thread = NodeThread(self._node, self._watch, self._on_tick, self._on_broken)
         self._switchboard = Switchboard(self._thread, self._card, self.scope, LIMITS)
         self._node.on_lost = self._on_lost

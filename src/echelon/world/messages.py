@@ -18,7 +18,7 @@ MAX_ECHOES = 8  # where others never cease to speak
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ControlRequest:
     """A call (`number` above 0, its answer carries it) or a post (0)."""
 
     number: int
@@ -31,7 +31,7 @@ class Request:
         return (self.number, self.sender, self.incarnation, self.function, self.args)
 
     @classmethod
-    def from_wire(cls, message: object) -> Request:
+    def from_wire(cls, message: object) -> ControlRequest:
         """The request another process sent; raises Refused on anything else."""
         match message:
             case (int(number), str(sender), str(incarnation), str(function), tuple(args)):
@@ -40,12 +40,12 @@ class Request:
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingCall:
     """A call that waits for its answer."""
 
     member: Member
     function: str
-    on_settled: Callable[[Pending], None] | None = None  # called in the node's thread
+    on_settled: Callable[[PendingCall], None] | None = None  # called in the node's thread
     number: int = 0  # of a call that `begin` began
     settled: bool = False
     value: Any = None
@@ -100,7 +100,7 @@ class Messenger:
         self.refused = 0  # messages that broke the rules; nothing more is taken from that connection
         self._me, self._endpoint = me, endpoint
         self.open_end = endpoint.open_end
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingCall] = {}
         self._numbers = itertools.count(1)
         self._num_arrivals = 0
         self._handlers: dict[str, Callable[..., Any]] = {}
@@ -126,7 +126,7 @@ class Messenger:
             raise ConfigError(f"{function!r} cannot be served: names with a leading underscore are the world's own.")
         self._handlers[function] = handler
 
-    def abandon(self, pending: Pending) -> None:
+    def abandon(self, pending: PendingCall) -> None:
         """Waits no longer for what `begin` began."""
         self._pending.pop(pending.number, None)
 
@@ -148,10 +148,10 @@ class Messenger:
                 return
 
     def _begin(
-        self, member: Member, function: str, args: tuple[Any, ...], on_settled: Callable[[Pending], None]
-    ) -> Pending:
+        self, member: Member, function: str, args: tuple[Any, ...], on_settled: Callable[[PendingCall], None]
+    ) -> PendingCall:
         number = next(self._numbers)
-        pending = self._pending[number] = Pending(member, function, on_settled, number)
+        pending = self._pending[number] = PendingCall(member, function, on_settled, number)
         try:
             if not self._endpoint.send(member.address, self._frames(number, function, args)):
                 raise TransportTimeout(
@@ -171,11 +171,11 @@ class Messenger:
             pending.lose(PeerLost(what))
 
     def _frames(self, number: int, function: str, args: tuple[Any, ...]) -> list[Buffer]:
-        return encode(Request(number, self.name, self._me.incarnation, function, args).to_wire(), self.limits)
+        return encode(ControlRequest(number, self.name, self._me.incarnation, function, args).to_wire(), self.limits)
 
     def _take_request(self, arrival: Arrival) -> None:
         try:
-            request = Request.from_wire(decode(arrival.frames, self.limits))
+            request = ControlRequest.from_wire(decode(arrival.frames, self.limits))
         except Refused:
             self.refused += 1
             self._endpoint.ignore(arrival.connection)
@@ -193,7 +193,7 @@ class Messenger:
         elif outcome[0] == "failed":
             self.on_error(f"{request.function}(), posted by {request.sender!r} to {self.name!r}, failed: {outcome[-1]}")
 
-    def _run(self, request: Request) -> tuple[Any, ...]:
+    def _run(self, request: ControlRequest) -> tuple[Any, ...]:
         try:
             if request.function.startswith("_"):
                 return ("answer", self._obey(request))
@@ -227,10 +227,10 @@ class Messenger:
         """Serves what came in."""
         raise NotImplementedError
 
-    def _why_stranger(self, request: Request) -> str:
+    def _why_stranger(self, request: ControlRequest) -> str:
         """Why the sender may ask for nothing here, or ""."""
         raise NotImplementedError
 
-    def _obey(self, request: Request) -> Any:
+    def _obey(self, request: ControlRequest) -> Any:
         """Does what one of the world's own functions, with a leading underscore, says."""
         raise NotImplementedError

@@ -32,7 +32,7 @@ from echelon.transport.codec import DEFAULT_LIMITS, Limits
 from echelon.world.address import NAME, check_name, is_sibling, member_address, remove
 from echelon.world.directory import Directory, Member
 from echelon.world.endpoint import Arrival, Endpoint
-from echelon.world.messages import Messenger, Pending, Request
+from echelon.world.messages import ControlRequest, Messenger, PendingCall
 
 __all__ = ["Node", "RpcException"]
 
@@ -182,7 +182,9 @@ class Node(Messenger):
         if member is None or not self._endpoint.send(member.address, frames):
             self.dropped += 1
 
-    def begin(self, to: str, function: str, args: tuple[Any, ...], on_settled: Callable[[Pending], None]) -> Pending:
+    def begin(
+        self, to: str, function: str, args: tuple[Any, ...], on_settled: Callable[[PendingCall], None]
+    ) -> PendingCall:
         """Calls `function` of `to` without waiting: `on_settled` is called by a later `poll`; PeerLost if `to` left."""
         member = self._directory.members.get(to)
         if member is None:
@@ -256,7 +258,7 @@ class Node(Messenger):
         deadline = time.monotonic() + timeout_s
         number = next(self._numbers)
         frames = self._frames(number, function, args)
-        pending = self._pending[number] = Pending(member, function)
+        pending = self._pending[number] = PendingCall(member, function)
         sent = False
         try:
             while not pending.settled:
@@ -287,7 +289,7 @@ class Node(Messenger):
 
     # Membership: what the world's own functions do.
 
-    def _why_stranger(self, request: Request) -> str:
+    def _why_stranger(self, request: ControlRequest) -> str:
         """Why a sender may ask for nothing here, or "": it is a former life of a member, or it never joined.
 
         Only the host knows everyone: another member may be called by somebody who joined a moment ago.
@@ -299,7 +301,7 @@ class Node(Messenger):
             return f"{request.sender[:80]!r} has not joined this world."
         return ""
 
-    def _obey(self, request: Request) -> Any:
+    def _obey(self, request: ControlRequest) -> Any:
         match request.function, request.args:
             case "_join", (str(address), int(pid), tuple(card)) if self._is_host:
                 return self._on_join(Member(request.sender, address, pid, request.incarnation, card))

@@ -18,9 +18,9 @@ from typing import Any
 from echelon.errors import EchelonError, TransportTimeout
 from echelon.transport.channel import print_error
 from echelon.transport.channel_callee import wait_for
-from echelon.world.messages import Pending
+from echelon.world.messages import PendingCall
 from echelon.world.node import Node
-from echelon.world.watch import HEAR_S, Watch
+from echelon.world.watch import HEAR_S, MemberWatch
 
 TICK_S = 0.5  # how often it looks around when nothing happens
 
@@ -30,11 +30,11 @@ class Ticket:
 
     def __init__(self) -> None:
         self.done = threading.Event()
-        self.pending: Pending | None = None
+        self.pending: PendingCall | None = None
         self.value: Any = None
         self.error: BaseException | None = None
 
-    def settle(self, pending: Pending) -> None:
+    def settle(self, pending: PendingCall) -> None:
         if not self.done.is_set():
             self.value, self.error = pending.value, pending.error
             self.done.set()
@@ -49,7 +49,7 @@ class NodeThread:
     """Runs `node` and looks at `watch` in a thread of its own, from `start` to `stop`."""
 
     def __init__(
-        self, node: Node, watch: Watch, on_tick: Callable[[], None], on_broken: Callable[[Exception], None]
+        self, node: Node, watch: MemberWatch, on_tick: Callable[[], None], on_broken: Callable[[Exception], None]
     ) -> None:
         """`on_broken` is told, in this thread, of an error that the node does not survive; it shall `fail` the rest."""
         self.node = node

@@ -21,7 +21,7 @@ MISUSE = ("ProcessGroup", "No backend type")  # how torch says that what was ask
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class CollectiveMembers:
     """Who is in a collective group, and which of them this process is."""
 
     name: str
@@ -45,7 +45,7 @@ class Seat:
 class Circle:
     """Knows from the world which members of a group are gone, and from the group's store who waits for whom."""
 
-    def __init__(self, seat: Seat, store: WorldStore, why_lost: Callable[[str], str]) -> None:
+    def __init__(self, seat: CollectiveMembers, store: WorldStore, why_lost: Callable[[str], str]) -> None:
         """`why_lost(name)` says why a member is gone, "" while it is there; it raises WorldStopped at the end."""
         self.seat = seat
         self.broken: EchelonError | None = None  # what ended the group; nothing works on it any more

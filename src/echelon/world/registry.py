@@ -15,7 +15,7 @@ from echelon.world.directory import Member
 from echelon.world.messages import Deferred
 from echelon.world.node import Node
 from echelon.world.store_table import StoreTable
-from echelon.world.watch import Card, Watch
+from echelon.world.watch import Card, MemberWatch
 
 Answer = tuple[Any, ...]  # opens with a word: "ok", "lost" (who, why), "differs", "taken", "absent"
 OK: Answer = ("ok",)
@@ -28,12 +28,12 @@ class Registry:
 
     def __init__(self, node: Node, size: int, children: frozenset[str] = frozenset()) -> None:
         self._node, self._size, self._children = node, size, children
-        self.watch = Watch(self.forget)
+        self.watch = MemberWatch(self.forget)
         self.ended = ""  # why the world has ended
         self._by_rank: dict[int, str] = {}
         self._complete = False
         self._ready: dict[str, Deferred] = {}
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, GroupRecord] = {}
         self._queued: dict[str, dict[str, Callable[[], None]]] = {}  # group -> who is to enter when its name is free
         node.admit = self._admit
         node.serve("beat", self.watch.hear)
@@ -141,13 +141,13 @@ class Registry:
 
     # Groups.
 
-    def _group(self, name: str) -> Group:
+    def _group(self, name: str) -> GroupRecord:
         if (group := self._groups.get(name)) is None:
             raise Refusal(f"there is no group {name[:80]!r} in this world.")
         return group
 
     def _enter_group(self, name: str, member: str, members: list[str]) -> Deferred:
-        group = self._groups.setdefault(name, Group(name, members))
+        group = self._groups.setdefault(name, GroupRecord(name, members))
         if member in group.left or (member in group.entered and not group.missing):  # a former group of that name
             answer = Deferred()
             queue = self._queued.setdefault(name, {})
@@ -177,14 +177,14 @@ class Registry:
         self._dissolve(group)
         return missing
 
-    def _dissolve(self, group: Group) -> None:
+    def _dissolve(self, group: GroupRecord) -> None:
         if group.is_over and self._groups.get(group.name) is group:
             del self._groups[group.name]
             for enter in self._queued.pop(group.name, {}).values():
                 enter()
 
 
-class Group:
+class GroupRecord:
     """The members of a group meet when all have entered, and again at every barrier.
 
     A barrier is as many arrivals as there are members, one of each: the n-th arrival of a member, from whichever of its

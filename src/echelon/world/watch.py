@@ -86,7 +86,7 @@ def _network() -> str:
         return ""
 
 
-class Watch:
+class MemberWatch:
     """Watches members from the thread that polls `descriptors` and calls `look` now and then."""
 
     def __init__(self, on_death: Callable[[Member, str], None]) -> None:

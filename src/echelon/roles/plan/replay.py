@@ -21,7 +21,7 @@ from echelon.replay.restore import DamagedSnapshot, restore
 from echelon.replay.shard import Shard
 from echelon.replay.sharded import Replay
 from echelon.replay.snapshot import most_bytes
-from echelon.replay.wire import Wire
+from echelon.replay.wire import ReplayWire
 from echelon.roles.context import Context
 from echelon.roles.frame_stacks import stack_leaves
 from echelon.roles.tally import Tally
@@ -160,8 +160,8 @@ class ReplayPlan:
         return self.folder / "shards-0.address"
 
     @property
-    def wire(self) -> Wire:
-        return Wire(self.layout, range(self.config.num_shards), self.rule)
+    def wire(self) -> ReplayWire:
+        return ReplayWire(self.layout, range(self.config.num_shards), self.rule)
 
     def learner_side(self) -> LearnerSide:
         """The shards as the run wants them read; waits for the shard server if there is one."""
