@@ -49,7 +49,7 @@ def make_context(folder: Path, session: Path, items: int) -> Context:
     changes |= {"replay.checkpoint": True, "run.checkpoint_interval_s": 1e9, "stop.minutes": 1e9}
     config = replace(preset("apex-dqn", "CartPole-v1"), **changes)
     return Context(
-        name="learner", index=0, incarnation=0, epoch=0, train=config, spaces=SPACES, state_shapes=(),
+        name="learner", index=0, incarnation=0, generation=0, train=config, spaces=SPACES, state_shapes=(),
         session=session, address=f"inproc://{session.name}", run_dir=folder, started_at=time.time(),
     )  # fmt: skip
 

@@ -47,7 +47,7 @@ def fork_worker(address: str, index: int) -> tuple[int, int]:
         with open(os.devnull, "w") as quiet:
             worker = AsyncWorker(address, seed=index, trust_learner=True, output=quiet)
             episodes = worker.work()
-        account = {"episodes": episodes, "round_trips_s": list(worker.line.round_trips)}
+        account = {"episodes": episodes, "round_trips_s": list(worker.connection.round_trips)}
         with open(writer, "w") as pipe:
             json.dump(account, pipe)
         code = 0
@@ -82,7 +82,7 @@ def make_node(options: argparse.Namespace, run_dir: Path) -> AsyncLearningNode:
     node = AsyncLearningNode(
         config, epochs=1 << 40, buffer_size=1_000_000, server_address=("127.0.0.1", 0), run_dir=run_dir
     )
-    node.config = replace(node.config, **{"stop.epochs": 0, "stop.minutes": options.seconds / 60})
+    node.config = replace(node.config, **{"stop.episodes": 0, "stop.minutes": options.seconds / 60})
     return node
 
 

@@ -1,4 +1,4 @@
-"""The entrance of workers, as a test sees it: a door, and a worker's socket, in one thread."""
+"""The entrance of workers, as a test sees it: a gateway, and a worker's socket, in one thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 import toy_envs as toy
 from echelon.errors import Refused
-from echelon.roles.door import EpisodeDoor
+from echelon.roles.gateway import Gateway
 from echelon.schema import Spaces
 from echelon.transport.channel import HEADER, Service
 from echelon.transport.channel_client import Client, PendingRequest
@@ -41,7 +41,7 @@ FIELDS |= {"replay.capacity": 256, "replay.min_size": 8, "replay.batch": 8, "alg
 
 
 class Entrance:
-    """A door and a worker's client in one thread."""
+    """A gateway and a worker's client in one thread."""
 
     def __init__(self, stage: Stage, *, is_open: bool = True) -> None:
         self.stage, self.told = stage, dict[str, list[Any]]()
@@ -50,18 +50,18 @@ class Entrance:
         stage.world.serve("worker_evaluation", lambda number, score: scores.append((number, score)))
         if is_open:
             self.open()
-        self.door = self.make_door()
+        self.gateway = self.make_gateway()
         self.client = self.connect()
 
     def connect(self, name: bytes = socket_name("w")) -> Client:
-        return Client("the learner", self.door.door.address, None, 1 << 24, name=name)
+        return Client("the learner", self.gateway.server.address, None, 1 << 24, name=name)
 
     def open(self) -> None:
         self.stage.plan.replay.tally().open(0, 0)
 
-    def make_door(self, incarnation: int = 0) -> EpisodeDoor:
-        context = dataclasses.replace(self.stage.context, name=f"door-{incarnation}", incarnation=incarnation)
-        return EpisodeDoor(context)
+    def make_gateway(self, incarnation: int = 0) -> Gateway:
+        context = dataclasses.replace(self.stage.context, name=f"gateway-{incarnation}", incarnation=incarnation)
+        return Gateway(context)
 
     def begin(self, service: Service, frames: list[Any], number: int = 0) -> PendingRequest:
         """Sends a message whose frames follow the header."""
@@ -73,7 +73,7 @@ class Entrance:
         deadline = time.monotonic() + timeout_s
         try:
             while time.monotonic() < deadline:
-                self.door.step(0.01)
+                self.gateway.step(0.01)
                 if self.client.wait(request, 0.0):
                     assert request.answer is not None
                     return from_door(request.answer[1:])
@@ -83,10 +83,10 @@ class Entrance:
         return None
 
     def said(self) -> Any:
-        """What the door says of its end."""
+        """What the gateway says of its end."""
 
         def look() -> bool:
-            self.door.step(0.01)
+            self.gateway.step(0.01)
             self.client.poll()
             return bool(self.client.posts)
 
@@ -98,7 +98,7 @@ class Entrance:
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Serves until `condition` holds: of what has no answer."""
-        wait_until(lambda: (self.door.step(0.01), condition())[1], what)
+        wait_until(lambda: (self.gateway.step(0.01), condition())[1], what)
 
     def ask(self, message: Any, timeout_s: float = DEADLINE_S) -> Any:
         service = TASK if isinstance(message, Ask | Arrive) else EPISODES
@@ -112,11 +112,11 @@ class Entrance:
 
     @property
     def head(self) -> int:
-        return self.door.intake.writer.head
+        return self.gateway.intake.writer.head
 
     def close(self) -> None:
         self.client.close()
-        self.door.close()
+        self.gateway.close()
 
 
 @pytest.fixture

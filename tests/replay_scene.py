@@ -34,7 +34,7 @@ class Scene:
         session.mkdir(exist_ok=True)
         config: TrainConfig = replace(preset("apex-dqn", "CartPole-v1"), **{**FIELDS, **fields})
         context = Context(
-            name="learner", index=0, incarnation=0, epoch=0, train=config, spaces=SPACES, state_shapes=(),
+            name="learner", index=0, incarnation=0, generation=0, train=config, spaces=SPACES, state_shapes=(),
             session=session, address="", run_dir=folder / "run", started_at=time.monotonic(),
         )  # fmt: skip
         self.plan = ReplayPlan(context)

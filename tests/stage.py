@@ -41,7 +41,7 @@ class Stage:
         for name in ("train", "finished", "evaluation"):
             self.world.serve(name, lambda *told: None)
         context = Context(
-            name="coordinator", index=0, incarnation=0, epoch=0, train=config, spaces=probe_spaces(config.env),
+            name="coordinator", index=0, incarnation=0, generation=0, train=config, spaces=probe_spaces(config.env),
             state_shapes=(), session=session, address=address, run_dir=folder / "run", started_at=time.monotonic(),
             shares_process=config.engine == "inline",
         )  # fmt: skip

@@ -45,7 +45,7 @@ CASES = (
     ),
     Case("evaluator", ("evaluator",), ("train", "impala", "CartPole-v1", "--evaluation.interval-s=0.2")),
     Case("fork server", ("forkserver",), ("train", "impala", "CartPole-v1", NO_EVALUATION)),
-    Case("door", ("door", "gateway"), ("learner", "dqn", "CartPole-v1", *SMALL_REPLAY), with_workers=True),
+    Case("gateway", ("door", "gateway"), ("learner", "dqn", "CartPole-v1", *SMALL_REPLAY), with_workers=True),
     Case("worker", (WORKER,), ("learner", "dqn", "CartPole-v1", *SMALL_REPLAY), with_workers=True),
 )
 

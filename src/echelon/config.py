@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,8 @@ from echelon.sections import RunConfig as RunConfig
 from echelon.sections import StopConfig as StopConfig
 from echelon.sections import SupervisionConfig as SupervisionConfig
 from echelon.sections import WorkersConfig as WorkersConfig
+
+RENAMED = {"stop.epochs": "stop.episodes"}  # old paths of fields, and what they are now
 
 
 def __getattr__(name: str) -> Any:
@@ -95,8 +98,8 @@ class TrainConfig(Section, frozen=True):
             "each needs its own. Use --acting local.",
         )
         require(
-            self.has_workers or not self.stop.epochs,
-            f"stop.epochs={self.stop.epochs} counts what workers bring, and there are none. Use `echelon "
+            self.has_workers or not self.stop.episodes,
+            f"stop.episodes={self.stop.episodes} counts what workers bring, and there are none. Use `echelon "
             "learner`, or --steps.",
         )
         self._check_hosts()
@@ -195,7 +198,7 @@ class TrainConfig(Section, frozen=True):
 
     @property
     def num_shards(self) -> int:
-        """Of the replay: one for each actor, or for the door through which all workers' episodes come."""
+        """Of the replay: one for each actor, or for the gateway through which all workers' episodes come."""
         return self.workers.num_writers(self.actor.num_actors)
 
     @property
@@ -209,11 +212,19 @@ class TrainConfig(Section, frozen=True):
         return self.learner.batch or self.actor.num_actors
 
 
+def current_path(path: str) -> str:
+    """The dotted path of a field today; warns where `path` is an old one."""
+    if path not in RENAMED:
+        return path
+    warnings.warn(f"{path} is now {RENAMED[path]}; the next release drops the old name.", FutureWarning, stacklevel=3)
+    return RENAMED[path]
+
+
 def replace(config: AnySection, **changes: Any) -> AnySection:
     """`config` with dotted fields changed, all at once: replace(config, **{"actor.envs": 8, "seed": 1})."""
     sections: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
-        head, _, rest = path.partition(".")
+        head, _, rest = current_path(path).partition(".")
         section = getattr(config, head, None)
         known = section.__struct_fields__ if isinstance(section, Section) else ()
         is_there = head in config.__struct_fields__ and (not rest or rest in known)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from echelon.config import AlgorithmConfig, TrainConfig, replace
+from echelon.config import RENAMED, AlgorithmConfig, TrainConfig, current_path, replace
 from echelon.errors import ConfigError
 from echelon.fields import ConfigField, Section, fields, guess, is_union, no_choice, unwrapped
 
@@ -52,6 +52,7 @@ def set_fields(config: TrainConfig, texts: Mapping[str, str]) -> TrainConfig:
     All fields of a section change at once, so two that only fit together can be given in any order.
     """
     known = {info.path: info.field.hint for info in fields_of(config)}
+    texts = {current_path("stop.epochs" if path == "epochs" else path): text for path, text in texts.items()}
     for path, text in texts.items():
         if path not in known:
             raise _unknown(path, text, list(known))
@@ -95,8 +96,10 @@ def _read(cls: type[Section], data: Any) -> Any:
         raise ConfigError(f"{where}={data!r} must be an object with the fields of {cls.__name__}.")
     known, values = {field.name: field for field in fields(cls)}, {}
     for name, value in data.items():
+        path = f"{cls.SECTION}.{name}".lstrip(".")
+        name = RENAMED.get(path, path).rpartition(".")[2]  # of a run folder that an older release wrote
         if name not in known:
-            raise _unknown(f"{cls.SECTION}.{name}".lstrip("."), value, [field.path for field in known.values()])
+            raise _unknown(path, value, [field.path for field in known.values()])
         values[name] = _read(known[name].hint, value) if known[name].is_section else value
     return cls(**values)
 

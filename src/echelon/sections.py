@@ -187,9 +187,7 @@ class WorkersConfig(Section, frozen=True):
         str,
         doc('tcp://HOST:PORT to come to, port 0: any; off the loopback only with ECHELON_SECRET; "": none'),
     ] = ""
-    updates: Annotated[
-        int, doc("per episode that is learned from; such an episode with its updates is an epoch", "updates", ge=1)
-    ] = 64
+    updates: Annotated[int, doc("per episode that workers bring", "updates", ge=1)] = 64
     evaluation: Annotated[
         float,
         doc(
@@ -210,7 +208,7 @@ class WorkersConfig(Section, frozen=True):
             require_address(self.address, "workers.address")
 
     def num_writers(self, num_actors: int) -> int:
-        """Who brings transitions: every actor, or the one door that all workers come to."""
+        """Who brings transitions: every actor, or the one gateway that all workers come to."""
         return 1 if self.address else num_actors
 
 
@@ -242,7 +240,7 @@ class StopConfig(Section, frozen=True):
     steps: Annotated[int, doc("stop after this many environment steps (at the end of a batch)", "steps", ge=0)] = 0
     minutes: Annotated[float, doc("stop after this time", "minutes", ge=0)] = 0.0
     until_return: Annotated[float | None, doc("stop when the mean return of the last 100 episodes reaches this")] = None
-    epochs: Annotated[int, doc("stop after this many workers' episodes that were learned from", "episodes", ge=0)] = 0
+    episodes: Annotated[int, doc("stop after this many workers' episodes that were learned from", "episodes", ge=0)] = 0
 
 
 class HostsConfig(Section, frozen=True):

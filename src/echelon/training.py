@@ -9,6 +9,7 @@ import functools
 import shutil
 import sys
 import time
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,13 +19,13 @@ from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.errors import ConfigError, EchelonError
 from echelon.names import text_of
-from echelon.roles.plan.start import check_stop, epochs_option, find_bottleneck, make_engine, title
+from echelon.roles.plan.start import check_stop, episodes_option, find_bottleneck, make_engine, title
 from echelon.transport.session import create_session
 
 if TYPE_CHECKING:
-    from echelon.roles.brought import Brought
     from echelon.roles.context import Context
     from echelon.roles.interrupts import Interrupts
+    from echelon.roles.user_objects import UserObjects
     from echelon.runs.folder import RunFolder
 
 
@@ -46,7 +47,7 @@ class RunResult:
 class Past:
     """What a resumed run has behind it."""
 
-    epoch: int = 0
+    generation: int = 0
     wall_s: float = 0.0
     row: dict[str, Any] = field(default_factory=dict)  # where it stood
 
@@ -65,11 +66,12 @@ def resume(
     steps: int = 0,
     minutes: float = 0.0,
     until_return: float | None = None,
-    epochs: int = 0,
+    episodes: int = 0,
     learners: int | None = None,
     hosts: int | None = None,
     output: TextIO | None = None,
-    brought: Brought | None = None,
+    user_objects: UserObjects | None = None,
+    epochs: int | None = None,
 ) -> RunResult:
     """Goes on with the run in `run_dir` from its newest checkpoint; what is given replaces the old stop condition.
 
@@ -79,6 +81,9 @@ def resume(
     from echelon.runs.checkpoint import load_checkpoint, newest_intact
     from echelon.runs.folder import RunFolder
 
+    if epochs is not None:
+        warnings.warn("epochs= is now episodes=; the next release drops the old name.", FutureWarning, stacklevel=2)
+        episodes = epochs
     folder = RunFolder.open(Path(run_dir))
     config = _read_config(folder)
     found = newest_intact(folder.checkpoints)
@@ -86,31 +91,31 @@ def resume(
         raise ConfigError(f"{run_dir} has no checkpoint to go on from. Train anew with another --run-dir.")
     tree = load_checkpoint(found[0])
     counters, wall_s = tree["counters"], tree["wall_s"]
-    if steps or minutes or epochs or until_return is not None:
-        config = replace(config, stop=StopConfig(steps, minutes, until_return, epochs))
+    if steps or minutes or episodes or until_return is not None:
+        config = replace(config, stop=StopConfig(steps, minutes, until_return, episodes))
     if learners is not None:
         config = replace(config, learner=replace(config.learner, num_learners=learners, threads=0))  # chosen anew
     if hosts is not None:
         engine = "hosts" if hosts > 1 else "local"
         config = replace(config, engine=engine, hosts=replace(config.hosts, count=hosts))
-    past_epochs = counters["updates"] // config.workers.updates
-    reason = stop_reason(config.stop, counters["env_steps"], counters["returns"], wall_s, past_epochs)
+    past_episodes = counters["updates"] // config.workers.updates
+    reason = stop_reason(config.stop, counters["env_steps"], counters["returns"], wall_s, past_episodes)
     if reason:
         raise ConfigError(
-            f"{run_dir} has reached its end ({_told(config.stop)}; it has {counters['env_steps']:,} steps and "
+            f"{run_dir} has reached its end ({_stop_text(config.stop)}; it has {counters['env_steps']:,} steps and "
             f"{wall_s / 60:.1f} minutes behind it). Give a larger total with "
-            f"{epochs_option(config)}--steps, --minutes or --until-return."
+            f"{episodes_option(config)}--steps, --minutes or --until-return."
         )
     config = replace(config, run=replace(config.run, dir=str(run_dir)))
-    if brought is not None and brought.address:
-        config = replace(config, workers=replace(config.workers, address=brought.address))
+    if user_objects is not None and user_objects.address:
+        config = replace(config, workers=replace(config.workers, address=user_objects.address))
     row = {name: counters[name] for name in ("env_steps", "episodes", "updates", "dropped", "return_max")}
-    row["progress"] = progress(config.stop, counters["env_steps"], wall_s, past_epochs)
-    return run(config, Past(int(tree["epoch"]) + 1, wall_s, row), output, brought)
+    row["progress"] = progress(config.stop, counters["env_steps"], wall_s, past_episodes)
+    return run(config, Past(int(tree.get("generation", tree.get("epoch", 0))) + 1, wall_s, row), output, user_objects)
 
 
-def _told(stop: StopConfig) -> str:
-    texts = {"steps": stop.steps or None, "minutes": stop.minutes or None, "epochs": stop.epochs or None}
+def _stop_text(stop: StopConfig) -> str:
+    texts = {"steps": stop.steps or None, "minutes": stop.minutes or None, "episodes": stop.episodes or None}
     texts["until-return"] = stop.until_return
     return ", ".join(f"--{name} {value:g}" for name, value in texts.items() if value is not None)
 
@@ -126,30 +131,31 @@ def _read_config(folder: RunFolder) -> TrainConfig:
 
 
 def run(
-    config: TrainConfig, past: Past = NO_PAST, output: TextIO | None = None, brought: Brought | None = None
+    config: TrainConfig, past: Past = NO_PAST, output: TextIO | None = None, user_objects: UserObjects | None = None
 ) -> RunResult:
     """The whole life of a run: session, engine, validation, folder, coordinator, summary.
 
-    With what a program has `brought`, the learner runs in that program's process.
+    With what a program has `user_objects`, the learner runs in that program's process.
     """
     began, output = time.monotonic(), output or sys.stdout
     check_stop(config)
-    tell = functools.partial(print, file=output, flush=True)
-    tell(f"preparing {title(config)}")
+    report = functools.partial(print, file=output, flush=True)
+    report(f"preparing {title(config)}")
     if constant := _unscheduled(config):
-        tell(
+        report(
             f"--until-return alone gives no length to follow, so {' and '.join(constant)} to the end. Give --steps or "
             "--minutes as well to have it follow the run."
         )
     session = create_session(config.shm_dir)
     engine: InlineEngine | LocalEngine | None = None
     try:
-        engine = make_engine(config, session, has_objects=brought is not None)
+        engine = make_engine(config, session, has_objects=user_objects is not None)
         from echelon.process_state import preserve_state
         from echelon.roles.plan.preparation import prepare
 
         with preserve_state():
-            context, choice = prepare(config, session, engine, past.epoch, began - past.wall_s, tell, brought)
+            start = began - past.wall_s
+            context, choice = prepare(config, session, engine, past.generation, start, report, user_objects)
             acting = {"asked": config.acting.mode, "mode": choice.mode, "why": choice.reason}
             return _train_in(context, engine, past, acting, output)
     finally:
@@ -161,7 +167,7 @@ def run(
 def _unscheduled(config: TrainConfig) -> list[str]:
     """What should change with the progress of the run and does not, as nothing says when that ends."""
     stop, optimizer, replay = config.stop, config.optimizer, config.replay
-    if stop.steps or stop.minutes or stop.epochs:
+    if stop.steps or stop.minutes or stop.episodes:
         return []
     constant = []
     if optimizer.schedule == "linear":
@@ -181,7 +187,7 @@ def _train_in(
 
     config = context.train
     config_json = config_io.to_json(config, text_of(config.env.id))
-    folder = RunFolder.open(context.run_dir) if past.epoch else RunFolder.create(context.run_dir)
+    folder = RunFolder.open(context.run_dir) if past.generation else RunFolder.create(context.run_dir)
     with folder.held(), Interrupts() as interrupts:  # to the end: a run's record is whole whenever the user stops it
         folder.write_config(config_json)
         (folder.path / SUMMARY).unlink(missing_ok=True)  # of the part that is being gone on with
@@ -207,7 +213,7 @@ def _coordinate(
 
     console = Console(title(context.train), context.run_dir, output)
     world = Node.host(context.address)
-    metrics = MetricsWriter(folder.path, append=past.epoch > 0)
+    metrics = MetricsWriter(folder.path, append=past.generation > 0)
     coordinator = Coordinator(context, engine, world, console, metrics, interrupts)
     coordinator.row = past.row
     try:
@@ -233,7 +239,7 @@ def _base(context: Context) -> dict[str, Any]:
 
 
 def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dict[str, Any]:
-    reached = {"steps": "finished", "minutes": "finished", "epochs": "finished", "return": "solved"}
+    reached = {"steps": "finished", "minutes": "finished", "episodes": "finished", "return": "solved"}
     status = reached.get(figures["reason"], "stopped")
     shares = coordinator.shares()
     limit = find_bottleneck(context.train, shares, on_gpu=str(figures["device"]).startswith("cuda"))

@@ -19,7 +19,7 @@ import numpy as np
 from echelon.errors import EchelonError
 from echelon.layout import Leaf
 from echelon.transport.act_board import ActBoard, ActLayout, Seat
-from echelon.transport.act_door import ActDoor
+from echelon.transport.act_listener import ActListener
 from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.remote_seat import RemoteSeat
 
@@ -35,7 +35,7 @@ LAYOUT = ActLayout(
 )
 
 
-def answer(batcher: Batcher, round: Round, door: ActDoor | None = None) -> None:
+def answer(batcher: Batcher, round: Round, listener: ActListener | None = None) -> None:
     """Answers a round."""
     board, seats, asked = batcher.board, round.seats, round.asked
     batcher.claim(round)
@@ -45,8 +45,8 @@ def answer(batcher: Batcher, round: Round, door: ActDoor | None = None) -> None:
     board.action[seats] = board.observation[0][seats].sum(-1).astype(np.int64) * board.observation[1][seats]
     board.log_prob[seats], board.value[seats] = -1.0, before[..., 0]
     batcher.settle(round, VERSION)
-    if door is not None:
-        door.reply(round)
+    if listener is not None:
+        listener.reply(round)
 
 
 def put(seat: Seat | RemoteSeat, number: int) -> None:
@@ -78,29 +78,32 @@ def serve(
     Before it counts, it waits until `num_refused` are refused: those may have given up before it heard of them.
     """
     board = ActBoard(Path(folder), LAYOUT)
-    door = ActDoor(board, 0, address, secret)
+    listener = ActListener(board, 0, address, secret)
     rule = BatchRule(max_wait_us=max_wait_us)
-    tell(address=door.address)
+    tell(address=listener.address)
     doorman = Batcher(board, 0, rule)  # what it gathers is not answered, and so gathered again
     while np.count_nonzero(board.incarnation) < num_present:
-        door.next(doorman, 0.05)
+        listener.next(doorman, 0.05)
     batcher, num_rounds = Batcher(board, 0, rule), 0
     while not any(select.select([sys.stdin], [], [], 0.0)):
-        round = door.next(batcher, 0.05)
+        round = listener.next(batcher, 0.05)
         if round is not None:
-            answer(batcher, round, door)
+            answer(batcher, round, listener)
             num_rounds += 1
     deadline = time.monotonic() + PATIENCE_S
-    while door.num_refused < num_refused and time.monotonic() < deadline:
-        door.next(batcher, 0.05)
+    while listener.num_refused < num_refused and time.monotonic() < deadline:
+        listener.next(batcher, 0.05)
     tell(
-        num_refused=door.num_refused, num_missed=batcher.num_missed, num_rounds=num_rounds, torch="torch" in sys.modules
+        num_refused=listener.num_refused,
+        num_missed=batcher.num_missed,
+        num_rounds=num_rounds,
+        torch="torch" in sys.modules,
     )
-    door.close()
+    listener.close()
 
 
 def ask(address: str, client: int, num_questions: int, folder: str = "", **options: Any) -> None:
-    """Through the board in `folder` where one is given, through the door at `address` otherwise."""
+    """Through the board in `folder` where one is given, through the listener at `address` otherwise."""
     try:
         seat = (
             Seat(ActBoard(Path(folder), LAYOUT), client) if folder else RemoteSeat(address, LAYOUT, client, **options)

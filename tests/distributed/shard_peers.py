@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from echelon.errors import EchelonError
-from echelon.replay.ear import Ear
 from echelon.replay.limiter import Limiter
 from echelon.replay.reader import PriorityColumn, Reader, ShardReader
 from echelon.replay.remote import Link
+from echelon.replay.remote_wait import RemoteWait
 from echelon.replay.sharded import Replay
 from echelon.replay.wire import ReplayWire
 from echelon.servers.shards import ShardServer
@@ -60,7 +60,7 @@ class Learner:
         self.link.arrive(2.0 if secret is None or secret.endswith("!") else 30.0)
         readers: list[Reader] = [ShardReader.at(place, index, layout()) for index in HERE]
         self.replay = Replay([*readers, *self.link.readers], alpha=1.0)
-        self.ear = Ear([self.link], self.limiter.listen(0))
+        self.remote_wait = RemoteWait([self.link], self.limiter.listen(0))
         self.rng, self.drafts = np.random.default_rng(0), collections.deque[Any]()
         self.lost: list[str] = []
 
@@ -83,11 +83,11 @@ class Learner:
     def learn(self, batches: int) -> None:
         self.drawn = np.zeros(RULE.num_shards, np.int64)
         while batches:
-            self.ear.listen()
+            self.remote_wait.listen()
             if self.take():
                 batches -= 1
             else:
-                self.ear.wait(1.0)
+                self.remote_wait.wait(1.0)
         lost, self.replay.lost = self.replay.lost, []
         tell(
             drawn=self.drawn.tolist(), sizes=self.replay.sizes, lost=lost,

@@ -17,7 +17,7 @@ from act_peers import LAYOUT, check, put
 
 from echelon.errors import ConfigError, TransportTimeout
 from echelon.transport.act_board import ActBoard
-from echelon.transport.act_door import ActDoor
+from echelon.transport.act_listener import ActListener
 from echelon.transport.remote_seat import RemoteSeat
 from hosts import NEAR
 
@@ -185,4 +185,4 @@ class TestTwoHosts:
 
     def test_a_door_off_the_loopback_needs_a_secret(self, shm_dir: Path) -> None:
         with pytest.raises(ConfigError, match=r"tcp://0.0.0.0:0 is not on the loopback.*Set ECHELON_SECRET"):
-            ActDoor(ActBoard(shm_dir, LAYOUT), 0, "tcp://0.0.0.0:0")
+            ActListener(ActBoard(shm_dir, LAYOUT), 0, "tcp://0.0.0.0:0")

@@ -63,7 +63,7 @@ def send_signal(child: ForkServerProcess, number: signal.Signals) -> None:
 
 @pytest.fixture
 def knock(host: Node) -> Iterator[Knock]:
-    """Makes raw sockets that are connected to the host's door."""
+    """Makes raw sockets that are connected to the host's gateway."""
     context = zmq.Context()
 
     def connect() -> zmq.Socket[bytes]:
@@ -208,7 +208,7 @@ def test_whoever_joins_is_known_to_all_and_who_missed_that_asks(tmp_path: Path) 
 
         names = {one.name for one in everybody}
         wait_for(host, lambda: all_know(names))
-        members[3]._directory.epoch -= 1  # as if the last change had not come
+        members[3]._directory.version -= 1  # as if the last change had not come
         members[3]._directory.members.pop("m39")
         members.pop(7).close()
         everybody = [*members, host]

@@ -43,7 +43,7 @@ class Resumed(Stage):
     def __init__(self, folder: Path, past: Stage) -> None:
         folder.mkdir()
         super().__init__(folder, past.context.train)
-        self.context = dataclasses.replace(self.context, run_dir=past.context.run_dir, epoch=1)
+        self.context = dataclasses.replace(self.context, run_dir=past.context.run_dir, generation=1)
         self.plan = Plan(self.context)
         self.told = self.plan.make()
 

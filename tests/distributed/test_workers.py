@@ -56,14 +56,14 @@ class Worker:
         wait_until(lambda: "was stopped; trying again until it is resumed" in self.text(), "the worker waits")
         self.process.terminate()
         assert self.code() == 130, self.text()
-        return self.brought("leaving")
+        return self.user_objects("leaving")
 
     def lost_and_found(self) -> tuple[int, int]:
         """How often it said that no learner answers, and that it is there again."""
         text = self.text()
         return text.count("Trying again"), text.count("is there again")
 
-    def brought(self, why: str) -> int:
+    def user_objects(self, why: str) -> int:
         found = re.search(rf"{why}; (\d+) episodes came from here", self.text())
         assert found, self.text()
         return int(found[1])
@@ -86,7 +86,7 @@ class Site:
         return run
 
     def address(self, run: Running) -> str:
-        found = run.until(lambda: re.search(r"workers come to (\S+)", run.text()), "the door listens")
+        found = run.until(lambda: re.search(r"workers come to (\S+)", run.text()), "the gateway listens")
         return found[1]
 
     def worker(self, address: str, *arguments: str, **options: Any) -> Worker:
@@ -107,14 +107,14 @@ def site(runs: Runs) -> Iterator[Site]:
     site.close()
 
 
-def epochs_of(run: Running) -> int:
+def episodes_of(run: Running) -> int:
     rows = run.rows()
-    return int(rows[-1]["epoch"]) if rows else 0
+    return int(rows[-1]["learned_episodes"]) if rows else 0
 
 
-def until_epochs(run: Running, more: int) -> None:
-    goal = epochs_of(run) + more
-    run.until(lambda: epochs_of(run) >= goal, f"{goal} epochs are over")
+def until_episodes(run: Running, more: int) -> None:
+    goal = episodes_of(run) + more
+    run.until(lambda: episodes_of(run) >= goal, f"{goal} episodes are learned from")
 
 
 def finish(run: Running, since: int = 0) -> dict[str, Any]:
@@ -133,11 +133,11 @@ def evaluations_of(run: Running) -> list[dict[str, Any]]:
     return [row for row in read_metrics(run.run_dir) if row["kind"] == "evaluation"]
 
 
-def check_counts(run: Running, summary: dict[str, Any], brought: int) -> None:
+def check_counts(run: Running, summary: dict[str, Any], user_objects: int) -> None:
     """Nothing is lost and nothing counted twice."""
     workers = summary["workers"]
-    assert workers["episodes"] == brought
-    assert workers["evaluations"] <= int(0.25 * brought) <= workers["evaluations"] + 3, "but those under way"
+    assert workers["episodes"] == user_objects
+    assert workers["evaluations"] <= int(0.25 * user_objects) <= workers["evaluations"] + 3, "but those under way"
     rows = evaluations_of(run)
     assert len(rows) == workers["evaluations"]
     newest = [row["return_mean"] for row in rows[-10:]]
@@ -158,18 +158,18 @@ def test_workers_come_and_go_and_one_is_killed(site: Site) -> None:
     port = free_port()
     early = site.worker(f"127.0.0.1:{port}", "--envs", "3")
     wait_until(lambda: "Trying again" in early.text(), "the early worker says that nobody is there")
-    run = site.learner(address=f"127.0.0.1:{port}", epochs=10**6)
+    run = site.learner(address=f"127.0.0.1:{port}", episodes=10**6)
     few = site.worker(f"127.0.0.1:{port}", "--episodes", "3")
     doomed = site.worker(f"127.0.0.1:{port}")
     assert few.code() == 0, few.text()
-    assert few.brought("leaving") == 3
+    assert few.user_objects("leaving") == 3
     wait_until(lambda: "CartPole-v1, dqn" in early.text(), "the early worker found the learner")
     assert "is there again" in early.text()
     run.until(lambda: re.search(r"worker \w+ left", run.text()), "one has left")
     run.until(lambda: run.text().count(" came (") >= 3, "all three came")
     run.until(lambda: run.rows() and run.rows()[-1].get("workers", {}).get("workers") == 2, "two are left")
     doomed.process.kill()
-    until_epochs(run, 2)
+    until_episodes(run, 2)
     run.until(lambda: list((run.run_dir / "checkpoints").glob("step_*")), "there is a checkpoint")
     num_lost, _ = early.lost_and_found()
     run.process.kill()
@@ -181,30 +181,30 @@ def test_workers_come_and_go_and_one_is_killed(site: Site) -> None:
     again = Running(run.run_dir, run.shm_dir, "resume", str(run.run_dir))
     site.runs.started.append(again)
     wait_until(lambda: len(set(early.lost_and_found())) == 1, "the worker found the learner")
-    until_epochs(again, 3)
+    until_episodes(again, 3)
     summary = finish(again, since=seen)
     scores = evaluations_of(again)[scored:]
     wait_until(lambda: "was stopped; trying again until it is resumed" in early.text(), "the worker waits")
-    last = Running(run.run_dir, run.shm_dir, "resume", str(run.run_dir), f"--epochs={epochs_of(again) + 3}")
+    last = Running(run.run_dir, run.shm_dir, "resume", str(run.run_dir), f"--episodes={episodes_of(again) + 3}")
     site.runs.started.append(last)
     assert last.code() == 0, last.text()
     assert early.code() == 0, early.text()
-    assert early.brought("the run is over") >= summary["workers"]["episodes"] > 0
+    assert early.user_objects("the run is over") >= summary["workers"]["episodes"] > 0
     steps = summary["workers"]["interactions"] - sum(row["length_mean"] for row in scores)
     assert restored < summary["env_steps"] <= restored + steps, "what came before counts on, what is evaluated does not"
 
 
-@pytest.mark.parametrize(("role", "preset"), [("door", "apex-dqn"), ("learner", "dqn")])
+@pytest.mark.parametrize(("role", "preset"), [("gateway", "apex-dqn"), ("learner", "dqn")])
 def test_nothing_is_lost_or_doubled_when_a_process_is_killed(site: Site, role: str, preset: str) -> None:
-    run = site.learner(preset, epochs=10**6, **{"replay.n-step": 1})
+    run = site.learner(preset, episodes=10**6, **{"replay.n-step": 1})
     address = site.address(run)
     workers = [site.worker(address, "--envs", envs, "--buffer-size", "20") for envs in ("1", "2")]
     run.until(lambda: list((run.run_dir / "checkpoints").glob("step_*")), "there is a checkpoint")
     for _ in range(3):
-        until_epochs(run, 3)
+        until_episodes(run, 3)
         pid = run.kill(role)
         assert run.pid(role, besides=pid)
-    until_epochs(run, 3)
+    until_episodes(run, 3)
     summary = finish(run)
     assert summary["restarts"] == 3
     check_counts(run, summary, sum(worker.episodes() for worker in workers))
@@ -213,7 +213,7 @@ def test_nothing_is_lost_or_doubled_when_a_process_is_killed(site: Site, role: s
 def test_strangers_are_refused_and_the_rest_goes_on(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another secret, none at all, and other spaces."""
     monkeypatch.setenv("ECHELON_SECRET", secrets.token_hex(16))
-    run = site.learner(epochs=10**6)
+    run = site.learner(episodes=10**6)
     address = site.address(run)
     wrong = site.worker(address, ECHELON_SECRET=secrets.token_hex(16))
     none = site.worker(address, ECHELON_SECRET="")
@@ -225,7 +225,7 @@ def test_strangers_are_refused_and_the_rest_goes_on(site: Site, monkeypatch: pyt
     assert other.code() == 1
     text = other.text()
     assert "(6,)" in text and "Discrete(3)" in text and "(4,)" in text and "Discrete(2)" in text and "Give both" in text
-    until_epochs(run, 2)
+    until_episodes(run, 2)
     run.until(lambda: "a worker was refused" in run.text() and "somebody was not let in" in run.text(), "that is told")
     summary = finish(run)
     assert good.episodes() == summary["workers"]["episodes"] and summary["workers"]["refused"] >= 3
@@ -255,7 +255,7 @@ def test_a_policy_of_the_users_own_learns_is_saved_and_goes_on(site: Site) -> No
     assert "the caller's threads and generator are kept" in text
     rows = [row for row in read_metrics(site.runs.folder / "own") if row["kind"] == "train"]
     told = [row["loss"] for row in rows if row["loss"]]  # nothing may have been learned between the last two rows
-    assert rows[-1]["epoch"] == 15 and told[-1]["loss"] >= 0.0
+    assert rows[-1]["learned_episodes"] == 15 and told[-1]["loss"] >= 0.0
     assert not list(site.runs.shm_dir.iterdir())
 
 
@@ -265,14 +265,14 @@ def test_a_worker_on_another_host_outlives_a_cut_cable(
 ) -> None:
     near, far = two_hosts
     monkeypatch.setenv("ECHELON_SECRET", secrets.token_hex(16))
-    run = site.learner(address=f"{NEAR}:0", before=near, epochs=10**6)
+    run = site.learner(address=f"{NEAR}:0", before=near, episodes=10**6)
     worker = site.worker(site.address(run), before=far)
-    until_epochs(run, 3)
+    until_episodes(run, 3)
     assert as_another_host(*near, "ip", "link", "set", "cable0", "down").returncode == 0
     wait_until(lambda: "Trying again" in worker.text(), "the worker misses the learner")
     assert as_another_host(*near, "ip", "link", "set", "cable0", "up").returncode == 0
     wait_until(lambda: "is there again" in worker.text(), "the worker found the learner")
-    until_epochs(run, 3)
+    until_episodes(run, 3)
     summary = finish(run)
     check_counts(run, summary, worker.episodes())
 
@@ -280,7 +280,7 @@ def test_a_worker_on_another_host_outlives_a_cut_cable(
 def test_a_resume_whose_port_is_taken_keeps_the_run(site: Site) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    run = site.learner(address=f"127.0.0.1:{port}", epochs=1000)
+    run = site.learner(address=f"127.0.0.1:{port}", episodes=1000)
     site.address(run)
     assert run.stop()["env_steps"] == 0
     (tensors,) = run.run_dir.glob("checkpoints/*/tensors.safetensors")

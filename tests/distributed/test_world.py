@@ -127,7 +127,7 @@ def test_everybody_learns_of_the_end_of_the_host() -> None:
 
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
 def test_guests_come_and_leave(scheme: str, tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/door" if scheme == "ipc" else f"tcp://localhost:{free_port()}"
+    address = f"ipc://{tmp_path}/gateway" if scheme == "ipc" else f"tcp://localhost:{free_port()}"
     with started(programs.receive_guests, address=address, guests=1) as members:
         for rank, member in zip((0, 1, -1), members, strict=True):
             member.collect()

@@ -111,7 +111,7 @@ def test_the_gradient_is_that_of_plain_a2c() -> None:
 def test_pieces_bring_a_gradient_each_and_all_of_them_count() -> None:
     batch, whole = make_batch(), gradients_of(A3cConfig(), make_batch())[0]
     pieces = gradients_of(A3cConfig(minibatches=4), batch)
-    steps = [batch.valid[:, part].sum() for part in A3c(A3cConfig(minibatches=4), make_model()).pieces(B)]
+    steps = [batch.valid[:, part].sum() for part in A3c(A3cConfig(minibatches=4), make_model()).columns(B)]
     assert len(pieces) == 4 and [int(count) for count in steps] == [6, 13, 7, 13]
     weighed = sum(count * piece.flat for count, piece in zip(steps, pieces, strict=True)) / sum(steps)
     torch.testing.assert_close(weighed, whole.flat, rtol=1e-5, atol=1e-6)

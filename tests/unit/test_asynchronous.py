@@ -16,20 +16,20 @@ from torch import nn
 import echelon
 from echelon import config_io
 from echelon.algorithms.model import Model
-from echelon.asynchronous.acting import NUM_RUNGS, ModelActing, OwnActing, rungs
+from echelon.asynchronous.acting import NUM_RUNGS, ModelActing, UserActing, rungs
+from echelon.asynchronous.connection import LearnerConnection, address_of
 from echelon.asynchronous.learner import AsyncLearningNode
-from echelon.asynchronous.line import Line, address_of
 from echelon.asynchronous.worker import AsyncWorker
 from echelon.cli.learner import OPTIONS, with_address
 from echelon.cli.main import main
 from echelon.cli.train import make_parser, parse_config
-from echelon.config import OwnConfig, TrainConfig, WorkersConfig, replace
+from echelon.config import TrainConfig, UserPolicyConfig, WorkersConfig, replace
 from echelon.errors import ConfigError, EnvError, Refused, TransportTimeout
 from echelon.presets import preset
 from echelon.roles.episode_source import EpisodeSource
 from echelon.roles.handling import Handling
 from echelon.roles.learner import Rate
-from echelon.roles.own import StateLayout, check_policy, load_state, state_of
+from echelon.roles.user_policy import StateLayout, check_policy, load_state, state_of
 from echelon.runs.bottleneck import workers_bottleneck
 from echelon.runs.checkpoint import save_weights
 from echelon.runs.console import Status, final_summary, plain_line
@@ -76,8 +76,8 @@ def test_workers_need_a_rule_that_replays_processes_and_their_own_actions() -> N
     ):
         with pytest.raises(ConfigError, match=words):
             replace(preset("dqn", "CartPole-v1"), **{**address, **changes})
-    with pytest.raises(ConfigError, match=r"stop\.epochs=5 counts what workers bring, and there are none"):
-        replace(preset("dqn", "CartPole-v1"), **{"stop.epochs": 5})
+    with pytest.raises(ConfigError, match=r"stop\.episodes=5 counts what workers bring, and there are none"):
+        replace(preset("dqn", "CartPole-v1"), **{"stop.episodes": 5})
     config = replace(preset("apex-dqn", "CartPole-v1"), **address)
     assert config.has_workers and config.num_shards == 1 and config.actor.num_actors == 2
 
@@ -92,19 +92,19 @@ def test_workers_need_a_rule_that_replays_processes_and_their_own_actions() -> N
     ],
 )
 def test_the_learner_command_has_an_address(words: list[str], address: str) -> None:
-    arguments = ["sac", "Pendulum-v1", "--epochs", "7", "--update-steps=3", "--eval-freq", "0.5", *words]
+    arguments = ["sac", "Pendulum-v1", "--episodes", "7", "--update-steps=3", "--eval-freq", "0.5", *words]
     config = parse_config(make_parser("echelon learner", "", (), OPTIONS), with_address(arguments), OPTIONS)
-    assert config.workers == WorkersConfig(address=address, updates=3, evaluation=0.5) and config.stop.epochs == 7
+    assert config.workers == WorkersConfig(address=address, updates=3, evaluation=0.5) and config.stop.episodes == 7
 
 
 def test_commands_tell_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
-        (["learner", "sac", "Pendulum-v1"], "give --epochs E, --steps N"),
-        (["learner", "ppo", "CartPole-v1", "--epochs", "1"], "ppo learns from what its newest weights did"),
+        (["learner", "sac", "Pendulum-v1"], "give --episodes E, --steps N"),
+        (["learner", "ppo", "CartPole-v1", "--episodes", "1"], "ppo learns from what its newest weights did"),
         (["worker"], "--learner"),
         (["worker", "--learner", "nowhere"], "'nowhere' is no address of a learner. Write HOST:PORT"),
         (["worker", "--learner", "10.1.2.3:4444"], "there is no secret"),
-        (["learner", "sac", "Pendulum-v1", "--epochs", "1", "--address", "0.0.0.0:0"], "there is no secret"),
+        (["learner", "sac", "Pendulum-v1", "--episodes", "1", "--address", "0.0.0.0:0"], "there is no secret"),
         (["worker", "--learner", "127.0.0.1:1", "--policy", "math:pi"], "is 3.14159"),
         (["worker", "--learner", "127.0.0.1:1", "--envs", "0"], "must each be at least 1"),
         (["learner", "dqn", "CartPole-v1", "--actors", "3"], "--actors: a learner has no actors: workers bring"),
@@ -159,7 +159,7 @@ def test_a_node_of_a_preset_has_what_it_was_given() -> None:
     assert config.workers == WorkersConfig(node_address(node), updates=5, evaluation=0.08)
     assert (config.replay.capacity, config.replay.batch, config.replay.min_size) == (9_999, 2_000, 2_000)
     assert make_node(echelon.preset("sac", "Pendulum-v1"), min_size=777).config.replay.min_size == 777
-    assert config.stop.epochs == 9 and config.algorithm.name == "sac" and config.env.id == "Pendulum-v1"
+    assert config.stop.episodes == 9 and config.algorithm.name == "sac" and config.env.id == "Pendulum-v1"
 
 
 def node_address(node: AsyncLearningNode) -> str:
@@ -170,7 +170,11 @@ def node_address(node: AsyncLearningNode) -> str:
 
 def test_a_node_of_an_own_policy_takes_spaces_from_its_first_worker() -> None:
     config = make_node(Plain(), discount=0.5, n_step=3).config
-    assert config.algorithm == OwnConfig(discount=0.5) and config.replay.n_step == 3 and not config.replay.prioritized
+    assert (
+        config.algorithm == UserPolicyConfig(discount=0.5)
+        and config.replay.n_step == 3
+        and not config.replay.prioritized
+    )
     assert config.workers.spaces == "worker" and config.env.id == "" and config.replay.min_size == 128
 
 
@@ -196,7 +200,7 @@ def test_a_node_refuses_what_cannot_be() -> None:
         (Plain(), {"save_func": print, "save_freq": 0}, "save_freq=0"),
         (Plain(), {"resume": True}, "name its folder with run_dir"),
         (Plain(), {"eval_freq": 1.5}, "workers.evaluation=1.5"),
-        (Plain(), {"epochs": -1}, "stop.epochs=-1"),
+        (Plain(), {"epochs": -1}, "stop.episodes=-1"),
         (Plain(), {"server_address": ("256.1.1.1", 0)}, "cannot be used"),
         (echelon.preset("impala", "CartPole-v1"), {}, "impala learns from what"),
     ):
@@ -252,7 +256,7 @@ def test_states_that_cannot_travel_are_refused() -> None:
 
 def test_an_own_policy_acts_for_one_environment_at_a_time() -> None:
     policy = Plain()
-    acting = OwnActing(policy, StateLayout.of(state_of(policy)), CART_POLE)
+    acting = UserActing(policy, StateLayout.of(state_of(policy)), CART_POLE)
     policy.weight[:, 0] = 1.0
     memory = acting.layout.pack(state_of(policy))
     policy.weight = np.zeros((4, 2), np.float32)
@@ -271,7 +275,7 @@ def test_what_an_own_policy_does_is_what_is_learned_from() -> None:
     policy = Plain()
     spaces = Spaces(CART_POLE.observation, gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 1])))
     policy.act = lambda observation, *, explore: np.array([5.0, -3.0])  # type: ignore[method-assign]
-    acting = OwnActing(policy, StateLayout.of(state_of(policy)), spaces)
+    acting = UserActing(policy, StateLayout.of(state_of(policy)), spaces)
     action = acting.act([np.ones((2, 4), np.float32)], np.zeros(2, np.bool_), 0)
     assert action.tolist() == acting.to_env(action).tolist() == [[2.0, 0.0]] * 2 and action.dtype == np.float32
 
@@ -306,14 +310,14 @@ def test_a_worker_is_greedy_where_it_evaluates() -> None:
 
 
 def test_a_worker_gives_a_silent_learner_up_after_its_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.asynchronous.line.FIRST_REPEAT_S", 0.01)
+    monkeypatch.setattr("echelon.asynchronous.connection.FIRST_REPEAT_S", 0.01)
     told: list[str] = []
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        line = Line(f"tcp://127.0.0.1:{nobody.getsockname()[1]}", "w", None, 0.05, told.append)
+        connection = LearnerConnection(f"tcp://127.0.0.1:{nobody.getsockname()[1]}", "w", None, 0.05, told.append)
         with pytest.raises(TransportTimeout, match=r"was silent for \d+ s: nobody listens there"):
-            line.ask(Ask(PROTOCOL), Task)
-        line.close()
+            connection.ask(Ask(PROTOCOL), Task)
+        connection.close()
 
 
 def test_addresses_of_learners() -> None:

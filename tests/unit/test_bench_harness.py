@@ -264,7 +264,7 @@ def test_a_mistake_is_told_before_anything_runs(command: Command, arguments: str
 
 def test_what_runs_beside_the_measured_processes_needs_no_torch() -> None:
     names = ("cli.bench", "bench.rpc_processes", "bench.act_feeder", "bench.replay_frames", "bench.replay_writers")
-    modules = ", ".join(f"echelon.{name}" for name in (*names, "bench.act", "bench.world", "transport.act_door"))
+    modules = ", ".join(f"echelon.{name}" for name in (*names, "bench.act", "bench.world", "transport.act_listener"))
     code = f"import {modules}, sys\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -37,7 +37,7 @@ def make_tcp_stage(make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyP
 
 
 def take_seat(stage: Stage, secret: str | None, incarnation: int = 0) -> RemoteSeat:
-    address = stage.plan.door_file(0).read_text()
+    address = stage.plan.act_address_file(0).read_text()
     return RemoteSeat(address, act_layout(stage.context), 0, 0, incarnation, secret)
 
 
@@ -52,9 +52,9 @@ def until(inference: Inference, condition: Callable[[], bool], what: str) -> Non
 
 
 def refused(inference: Inference) -> int:
-    door = inference.server.door
-    assert door is not None
-    return door.num_refused
+    listener = inference.server.listener
+    assert listener is not None
+    return listener.num_refused
 
 
 class TestSecret:
@@ -119,12 +119,12 @@ class TestDoor:
         make_answerer = inference_role.PolicyAnswerer
 
         def look(*arguments: Any, **options: Any) -> Any:
-            opened.append(stage.plan.door_file(0).exists())
+            opened.append(stage.plan.act_address_file(0).exists())
             return make_answerer(*arguments, **options)
 
         monkeypatch.setattr(inference_role, "PolicyAnswerer", look)
         stage.inference()
-        assert opened == [False] and stage.plan.door_file(0).exists()
+        assert opened == [False] and stage.plan.act_address_file(0).exists()
 
     def test_an_observation_that_its_space_does_not_have_ends_nothing(
         self, make_tcp_stage: Callable[..., Stage]

@@ -1,4 +1,4 @@
-"""Which acting `auto` picks: the model's arithmetic on given measurements, and the rehearsal that measures."""
+"""Which acting `auto` picks: the model's arithmetic on given measurements, and the calibration that measures."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.errors import ConfigError
 from echelon.presets import preset
+from echelon.roles.calibration import RESULT, Calibration, CallCost, Clock, Measured, round_rows
 from echelon.roles.plan import choice
 from echelon.roles.plan.choice import (
     ASK_S,
@@ -32,7 +33,6 @@ from echelon.roles.plan.choice import (
     Shape,
     forecast,
 )
-from echelon.roles.rehearsal import RESULT, CallCost, Clock, Measured, Rehearsal, round_rows
 from running import DEADLINE_S
 from stage import Stage
 from unruly import SlowEnv
@@ -151,10 +151,12 @@ def test_central_acting_must_be_ahead_by_a_margin(gain: float, mode: str) -> Non
 
 def test_the_reason_names_the_figures() -> None:
     measured = Measured(busy(0.22), busy(0.11), act=busy(20), round=CallCost(0.8e-3, 0.4e-3), learn=FREE)
-    reason = choice.told(shape(), measured, Forecast(1234.4, 98765.0))
+    reason = choice.reason_text(shape(), measured, Forecast(1234.4, 98765.0))
     assert reason.startswith("about 98,765 steps/s against 1,234 with local acting: 32 environments step in 0.22 ms")
     assert "in 20 ms" in reason and "those of 32 in 0.8 ms" in reason and "\n" not in reason
-    assert choice.told(shape(), measured, Forecast(10.0, 1.0)).startswith("about 10 steps/s against 1 with central")
+    assert choice.reason_text(shape(), measured, Forecast(10.0, 1.0)).startswith(
+        "about 10 steps/s against 1 with central"
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,13 +180,17 @@ def test_a_clock_tells_sleep_from_work_and_forgets_what_others_did() -> None:
     assert clock.cost() == CallCost(2.0, 1.0)
 
 
-# The rehearsal.
+# The calibration.
 
-AUTO = {"acting.mode": "central", "actor.envs": 4, "acting.groups": 2}  # what a rehearsal is told: acting as it may be
+AUTO = {
+    "acting.mode": "central",
+    "actor.envs": 4,
+    "acting.groups": 2,
+}  # what a calibration is told: acting as it may be
 
 
-def rehearse(stage: Stage) -> Measured:
-    role = Rehearsal(stage.context)
+def calibrate(stage: Stage) -> Measured:
+    role = Calibration(stage.context)
     stage.roles.append(role)
     assert role.step(0.0) and role.finished
     return Measured.read(stage.context.session / RESULT)
@@ -192,18 +198,18 @@ def rehearse(stage: Stage) -> Measured:
 
 @pytest.mark.parametrize("core", ["none", "gru"])
 @pytest.mark.parametrize("env", [toy.CounterEnv, toy.TreeEnv, toy.make_tree_vector, toy.MaskedEnv])
-def test_a_rehearsal_measures_everything(make_stage: Callable[..., Stage], env: Any, core: str) -> None:
-    measured = rehearse(make_stage(env, **AUTO, **{"network.core": core}))
+def test_a_calibration_measures_everything(make_stage: Callable[..., Stage], env: Any, core: str) -> None:
+    measured = calibrate(make_stage(env, **AUTO, **{"network.core": core}))
     for cost in (measured.whole, measured.part, measured.act, measured.round, measured.learn):
         assert cost.wall_s > 0.0 and cost.cpu_s > 0.0
 
 
 @pytest.mark.parametrize(("name", "env"), [("dqn", "CartPole-v1"), ("sac", "Pendulum-v1")])
-def test_rules_that_replay_are_rehearsed_by_how_often_a_step_is_learned_from(
+def test_rules_that_replay_are_calibrated_by_how_often_a_step_is_learned_from(
     make_stage: Callable[..., Stage], name: str, env: str
 ) -> None:
     stage = make_stage(env, name, **AUTO, **{"replay.capacity": 10_000})
-    measured = rehearse(stage)
+    measured = calibrate(stage)
     assert measured.act.cpu_s > 0.0 and measured.learn.cpu_s > 0.0
     config = stage.context.train
     often, seldom = (Shape.of(changed(config, **{"replay.samples_per_insert": n}), 2, 10**6) for n in (64.0, 8.0))
@@ -211,7 +217,7 @@ def test_rules_that_replay_are_rehearsed_by_how_often_a_step_is_learned_from(
 
 
 def test_sleep_costs_time_and_no_processor(make_stage: Callable[..., Stage]) -> None:
-    measured = rehearse(make_stage(SlowEnv, **AUTO, **{"env.kwargs": {"step_s": 0.002}}))
+    measured = calibrate(make_stage(SlowEnv, **AUTO, **{"env.kwargs": {"step_s": 0.002}}))
     assert measured.whole.wall_s - measured.whole.cpu_s >= 4 * 0.0019
     assert measured.part.wall_s - measured.part.cpu_s >= 2 * 0.0019
 
@@ -223,7 +229,7 @@ def test_slow_environments_are_not_all_stepped(make_stage: Callable[..., Stage])
         made.append(1)
         return SlowEnv(0.01)
 
-    measured = rehearse(make_stage(make, **{**AUTO, "actor.envs": 64}))
+    measured = calibrate(make_stage(make, **{**AUTO, "actor.envs": 64}))
     assert len(made) <= 3, "beside the one that told its spaces"
     assert measured.whole.wall_s >= 64 * 0.0095
     assert measured.part.wall_s == pytest.approx(measured.whole.wall_s / 2)
@@ -289,7 +295,7 @@ class Misbehaving(toy.CounterEnv):
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
-    engine = LocalEngine(str(tmp_path_factory.mktemp("engine") / "session"), ["echelon.roles.rehearsal"])
+    engine = LocalEngine(str(tmp_path_factory.mktemp("engine") / "session"), ["echelon.roles.calibration"])
     yield engine
     engine.close(0.0)
 
@@ -297,12 +303,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        (int(signal.SIGKILL), "the rehearsal was ended by SIGKILL"),
-        (0, "the rehearsal failed: EnvError: environment 0 .* the simulator burnt down"),
-        (-1, "the rehearsal was not over within 1 s"),
+        (int(signal.SIGKILL), "the calibration was ended by SIGKILL"),
+        (0, "the calibration failed: EnvError: environment 0 .* the simulator burnt down"),
+        (-1, "the calibration was not over within 1 s"),
     ],
 )
-def test_environments_that_fail_in_the_rehearsal_cost_only_the_choice(
+def test_environments_that_fail_in_the_calibration_cost_only_the_choice(
     make_stage: Callable[..., Stage],
     engine: LocalEngine,
     monkeypatch: pytest.MonkeyPatch,
@@ -318,13 +324,13 @@ def test_environments_that_fail_in_the_rehearsal_cost_only_the_choice(
     assert "\n" not in found.reason
 
 
-def test_a_rehearsal_in_a_process_of_its_own_chooses(
+def test_a_calibration_in_a_process_of_its_own_chooses(
     make_stage: Callable[..., Stage], engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = make_stage("CartPole-v1", **{**AUTO, "acting.mode": "auto", "engine": "local"})
     monkeypatch.setattr(choice, "LIMIT_S", DEADLINE_S)
     found = choice.choose_acting(stage.context, engine, stage.plan.model)
     assert "steps/s against" in found.reason  # which, a busy machine may decide
-    assert not engine.exits() and engine.pid(choice.REHEARSAL) is None
+    assert not engine.exits() and engine.pid(choice.CALIBRATION) is None
     monkeypatch.setattr(choice, "forecast", lambda *given: Forecast(1.0, 2.0))
     assert choice.choose_acting(stage.context, engine, stage.plan.model).mode == "central"

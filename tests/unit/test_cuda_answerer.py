@@ -19,7 +19,7 @@ from echelon.config import NetworkConfig
 from echelon.layout import Leaf
 from echelon.schema import Spaces, action_leaf, space_leaves
 from echelon.servers.cuda import CudaAnswerer, CudaServer, Flight, cut
-from echelon.servers.lane import MAX_STRETCHES, bucket_of, stretches_of
+from echelon.servers.gpu_pipeline import MAX_STRETCHES, bucket_of, stretches_of
 from echelon.transport.act_board import ActBoard, ActLayout, Seat
 from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.shared_memory import WeightsBoard
@@ -62,7 +62,7 @@ class TestCutting:
             assert (part.asked == part.seats + 100).all() and part.first_ns == 5
 
 
-class SlowLanes:
+class SlowPipelines:
     """Lanes without a GPU, which land when they are made to: every answer adds 1 to the recurrent state."""
 
     def __init__(self, board: ActBoard, groups: list[range]) -> None:
@@ -74,7 +74,7 @@ class SlowLanes:
         return False
 
     @property
-    def done(self) -> SlowLanes:
+    def done(self) -> SlowPipelines:
         return self
 
     def free(self, round: Round) -> bool:
@@ -104,18 +104,18 @@ class TestServing:
         leaf = Leaf("observation", (1,), number)
         return ActBoard(shm_dir, ActLayout((leaf,), Leaf("action", (), number), ((1,),), num_clients=1, num_groups=2))
 
-    def serve(self, board: ActBoard) -> tuple[CudaServer, SlowLanes]:
+    def serve(self, board: ActBoard) -> tuple[CudaServer, SlowPipelines]:
         batcher = Batcher(board, 0, BatchRule(max_wait_us=0.0))
-        lanes = SlowLanes(board, batcher.groups)
-        return CudaServer(batcher, cast(Any, lanes)), lanes
+        pipelines = SlowPipelines(board, batcher.groups)
+        return CudaServer(batcher, cast(Any, pipelines)), pipelines
 
     def test_a_group_is_launched_while_the_other_is_under_way(self, board: ActBoard) -> None:
-        server, lanes = self.serve(board)
+        server, pipelines = self.serve(board)
         assert not server.step(0.0)
         seats = [Seat(board, 0, group) for group in range(2)]
         for group, seat in enumerate(seats):
             seat.ask()
-            assert server.step(0.0) and lanes.busy == set(range(group + 1))
+            assert server.step(0.0) and pipelines.busy == set(range(group + 1))
         assert not any(seat.answered for seat in seats) and server.num_rounds == 0
 
     @pytest.mark.parametrize("num_before", [0, 1])
@@ -123,7 +123,7 @@ class TestServing:
         self, board: ActBoard, num_before: int
     ) -> None:
         """What the one before asked lands after the new one has asked."""
-        server, lanes = self.serve(board)
+        server, pipelines = self.serve(board)
         old = Seat(board, 0)
         for _ in range(num_before + 1):
             old.ask()
@@ -131,9 +131,9 @@ class TestServing:
         new = Seat(board, 0, incarnation=1)
         new.ask()
         assert server.step(0.0)
-        assert lanes.before == [*range(num_before + 1), 0.0]
+        assert pipelines.before == [*range(num_before + 1), 0.0]
         new.ask()
-        assert server.step(0.0) and lanes.before[-1] == 1.0
+        assert server.step(0.0) and pipelines.before[-1] == 1.0
         assert new.state_before()[0].tolist() == [[1.0]]
 
 
@@ -181,7 +181,7 @@ class Scene:
         self.told: list[str] = []
         groups = [self.layout.seats_of(0, group) for group in range(2)]
         self.answerer = CudaAnswerer(
-            there, self.board, self.weights, 3, groups=groups, tell=self.told.append, **options
+            there, self.board, self.weights, 3, groups=groups, report=self.told.append, **options
         )
         self.space.seed(0)
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import ConfigError
+from echelon.memory_check import Free
 from echelon.replay.episodes import EpisodeBuffer
 from echelon.replay.layout import ReplayError
-from echelon.room import Free
 from echelon.servers import DistributedPrioritizedBuffer
 from echelon.servers.buffer_episodes import EpisodeList
 from echelon.servers.buffer_items import BatchSelection, RowFormat, flatten, flatten_episode, flatten_packed, names_of

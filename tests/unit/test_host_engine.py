@@ -197,7 +197,8 @@ def test_a_silent_host_is_given_up_and_its_actors_start_at_the_head_once_the_car
         peer.report(Started("actor-2", 78))
 
 
-def test_a_host_that_leaves_before_the_run_begins_leaves_its_place(engine: HostsEngine, shm_dir: Path) -> None:
+def test_a_host_that_leaves_before_the_run_begins_leaves_its_place(shm_dir: Path) -> None:
+    engine = HostsEngine(str(shm_dir), ("json",), "tcp://127.0.0.1:0", 60.0)  # no host is silent for too long here
     (shm_dir / "carrier.address").write_text("tcp://127.0.0.1:9")
     first, second, third = (Peer(engine, name) for name in ("first", "second", "third"))
 
@@ -220,6 +221,7 @@ def test_a_host_that_leaves_before_the_run_begins_leaves_its_place(engine: Hosts
     assert {engine.place("actor-1"), engine.place("actor-2")} == {"second", "third"}
     for one in (first, second, third):
         one.client.close()
+    engine.close(0.0)
 
 
 # The carrier.
@@ -235,7 +237,7 @@ def carrier(shm_dir: Path) -> Iterator[Any]:
     made.weights, made.packed = np.empty(8, np.uint8), (0, b"")
     made.server = Server("hosts", "tcp://127.0.0.1:0", None, 4096)
     made.server.serve(SLOTS, made._take_slot)
-    made.server.serve(NEWER, made._tell_newer)
+    made.server.serve(NEWER, made._answer_newer)
     made.ownership.give(range(1, 2), 5)
     client = Client("the carrier", made.server.address, None, 4096)
     yield SimpleNamespace(carrier=made, client=client, ring=ring, board=board)

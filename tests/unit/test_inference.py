@@ -235,7 +235,7 @@ def test_values_are_left_out_where_nobody_reads_them(make_scene: Callable[..., S
 
 
 class Hatch:
-    """A door that notes what passes."""
+    """A listener that notes what passes."""
 
     def __init__(self) -> None:
         self.replied: list[Round] = []

@@ -1,4 +1,4 @@
-"""The journal: every message of every worker counts once, wherever the door is killed."""
+"""The journal: every message of every worker counts once, wherever the gateway is killed."""
 
 from __future__ import annotations
 

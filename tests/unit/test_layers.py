@@ -13,7 +13,7 @@ ROOT = Path(echelon.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 MAX_LINES = 400
 
-GROUND = {"names", "errors", "room", "config", "config_io", "layout", "schema"}
+GROUND = {"names", "errors", "memory_check", "config", "config_io", "layout", "schema"}
 LEARNING = {"objectives", "layers", "networks", "custom_network", "algorithms"}
 PLANES = {"transport", "engines", "world", "hosts"}
 
@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "version": set(),
     "errors": set(),
     "disk": set(),
-    "room": {"errors"},
+    "memory_check": {"errors"},
     "names": {"errors"},
     "fields": {"errors"},
     "sections": {"fields"},
@@ -42,8 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "transport": {"errors", "layout", "schema"},
     "engines": {"errors", "schema", "transport"},
     "world": {"errors", "schema", "transport", "engines"},
-    "hosts": {"version", "errors", "room", "transport", "engines", "world"},
-    "replay": {"errors", "disk", "room", "layout", "schema", "config", "transport"},
+    "hosts": {"version", "errors", "memory_check", "transport", "engines", "world"},
+    "replay": {"errors", "disk", "memory_check", "layout", "schema", "config", "transport"},
     "servers": {"errors", "config", "layout", "schema", "transport", "engines", "world", "replay"} | LEARNING,
     "envs": {"errors", "names", "config", "schema"},
     "runs": {"errors", "disk", "config", "config_io", "schema"},

@@ -1,4 +1,4 @@
-"""What members know of each other, piece by piece: cards, the watch, the registry of the host, the thread of a node."""
+"""What members know of each other: their infos, the watch, the registry of the host, the thread of a node."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ from echelon.world.node import Node
 from echelon.world.node_thread import NodeThread
 from echelon.world.registry import OK, GroupRecord, Registry
 from echelon.world.switchboard import Switchboard
-from echelon.world.watch import SILENCE_S, Card, MemberWatch, write_card
+from echelon.world.watch import SILENCE_S, MemberInfo, MemberWatch, write_info
 from running import TESTS, wait_until
 
-FAR = Card(-1, 1, "/nowhere", "", "", "", 0)  # of a member that must be heard of
+FAR = MemberInfo(-1, 1, "/nowhere", "", "", "", 0)  # of a member that must be heard of
 PATIENCE_S = 30.0
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Node]:
-    with Node.host(f"ipc://{tmp_path}/door", "m0") as node:
+    with Node.host(f"ipc://{tmp_path}/gateway", "m0") as node:
         yield node
 
 
 def test_a_card_that_names_a_pipe_blocks_nobody(tmp_path: Path) -> None:
-    card = write_card(0, 1, tmp_path)
-    assert card.is_near and card.is_beside
-    assert not dataclasses.replace(card, network="net:[1]").is_beside
+    info = write_info(0, 1, tmp_path)
+    assert info.is_near and info.is_beside
+    assert not dataclasses.replace(info, network="net:[1]").is_beside
     os.unlink(tmp_path / "nonce")
     os.mkfifo(tmp_path / "nonce")
-    assert not card.is_near
+    assert not info.is_near
 
 
 def test_only_the_folder_of_a_member_is_removed(tmp_path: Path) -> None:
@@ -62,11 +62,11 @@ def test_only_the_folder_of_a_member_is_removed(tmp_path: Path) -> None:
         folder.mkdir()
     linked = tmp_path / "c.3.shared"
     linked.symlink_to(precious)
-    mine = write_card(0, 1, own)
+    mine = write_info(0, 1, own)
     for folder in (precious, linked):
-        remove_folder_of(write_card(1, 1, folder), mine)
+        remove_folder_of(write_info(1, 1, folder), mine)
     assert precious.is_dir() and linked.is_dir()
-    remove_folder_of(write_card(1, 1, theirs), mine)
+    remove_folder_of(write_info(1, 1, theirs), mine)
     assert not theirs.exists() and own.is_dir()
 
 
@@ -76,9 +76,9 @@ def test_a_member_that_removes_its_folder_just_then_has_done_so(
     own, theirs = tmp_path / "a.1.shared", tmp_path / "b.2.shared"
     own.mkdir()
     theirs.mkdir()
-    cards = write_card(0, 1, own), write_card(1, 1, theirs)
-    monkeypatch.setattr(Card, "is_near", property(lambda card: shutil.rmtree(card.folder) is None))
-    remove_folder_of(cards[1], cards[0])
+    infos = write_info(0, 1, own), write_info(1, 1, theirs)
+    monkeypatch.setattr(MemberInfo, "is_near", property(lambda info: shutil.rmtree(info.folder) is None))
+    remove_folder_of(infos[1], infos[0])
     assert not theirs.exists() and own.is_dir()
 
 
@@ -140,7 +140,7 @@ with Node.join(sys.argv[1], "m1", timeout_s={PATIENCE_S}) as node:
         wait_until(lambda: (host.poll(0.01), host.member("m1"))[1], "it has joined")
         member, ticks = host.member("m1"), start_ticks(child.pid)
         assert member is not None and ticks is not None
-        assert watch.add(member, dataclasses.replace(write_card(1, 2, tmp_path), ticks=ticks))
+        assert watch.add(member, dataclasses.replace(write_info(1, 2, tmp_path), ticks=ticks))
         assert child.wait(PATIENCE_S) == 0
     watch.look()
     assert told == [*map(str, range(100)), f"its process {child.pid} has ended"]
@@ -149,13 +149,13 @@ with Node.join(sys.argv[1], "m1", timeout_s={PATIENCE_S}) as node:
 
 def test_whoever_opens_again_is_served_once_and_nobody_after_the_end(shm_dir: Path) -> None:
     """Its first try took too long, so it gave it up."""
-    with Node.host(f"ipc://{shm_dir}/door", "m0") as node:
-        card = write_card(0, 1, shm_dir)
+    with Node.host(f"ipc://{shm_dir}/gateway", "m0") as node:
+        info = write_info(0, 1, shm_dir)
         thread = NodeThread(node, MemberWatch(lambda one, why: None), lambda: None, lambda error: None)
-        switchboard = Switchboard(thread, card, Scope(__name__), DEFAULT_LIMITS)
+        switchboard = Switchboard(thread, info, Scope(__name__), DEFAULT_LIMITS)
         writers = [LineWriter(shm_dir, name) for name in ("first", "second")]
         for writer in writers:
-            switchboard._on_open_line("m1", "life", (card.to_wire(), writer.name))
+            switchboard._on_open_line("m1", "life", (info.to_wire(), writer.name))
         assert [writer.abandoned for writer in writers] == [True, False]
         switchboard.close()
         assert writers[1].abandoned
@@ -186,8 +186,8 @@ def test_a_member_that_died_while_it_joined_is_noticed(host: Node, tmp_path: Pat
         os._exit(0)
     os.waitpid(child, 0)
     (tmp_path / "m1").mkdir()
-    card = write_card(1, 2, tmp_path / "m1").to_wire()
-    dead = Member("m1", member_address(host.address, "m1", "first"), child, "first", card)
+    info = write_info(1, 2, tmp_path / "m1").to_wire()
+    dead = Member("m1", member_address(host.address, "m1", "first"), child, "first", info)
     host._on_join(dead)
     assert host.member("m1") == dead
     registry.watch.look()
@@ -208,10 +208,10 @@ def test_a_host_that_was_stopped_lets_in_who_knocked_meanwhile(
     monkeypatch.setattr(entrance_module, "TRY_S", 0.3)
     registry, joined = Registry(host, 2), list[str]()
     (tmp_path / "m1").mkdir()
-    card = write_card(1, 2, tmp_path / "m1")
+    info = write_info(1, 2, tmp_path / "m1")
 
     def join() -> None:
-        with entrance_module._join(Entrance("m1", 1, 2, host.address, PATIENCE_S), host.address, None, card) as node:
+        with entrance_module._join(Entrance("m1", 1, 2, host.address, PATIENCE_S), host.address, None, info) as node:
             joined.extend(node.members)
 
     joiner = threading.Thread(target=join, daemon=True)
@@ -263,7 +263,7 @@ def test_an_answer_whose_number_is_no_number_is_dropped(host: Node) -> None:
 
 def test_a_broken_thread_tells_those_who_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One call is under way when the thread breaks, another comes later."""
-    with Node.host(f"ipc://{tmp_path}/door", "m0") as node:
+    with Node.host(f"ipc://{tmp_path}/gateway", "m0") as node:
         node.serve("wait", lambda: broken.append("asked") or Deferred())
         broken: list[str] = []
 

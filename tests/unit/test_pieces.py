@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.asynchronous.lanes import Lanes
+from echelon.asynchronous.open_episodes import OpenEpisodes
 from echelon.envs.vector import StepRows
 from echelon.layout import Leaf
 from echelon.replay.nstep import NStep
@@ -92,46 +92,48 @@ def test_an_episode_in_pieces_has_the_transitions_of_the_whole(length: int, n_st
     """However small the pieces are; their steps are all there, once."""
     max_steps = n_step + extra
     reward = np.random.default_rng(seed).normal(size=length).astype(np.float32)
-    lanes = Lanes(1, max_steps, n_step, [Leaf("o", (1,), np.dtype(np.float32))], Leaf("a", (), np.dtype(np.int64)))
+    episodes = OpenEpisodes(
+        1, max_steps, n_step, [Leaf("o", (1,), np.dtype(np.float32))], Leaf("a", (), np.dtype(np.int64))
+    )
     flags = [np.zeros(1, np.bool_) for _ in range(3)]
     rows = StepRows([np.zeros((1, 1), np.float32)], np.zeros(1, np.float32), *flags)
-    lanes.begin(np.array([0]), rows.observation)
+    episodes.begin(np.array([0]), rows.observation)
     stream, first = Stream(n_step), 0
     for t in range(length):
         rows.observation[0][:], rows.reward[:], rows.valid[:] = t + 1, reward[t], True
         rows.truncated[:] = t == length - 1
-        for stretch in lanes.step(np.array([t % 7]), 1, rows):
+        for stretch in episodes.step(np.array([t % 7]), 1, rows):
             stream.take(stretch, first)
             if stretch.ended:
-                lanes.end(0, evaluates=False)
+                episodes.end(0, evaluates=False)
                 assert stretch.episode_length == length
                 assert stretch.episode_return == pytest.approx(float(reward.astype(np.float64).sum()))
             else:
                 first = t + 1 - min(n_step - 1, len(stretch.reward))
-                lanes.go_on(0)
+                episodes.go_on(0)
     assert sum(stream.lengths) == length
     assert sorted(stream.transitions) == step_by_step(reward, n_step, False, True)
 
 
 def test_lanes_keep_apart_what_trains_and_what_evaluates() -> None:
     """An evaluation keeps no steps, a reset row belongs to nobody, an environment that begins anew loses its own."""
-    lanes = Lanes(3, 4, 1, [Leaf("o", (), np.dtype(np.float32))], Leaf("a", (), np.dtype(np.int64)))
+    episodes = OpenEpisodes(3, 4, 1, [Leaf("o", (), np.dtype(np.float32))], Leaf("a", (), np.dtype(np.int64)))
     rows = StepRows([np.zeros(3, np.float32)], np.ones(3, np.float32), *(np.zeros(3, np.bool_) for _ in range(3)))
-    lanes.begin(np.arange(3), rows.observation)
-    lanes.evaluates[1] = True
+    episodes.begin(np.arange(3), rows.observation)
+    episodes.evaluates[1] = True
     rows.valid[:] = True
-    assert lanes.step(np.zeros(3, np.int64), 5, rows) == []
+    assert episodes.step(np.zeros(3, np.int64), 5, rows) == []
     rows.valid[2] = False  # replaced after an error
     rows.terminated[:2] = True
-    found = {stretch.lane: stretch for stretch in lanes.step(np.zeros(3, np.int64), 6, rows)}
+    found = {stretch.env: stretch for stretch in episodes.step(np.zeros(3, np.int64), 6, rows)}
     assert set(found) == {0, 1} and found[1].evaluates and len(found[1].reward) == 0
     assert (found[1].episode_return, found[1].episode_length, found[1].first_version) == (2.0, 2, 5)
     assert found[0].version.tolist() == [5, 6] and found[0].terminated
     for lane in found:
-        lanes.end(lane, evaluates=lane == 0)
-    assert lanes.evaluates.tolist() == [True, False, False]
+        episodes.end(lane, evaluates=lane == 0)
+    assert episodes.evaluates.tolist() == [True, False, False]
     rows.terminated[:], rows.valid[:] = False, [False, False, True]
-    assert lanes.step(np.zeros(3, np.int64), 7, rows) == []
+    assert episodes.step(np.zeros(3, np.int64), 7, rows) == []
     rows.valid[:], rows.truncated[2] = True, True
-    (last,) = lanes.step(np.zeros(3, np.int64), 7, rows)
-    assert last.lane == 2 and last.episode_length == 2 and last.reward.tolist() == [1.0, 1.0]
+    (last,) = episodes.step(np.zeros(3, np.int64), 7, rows)
+    assert last.env == 2 and last.episode_length == 2 and last.reward.tolist() == [1.0, 1.0]

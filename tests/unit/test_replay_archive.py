@@ -129,11 +129,11 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 def test_room_for_two_is_asked_for_at_the_start(full_disk: Path) -> None:
     archive, nbytes = Archive(full_disk / "run" / "replay"), most_bytes(LAYOUT, 1)
     with pytest.raises(ConfigError, match=r"replay.checkpoint=true needs 1.2 MB in .*twice.*Lower replay.capacity"):
-        archive.check_room(nbytes)
-    archive.check_room(nbytes // 2)
+        archive.check_fits(nbytes)
+    archive.check_fits(nbytes // 2)
     archive.begin(FIRST, full_replay(), LIMITER)
     assert archive.wait(60.0) and not archive.news
-    archive.check_room(nbytes * 5 // 8)  # what is there already will make room
+    archive.check_fits(nbytes * 5 // 8)  # what is there already will make room
 
 
 @pytest.mark.parametrize("dies_after", [1, 2])

@@ -15,12 +15,12 @@ import zmq
 from echelon.errors import ConfigError, Refused
 from echelon.replay import remote as remote_module
 from echelon.replay import wire as wire_module
-from echelon.replay.ear import Ear
 from echelon.replay.frames import FrameWriter
 from echelon.replay.layout import ShardLayout, item_layout
 from echelon.replay.limiter import Limiter, LimiterRule
 from echelon.replay.reader import PriorityColumn, Reader, ShardReader
 from echelon.replay.remote import Link
+from echelon.replay.remote_wait import RemoteWait
 from echelon.replay.sampled import Mass, Sampled
 from echelon.replay.shard import Shard, ShardWriter
 from echelon.replay.sharded import Replay
@@ -301,7 +301,7 @@ class TestLimiter:
         wait_until(lambda: (link.poll(), near.inserted)[1] == 150, "the learner knows what is there")
         near.note_sampled(0, BATCH)
         scene.near.append(0, [1.0])
-        link.tell()
+        link.send_counts()
         wait_until(lambda: far.counts().tolist() == [51, 50, 50, BATCH, 0], "the actors know what was drawn")
 
     def test_an_actor_that_waits_is_woken(self, scene: Scene) -> None:
@@ -312,7 +312,7 @@ class TestLimiter:
         woken.start()
         link = scene.link()
         scene.near.limiter.note_sampled(0, 600)
-        link.tell()
+        link.send_counts()
         woken.join(30.0)
         assert not woken.is_alive() and far.may_insert(16)
 
@@ -321,15 +321,15 @@ class TestLimiter:
         link = scene.link()
         link.arrive(30.0)
         limiter = scene.near.limiter
-        ear = Ear([link], limiter.listen(0))
+        remote_wait = RemoteWait([link], limiter.listen(0))
         assert not limiter.may_sample(BATCH)
         host = scene.near if shard == 0 else scene.far
         actor = threading.Timer(0.05, lambda: host.append(shard, np.ones(40)))
         actor.start()
 
         def may() -> bool:
-            ear.listen()
-            return limiter.may_sample(BATCH) or bool(ear.wait(30.0))
+            remote_wait.listen()
+            return limiter.may_sample(BATCH) or bool(remote_wait.wait(30.0))
 
         wait_until(may, "it may draw")
         actor.join()

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import ConfigError, TransportError
+from echelon.memory_check import check_fits, free_memory
 from echelon.replay.frames import FrameWriter
 from echelon.replay.layout import ItemField, ReplayError, ShardLayout, item_layout, spans
 from echelon.replay.reader import PriorityColumn, ShardReader
 from echelon.replay.shard import HEAD, RESERVE, RINGS, Shard, ShardWriter
 from echelon.replay.sharded import Replay
-from echelon.room import check_room, free_memory
 
 Array = np.ndarray[Any, Any]
 FIELDS: dict[str, Any] = {"observation": ((2,), np.float32), "pixel": ((3,), np.uint8), "action": ((), np.int64)}
@@ -157,7 +157,7 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=r"needs 320000\.00 GB in .* free. Lower replay.capacity"):
             Shard.at(shm_dir, 0, layout)
         assert not list(shm_dir.iterdir())
-        check_room(1, "one byte", free_memory(shm_dir))
+        check_fits(1, "one byte", free_memory(shm_dir))
 
     def test_another_layout_at_the_same_place_is_refused(self, shm_dir: Path) -> None:
         Shard.at(shm_dir, 0, item_layout(FIELDS, 10))

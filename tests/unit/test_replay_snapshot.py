@@ -109,16 +109,16 @@ def test_it_is_taken_back_exactly(tmp_path: Path, alpha: float, length: int) -> 
 def test_actors_go_on_while_it_is_written_and_what_they_overwrite_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_frames: int
 ) -> None:
-    monkeypatch.setattr(snapshot, "PIECE", 128)  # so that it takes many steps
+    monkeypatch.setattr(snapshot, "CHUNK_BYTES", 128)  # so that it takes many steps
     actors = Actors(layout(num_frames=num_frames))
     replay = Replay([ShardReader(shard) for shard in actors.shards], 0.6)
     actors.play(70)
     replay.advance()
     cut = [replay.window(shard) for shard in range(2)]
-    for num_pieces, _ in enumerate(Snapshot(tmp_path / "one", replay).pieces()):
-        actors.play(num_pieces % 2)
+    for num_chunks, _ in enumerate(Snapshot(tmp_path / "one", replay).chunks()):
+        actors.play(num_chunks % 2)
         replay.advance()
-    assert num_pieces > 20
+    assert num_chunks > 20
     readers = fresh(layout(num_frames=num_frames))
     restore(tmp_path / "one", readers)
     again = Replay(readers, 0.6)
@@ -210,7 +210,7 @@ def test_a_crash_leaves_only_what_the_next_one_removes(tmp_path: Path) -> None:
     actors = Actors(layout())
     actors.play(5)
     replay = Replay([ShardReader(shard) for shard in actors.shards], 0.6)
-    crashed = Snapshot(tmp_path / "one", replay).pieces()
+    crashed = Snapshot(tmp_path / "one", replay).chunks()
     next(crashed)
     left = tmp_path / "left"
     shutil.copytree(tmp_path / "one.part", left)
@@ -226,7 +226,7 @@ def test_one_of_the_same_name_is_replaced_at_the_end_and_nothing_else_ever_is(tm
     actors.play(5)
     replay = Replay([ShardReader(shard) for shard in actors.shards], 0.6)
     Snapshot(tmp_path / "one", replay, counters={"n": 1}).write()
-    for _ in Snapshot(tmp_path / "one", replay, counters={"n": 2}).pieces():
+    for _ in Snapshot(tmp_path / "one", replay, counters={"n": 2}).chunks():
         assert restore(tmp_path / "one", fresh(layout())) == {"n": 1}
     assert restore(tmp_path / "one", fresh(layout())) == {"n": 2}
     (tmp_path / "thesis").mkdir()

@@ -202,7 +202,7 @@ def test_a_snapshot_gives_the_same_next_batches(tmp_path: Path, prioritized: boo
     scene.source.finish(lambda: None)
     (tmp_path / "again").mkdir()
     other = Scene(tmp_path / "again", **fields)
-    context = dataclasses.replace(other.plan.context, session=tmp_path / "new", run_dir=tmp_path / "run", epoch=1)
+    context = dataclasses.replace(other.plan.context, session=tmp_path / "new", run_dir=tmp_path / "run", generation=1)
     context.session.mkdir()
     other.plan = ReplayPlan(context)
     other.plan.make()

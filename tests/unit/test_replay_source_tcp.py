@@ -53,7 +53,7 @@ class Scene:
         session.mkdir(parents=True)
         config: TrainConfig = replace(preset("apex-dqn", "CartPole-v1"), **{**FIELDS, **fields})
         context = Context(
-            name="learner", index=0, incarnation=0, epoch=0, train=config, spaces=SPACES, state_shapes=(),
+            name="learner", index=0, incarnation=0, generation=0, train=config, spaces=SPACES, state_shapes=(),
             session=session, address="", run_dir=folder / "run", started_at=time.monotonic(),
         )  # fmt: skip
         make_secret(session)
@@ -149,7 +149,7 @@ def test_actors_and_learner_keep_to_the_ratio_through_the_wire(make_scene: Calla
         if not scene.actors.wait_to_insert(4, 0.0):
             drawn += scene.drain()
             sampled = limiter.sampled
-            link.tell()
+            link.send_counts()
             wait_until(lambda sampled=sampled: scene.actors.sampled == sampled, "the actors know")  # type: ignore[misc]
         assert scene.actors.wait_to_insert(4, 0.0), "drawing made room"
         scene.write(0, 4)

@@ -15,7 +15,7 @@ import pytest
 
 from echelon.cli.main import main
 from echelon.errors import ConfigError
-from echelon.room import check_room, free_memory
+from echelon.memory_check import check_fits, free_memory
 from echelon.transport import session
 from echelon.transport.session import OWNER, create_session, is_taken, leftovers, session_name, sweep
 
@@ -106,10 +106,10 @@ def test_a_listener_that_is_stopped_holds_nobody_up(shm_dir: Path, dead_pid: int
         listener.bind(str(path / "host"))
         listener.listen(0)
         for _ in range(5):  # more than it has room for
-            knocking = stack.enter_context(socket.socket(socket.AF_UNIX))
-            knocking.setblocking(False)
+            handshakes = stack.enter_context(socket.socket(socket.AF_UNIX))
+            handshakes.setblocking(False)
             with contextlib.suppress(BlockingIOError):
-                knocking.connect(str(path / "host"))
+                handshakes.connect(str(path / "host"))
         assert is_taken(path / "host") and sweep(str(shm_dir)) == []
     assert not is_taken(path / "host")
 
@@ -170,9 +170,9 @@ def tiny_shm(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_too_small_a_mount_is_told_before_anything_is_made(
     tiny_shm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check_room(1000, "a run", free_memory(tiny_shm))
+    check_fits(1000, "a run", free_memory(tiny_shm))
     with pytest.raises(ConfigError, match=r"a run needs 2.1 MB in .*, where [\d.]+ MB are free. Lower --envs, enlarge"):
-        check_room(2 << 20, "a run", free_memory(tiny_shm), "--envs")
+        check_fits(2 << 20, "a run", free_memory(tiny_shm), "--envs")
     run_dir = tmp_path / "run"
     options = [f"--shm-dir={tiny_shm}", f"--run-dir={run_dir}", "--actor.envs=2000", "--steps=10"]
     assert main(["train", "impala", "CartPole-v1", *options]) == 2

@@ -17,7 +17,7 @@ from echelon.roles.source import RETURN_WINDOW
 from echelon.runs.metrics import read_metrics
 from toy_envs import CounterEnv
 
-ALL = StopConfig(steps=1_000, minutes=2.0, until_return=10.0, epochs=8)
+ALL = StopConfig(steps=1_000, minutes=2.0, until_return=10.0, episodes=8)
 FULL = [10.0] * RETURN_WINDOW
 
 
@@ -30,7 +30,7 @@ FULL = [10.0] * RETURN_WINDOW
         (100, 30.0, 7, [], "", 0.875),
         (1_000, 0.0, 0, [], "steps", 1.0),
         (1_200, 0.0, 8, [], "steps", 1.0),
-        (0, 0.0, 8, [], "epochs", 1.0),
+        (0, 0.0, 8, [], "episodes", 1.0),
         (0, 121.0, 0, [], "minutes", 1.0),
         (0, 0.0, 0, FULL, "return", 0.0),
     ],

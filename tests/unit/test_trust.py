@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from echelon import config_io
-from echelon.asynchronous import line as line_module
+from echelon.asynchronous import connection as connection_module
 from echelon.asynchronous import worker as worker_module
 from echelon.asynchronous.acting import ModelActing
-from echelon.asynchronous.line import Line
+from echelon.asynchronous.connection import LearnerConnection
 from echelon.asynchronous.trust import check_names
 from echelon.asynchronous.worker import AsyncWorker
 from echelon.config import EnvConfig, replace
@@ -32,7 +32,7 @@ from echelon.transport.episode_wire import (
     TASK,
     Arrive,
     Ask,
-    FromDoor,
+    FromGateway,
     FromWorker,
     Leave,
     Over,
@@ -47,36 +47,36 @@ from echelon.transport.episode_wire import (
 )
 from running import wait_until
 
-Answers = Callable[[FromWorker], list[FromDoor]]
+Answers = Callable[[FromWorker], list[FromGateway]]
 
 
 @contextlib.contextmanager
 def learner(answers: Answers) -> Iterator[tuple[str, list[FromWorker]]]:
     """Somebody who plays the learner: the address, and what was said there."""
-    door, heard, ended = Server("workers", "tcp://127.0.0.1:0", None, 1 << 20), list[FromWorker](), threading.Event()
+    server, heard, ended = Server("workers", "tcp://127.0.0.1:0", None, 1 << 20), list[FromWorker](), threading.Event()
 
     def take(asked: Message) -> None:
         heard.append(from_worker(asked))
         for answer in answers(heard[-1]):
             if isinstance(answer, Over | Stopped):
-                door.post(asked.connection, EPISODES, *pack(answer))
+                server.post(asked.connection, EPISODES, *pack(answer))
             else:
-                door.answer(asked, *pack(answer))
+                server.answer(asked, *pack(answer))
 
     def serve() -> None:
         while not ended.is_set():
-            while door.take(1):
+            while server.take(1):
                 pass
-            door.sleep(0.01)
-        door.close()
+            server.sleep(0.01)
+        server.close()
 
-    door.serve(TASK, take)
-    door.serve(EPISODES, take)
+    server.serve(TASK, take)
+    server.serve(EPISODES, take)
 
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield door.address, heard
+        yield server.address, heard
     finally:
         ended.set()
         thread.join()
@@ -90,7 +90,7 @@ def work(asked: Task, **options: Any) -> tuple[str, list[FromWorker]]:
     """What a worker tells, and what it says, whose learner asks for this and is over as soon as it arrives."""
     output = io.StringIO()
 
-    def answers(message: FromWorker) -> list[FromDoor]:
+    def answers(message: FromWorker) -> list[FromGateway]:
         return [] if isinstance(message, Leave) else [asked if isinstance(message, Ask) else Over()]
 
     with learner(answers) as (address, heard):
@@ -154,9 +154,9 @@ def test_a_stopped_learner_is_waited_for_and_told_of_once() -> None:
     told: list[str] = []
     asked = task()
     with learner(lambda message: [Stopped(), Stopped(), asked]) as (address, _):
-        line = Line(address, "w", None, 60.0, told.append)
-        assert isinstance(line.ask(Ask(PROTOCOL), Task), Task)
-        line.close()
+        connection = LearnerConnection(address, "w", None, 60.0, told.append)
+        assert isinstance(connection.ask(Ask(PROTOCOL), Task), Task)
+        connection.close()
     assert [text.partition(address)[2] for text in told] == [
         " was stopped; trying again until it is resumed",
         " is there again",
@@ -175,15 +175,15 @@ def test_a_worker_says_goodbye_whatever_ends_it() -> None:
 
 @pytest.mark.parametrize("is_starting", [False, True])
 def test_a_learner_that_is_still_starting_is_given_time(monkeypatch: pytest.MonkeyPatch, is_starting: bool) -> None:
-    """Between its lobby and its door nobody listens for some seconds, which is no cause for alarm."""
-    monkeypatch.setattr(line_module, "TOLD_AFTER_S", 0.0)
+    """Between its waiting and its gateway nobody listens for some seconds, which is no cause for alarm."""
+    monkeypatch.setattr(connection_module, "REPORT_AFTER_S", 0.0)
     told: list[str] = []
-    words: list[FromDoor] = [Wait()] if is_starting else []
+    words: list[FromGateway] = [Wait()] if is_starting else []
     with learner(lambda message: [words.pop()] if words else []) as (address, _):
-        line = Line(address, "w", None, 0.1, told.append)
+        connection = LearnerConnection(address, "w", None, 0.1, told.append)
         with pytest.raises(TransportTimeout):
-            line.ask(Ask(PROTOCOL), Task)
-        line.close()
+            connection.ask(Ask(PROTOCOL), Task)
+        connection.close()
     assert bool(told) != is_starting
 
 
@@ -191,7 +191,7 @@ def test_a_worker_shows_signs_of_life_during_a_long_episode(monkeypatch: pytest.
     monkeypatch.setattr(worker_module, "SIGN_S", 0.0)
     spaces = Spaces(gym.spaces.Box(-np.inf, np.inf, (4,), np.float32), gym.spaces.Discrete(2))
     weights = ModelActing(preset("dqn", "CartPole-v1"), spaces, 0, 1, 0).mirror.memory
-    answers: dict[type, FromDoor] = {Ask: task(), Arrive: Welcome(0, 1, weights, 0), Piece: Over()}
+    answers: dict[type, FromGateway] = {Ask: task(), Arrive: Welcome(0, 1, weights, 0), Piece: Over()}
     output = io.StringIO()
     with learner(lambda message: [answers[type(message)]] if type(message) in answers else []) as (address, heard):
         assert AsyncWorker(address, output=output).work() == 0

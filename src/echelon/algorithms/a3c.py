@@ -75,7 +75,7 @@ class A3c:
         for module in normalizers(model):
             module.report = self._note
 
-    def pieces(self, num_envs: int) -> list[slice]:
+    def columns(self, num_envs: int) -> list[slice]:
         """The environments that each gradient is made of."""
         count = self.config.minibatches
         if num_envs < count:
@@ -87,9 +87,9 @@ class A3c:
         return [slice(start, stop) for start, stop in pairwise(bounds)]
 
     def gradients(self, rollout: Batch) -> Iterator[Gradient]:
-        """One for each of the pieces, all at the weights as they are now."""
+        """One gradient for each slice of `columns`, all at the weights as they are now."""
         num_envs = rollout.valid.shape[1]
-        for part in self.pieces(num_envs):
+        for part in self.columns(num_envs):
             whole = part.stop - part.start == num_envs
             batch = rollout if whole else rollout.select(torch.arange(part.start, part.stop))
             loss = self.loss(batch)

@@ -55,29 +55,29 @@ class Passes:
     def __init__(self, config: ImpalaConfig | PpoConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
         self.model, self.peers = model, peers
         self.groups: dict[str, ParameterGroup] = {}
-        self.num_passes, self.num_pieces = config.epochs, config.minibatches
+        self.num_passes, self.num_minibatches = config.epochs, config.minibatches
         self.generator = torch.Generator().manual_seed(seed)
         self.has_statistics = model.network.has_statistics
         self.rewards = RewardScale(clip=config.reward_clip, normalize=config.normalize_reward, discount=config.discount)
 
-    def pieces(self, rows: int, lanes: int, device: torch.device) -> Iterator[torch.Tensor]:
+    def minibatch_rows(self, rows: int, lanes: int, device: torch.device) -> Iterator[torch.Tensor]:
         """Which of its `rows` times `lanes` sequences, counted row by row, each minibatch holds, pass after pass.
 
         The order is drawn over the sequences of all learners, whose lanes lie side by side: what one of them holds of a
         minibatch is what falls on its own lanes.
         """
         rank, width = self.peers.rank, lanes * self.peers.size
-        if rows * width < self.num_pieces:
+        if rows * width < self.num_minibatches:
             raise ConfigError(
-                f"algorithm.minibatches={self.num_pieces} exceeds the {rows * width} sequences of a batch. Lower it, "
-                "or raise --envs-per-actor."
+                f"algorithm.minibatches={self.num_minibatches} exceeds the {rows * width} sequences of a batch. "
+                "Lower it, or raise --envs-per-actor."
             )
         for _ in range(self.num_passes):
             order = torch.randperm(rows * width, generator=self.generator)
             if self.peers.size == 1:
-                yield from order.to(device).tensor_split(self.num_pieces)
+                yield from order.to(device).tensor_split(self.num_minibatches)
                 continue
-            for piece in order.tensor_split(self.num_pieces):
+            for piece in order.tensor_split(self.num_minibatches):
                 row, lane = piece // width, piece % width - rank * lanes
                 yield (row * lanes + lane)[(lane >= 0) & (lane < lanes)].to(device)
 

@@ -31,7 +31,7 @@ class Impala(Passes):
         if self.config.epochs == self.config.minibatches == 1:
             yield batch
             return
-        for lanes in self.pieces(1, batch.valid.shape[1], batch.valid.device):
+        for lanes in self.minibatch_rows(1, batch.valid.shape[1], batch.valid.device):
             yield batch.select(lanes)
 
     def losses(self, batch: Batch) -> Iterator[Loss]:

@@ -29,7 +29,7 @@ from echelon.schema import Spaces, Tree
 
 FLOATS_PER_LINE = ALIGNMENT // 4
 PRECISION = torch.float32  # of parameters
-NUM_TOLD = 16  # numbers that learners tell each other with a gradient
+NUM_SHARED_FIGURES = 16  # numbers that learners tell each other with a gradient
 
 
 class WeightsReader(Protocol):
@@ -58,8 +58,8 @@ class FlatModule:
         size = sum(_padded(p.numel()) for p in self.leaves)
         self.parameters = torch.zeros(size, dtype=PRECISION, device=self.device)
         # What several learners add up in one go: the gradients, and what they tell of the loss.
-        self.exchange = torch.zeros(size + NUM_TOLD, dtype=PRECISION, device=self.device)
-        self.gradients, self.told = self.exchange[:size], self.exchange[size:]
+        self.exchange = torch.zeros(size + NUM_SHARED_FIGURES, dtype=PRECISION, device=self.device)
+        self.gradients, self.shared_figures = self.exchange[:size], self.exchange[size:]
         for parameter, (start, stop) in zip(self.leaves, self._ranges(), strict=True):
             self.parameters[start:stop] = parameter.data.reshape(-1)
             parameter.data = self.parameters[start:stop].view(parameter.shape)

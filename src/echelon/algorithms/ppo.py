@@ -61,24 +61,24 @@ class Ppo(Passes):
             rows = 1
         else:
             whole = _as_one_row(whole)
-        pieces = self.pieces(rows, lanes, whole.valid.device)
+        minibatches = self.minibatch_rows(rows, lanes, whole.valid.device)
         if self.config.normalize_advantage:
-            yield from self._normalized(whole, pieces)
+            yield from self._normalized(whole, minibatches)
         else:
-            yield from (_lanes(whole, piece) for piece in pieces)
+            yield from (_lanes(whole, rows) for rows in minibatches)
 
-    def _normalized(self, whole: Minibatch, pieces: Iterator[torch.Tensor]) -> Iterator[Minibatch]:
+    def _normalized(self, whole: Minibatch, minibatches: Iterator[torch.Tensor]) -> Iterator[Minibatch]:
         """Pieces whose advantages are normalised, each over what all learners have of it."""
         if self.peers.size == 1:
-            for piece in pieces:
-                minibatch = _lanes(whole, piece)
+            for rows in minibatches:
+                minibatch = _lanes(whole, rows)
                 minibatch.advantage = masked_normalize(minibatch.advantage, minibatch.valid)
                 yield minibatch
             return
-        every = list(pieces)
-        mine = [moments(whole.advantage[:, piece], whole.valid[:, piece]) for piece in every]
-        for piece, of in zip(every, merged(self.peers.gather(torch.stack(mine))), strict=True):
-            minibatch = _lanes(whole, piece)
+        every = list(minibatches)
+        mine = [moments(whole.advantage[:, rows], whole.valid[:, rows]) for rows in every]
+        for rows, of in zip(every, merged(self.peers.gather(torch.stack(mine))), strict=True):
+            minibatch = _lanes(whole, rows)
             minibatch.advantage = scaled(minibatch.advantage, minibatch.valid, of)
             yield minibatch
 

@@ -43,9 +43,9 @@ class Sac(Replayed):
         self.groups["critic"] = ParameterGroup(self.critic, config.critic_learning_rate)
         self.target = TargetNetwork(self.critic, tau=config.target_tau)
         self.targets["critic"] = self.target
-        self.warmth = FlatModule(Temperature(config.temperature), model.device)
+        self.temperature = FlatModule(Temperature(config.temperature), model.device)
         if config.learn_temperature:
-            self.groups["temperature"] = ParameterGroup(self.warmth, config.temperature_learning_rate)
+            self.groups["temperature"] = ParameterGroup(self.temperature, config.temperature_learning_rate)
         self.discrete = isinstance(model.distribution, Categorical)
         self.target_entropy = self._target_entropy()
 
@@ -57,7 +57,7 @@ class Sac(Replayed):
 
     @property
     def log_temperature(self) -> Tensor:
-        return self.warmth.network.log_value  # type: ignore[return-value]
+        return self.temperature.network.log_value  # type: ignore[return-value]
 
     def losses(self, minibatch: TransitionBatch) -> Iterator[Loss]:
         yield self._critic_loss(minibatch)

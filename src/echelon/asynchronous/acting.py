@@ -15,7 +15,7 @@ from echelon.algorithms.exploration import Explorer
 from echelon.algorithms.model import Mirror, Model, Policy
 from echelon.config import TrainConfig
 from echelon.errors import DivergedError, EnvError, Refused
-from echelon.roles.own import StateLayout, load_state
+from echelon.roles.user_policy import StateLayout, load_state
 from echelon.schema import Spaces, Tree, action_leaf, unflatten
 
 Array = np.ndarray[Any, Any]
@@ -37,25 +37,27 @@ class WorkerActing(Protocol):
         """What the environments receive for `action`."""
 
 
-def rungs(place: int, num_lanes: int) -> list[int]:
-    """Where the lanes of the worker at `place` stand on the ladder: however many workers there are, they spread over
-    all of it (the numbers' bits reversed: van der Corput's sequence)."""
+def rungs(place: int, num_envs: int) -> list[int]:
+    """The rungs of the exploration ladder for the environments of the worker at `place`.
+
+    Bit-reversed numbers (van der Corput's sequence) spread any number of workers over the whole ladder.
+    """
     bits = NUM_RUNGS.bit_length() - 1
-    numbers = [(place * num_lanes + lane) % NUM_RUNGS for lane in range(num_lanes)]
+    numbers = [(place * num_envs + env) % NUM_RUNGS for env in range(num_envs)]
     return [int(f"{number:0{bits}b}"[::-1], 2) for number in numbers]
 
 
 class ModelActing:
     """A copy of the model, built from the learner's configuration."""
 
-    def __init__(self, config: TrainConfig, spaces: Spaces, place: int, num_lanes: int, seed: int) -> None:
+    def __init__(self, config: TrainConfig, spaces: Spaces, place: int, num_envs: int, seed: int) -> None:
         torch.set_num_threads(1)
         self.version, self.space = 0, spaces.observation
         self.model = Model(config.network, spaces, config.algorithm, seed=config.seed)
         self.mirror = Mirror(self.model)
         self.policy, self.rng = Policy(self.model), torch.Generator().manual_seed(seed)
-        self.first = torch.zeros(num_lanes, dtype=torch.bool)
-        self.explorer = Explorer(config.algorithm, rungs(place, num_lanes), NUM_RUNGS)
+        self.first = torch.zeros(num_envs, dtype=torch.bool)
+        self.explorer = Explorer(config.algorithm, rungs(place, num_envs), NUM_RUNGS)
 
     def load(self, weights: Array, version: int) -> None:
         if weights.shape != self.mirror.memory.shape or weights.dtype != np.uint8:
@@ -84,7 +86,7 @@ class ModelActing:
         return self.model.distribution.to_env(action)
 
 
-class OwnActing:
+class UserActing:
     """The user's policy, asked for one environment at a time."""
 
     def __init__(self, policy: Any, layout: StateLayout, spaces: Spaces) -> None:

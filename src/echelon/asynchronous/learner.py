@@ -8,10 +8,10 @@ from typing import Any, TextIO
 
 import gymnasium as gym
 
-from echelon.config import EnvConfig, OwnConfig, ReplayConfig, StopConfig, TrainConfig, WorkersConfig, replace
+from echelon.config import EnvConfig, ReplayConfig, StopConfig, TrainConfig, UserPolicyConfig, WorkersConfig, replace
 from echelon.errors import ConfigError
-from echelon.roles.brought import Brought, SaveFunction
-from echelon.roles.own import check_policy
+from echelon.roles.user_objects import SaveFunction, UserObjects
+from echelon.roles.user_policy import check_policy
 from echelon.schema import Spaces
 from echelon.training import RunResult, resume, run
 from echelon.transport.secret import numeric
@@ -88,13 +88,13 @@ class AsyncLearningNode:
             if min_size is None
             else min_size,
             "run.dir": str(run_dir) or base.run.dir,
-            "stop": StopConfig(epochs=epochs),
+            "stop": StopConfig(episodes=epochs),
         }
         self._reserved = Reservation(*server_address)
         self.address = (server_address[0], self._reserved.port)
         address = f"tcp://{self.address[0]}:{self.address[1]}"
         given = Spaces(*spaces) if isinstance(spaces, tuple) else spaces
-        self._brought = Brought(own, save_func, save_freq or 0, given, address)
+        self._user_objects = UserObjects(own, save_func, save_freq or 0, given, address)
         self._resume, self._output = resume, output
         try:
             self.config = replace(base, **changes, **{"workers.address": address})
@@ -103,12 +103,12 @@ class AsyncLearningNode:
             raise
 
     def learn(self) -> RunResult:
-        """Learns for as many epochs as it was told, or until it is interrupted."""
+        """Learns for as many epochs as it was given, or until it is interrupted."""
         try:
             if self._resume:
-                folder, epochs = self.config.run.dir, self.config.stop.epochs
-                return resume(folder, epochs=epochs, output=self._output, brought=self._brought)
-            return run(self.config, output=self._output, brought=self._brought)
+                folder, episodes = self.config.run.dir, self.config.stop.episodes
+                return resume(folder, episodes=episodes, output=self._output, user_objects=self._user_objects)
+            return run(self.config, output=self._output, user_objects=self._user_objects)
         finally:
             self.close()
 
@@ -121,7 +121,7 @@ def _own_config(discount: float, n_step: int) -> TrainConfig:
     return TrainConfig(
         preset="own",
         env=EnvConfig(id=""),
-        algorithm=OwnConfig(discount=discount),
+        algorithm=UserPolicyConfig(discount=discount),
         replay=ReplayConfig(min_size=1, batch=1, n_step=n_step),
         workers=WorkersConfig(spaces="worker"),
     )

@@ -2,7 +2,7 @@
 
 It asks the learner what is trained, makes the environments and the policy, and then sends one episode after the other;
 every answer brings newer weights, if there are any, and says whether the next episode is an evaluation. It waits for
-answers, which the door gives at once, and for a learner that is gone. If it dies, what it had not sent is lost, and
+answers, which the gateway gives at once, and for a learner that is gone. If it dies, what it had not sent is lost, and
 nothing else.
 """
 
@@ -18,9 +18,9 @@ import gymnasium as gym
 import numpy as np
 
 from echelon import config_io
-from echelon.asynchronous.acting import ModelActing, OwnActing, WorkerActing
-from echelon.asynchronous.lanes import Lanes, Stretch
-from echelon.asynchronous.line import Line, RunOver, address_of
+from echelon.asynchronous.acting import ModelActing, UserActing, WorkerActing
+from echelon.asynchronous.connection import LearnerConnection, RunOver, address_of
+from echelon.asynchronous.open_episodes import OpenEpisodes, Stretch
 from echelon.asynchronous.trust import check_names
 from echelon.config import EnvConfig, replace
 from echelon.envs.make import env_seeds, make_group
@@ -29,7 +29,7 @@ from echelon.errors import ConfigError
 from echelon.names import text_of
 from echelon.process_state import preserve_settings
 from echelon.roles.frame_stacks import stack_leaves
-from echelon.roles.own import StateLayout, check_policy
+from echelon.roles.user_policy import StateLayout, check_policy
 from echelon.schema import action_leaf, space_leaves
 from echelon.transport.episode_wire import (
     PROTOCOL,
@@ -87,9 +87,11 @@ class AsyncWorker:
         self.num_episodes = 0  # in the learner's hands
         self._output = output or sys.stdout
         self._number = 0  # of messages
-        self.line = Line(address_of(learner_address), self.name, secret_from_environment(), patience_s, self.tell)
+        self.connection = LearnerConnection(
+            address_of(learner_address), self.name, secret_from_environment(), patience_s, self.report
+        )
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         print(f"worker {self.name}: {text}", file=self._output, flush=True)
 
     @preserve_settings()
@@ -98,23 +100,23 @@ class AsyncWorker:
         why = "leaving"
         try:
             while True:
-                task = self.line.ask(Ask(PROTOCOL), Task)
+                task = self.connection.ask(Ask(PROTOCOL), Task)
                 stage = TaskRunner(self, task)
                 try:
                     while not episodes or self.num_episodes < episodes:
                         stage.step()
                     return self.num_episodes
                 except TaskChanged:
-                    self.tell("the learner trains something else by now; beginning anew")
+                    self.report("the learner trains something else by now; beginning anew")
                 finally:
                     stage.close()
         except RunOver:
             why = "the run is over"
             return self.num_episodes
         finally:
-            self.line.say(Leave(self.name))
-            self.tell(f"{why}; {self.num_episodes} episodes came from here")
-            self.line.close()
+            self.connection.say(Leave(self.name))
+            self.report(f"{why}; {self.num_episodes} episodes came from here")
+            self.connection.close()
 
     def next_number(self) -> int:
         self._number += 1
@@ -125,7 +127,7 @@ class TaskRunner:
     """A worker's environments and policy, for one task."""
 
     def __init__(self, worker: AsyncWorker, task: Task) -> None:
-        self.worker, self.line, self.task = worker, worker.line, task
+        self.worker, self.connection, self.task = worker, worker.connection, task
         self.config = config = config_io.from_json(task.train)
         self.env = self._find_env()
         if not worker.trust_learner:
@@ -140,15 +142,17 @@ class TaskRunner:
             max_steps = min(worker.buffer_size, config.workers.max_steps)
             if max_steps < n_step:
                 raise ConfigError(f"buffer_size={max_steps} is below replay.n_step={n_step} of the learner. Raise it.")
-            self.lanes = Lanes(num_envs, max_steps, n_step, leaves, action)
+            self.episodes = OpenEpisodes(num_envs, max_steps, n_step, leaves, action)
             flags = [np.zeros(num_envs, np.bool_) for _ in range(3)]
             self.observation = [np.zeros((num_envs, *leaf.shape), leaf.dtype) for leaf in leaves]
             self.rows = StepRows(self.observation, np.zeros(num_envs, np.float32), *flags)
             self.env_steps = 0  # of the run, as far as is known here
             self.acting = self._make_acting(self._arrive())
-            worker.tell(f"at {self.line.address.removeprefix('tcp://')}, {text_of(self.env.id)}, {config.preset}")
+            worker.report(
+                f"at {self.connection.address.removeprefix('tcp://')}, {text_of(self.env.id)}, {config.preset}"
+            )
             self.group.reset(self.observation)
-            self.lanes.begin(np.arange(num_envs), self.observation)
+            self.episodes.begin(np.arange(num_envs), self.observation)
         except BaseException:
             self.close()
             raise
@@ -165,7 +169,7 @@ class TaskRunner:
 
     def _arrive(self) -> Welcome:
         spaces, own = self.group.spaces.to_json(), self.worker.policy is not None
-        welcome = self.line.ask(Arrive(PROTOCOL, self.worker.name, spaces, own), Welcome)
+        welcome = self.connection.ask(Arrive(PROTOCOL, self.worker.name, spaces, own), Welcome)
         self.env_steps = welcome.env_steps
         return welcome
 
@@ -173,7 +177,7 @@ class TaskRunner:
         acting: WorkerActing
         spaces, worker = self.group.spaces, self.worker
         if self.task.own is not None:
-            acting = OwnActing(worker.policy, StateLayout.from_json(self.task.own), spaces)
+            acting = UserActing(worker.policy, StateLayout.from_json(self.task.own), spaces)
         else:
             acting = ModelActing(self.config, spaces, welcome.place, worker.num_envs, worker.seed)
         acting.load(welcome.weights, welcome.version)
@@ -181,25 +185,25 @@ class TaskRunner:
 
     def step(self) -> None:
         """One step of every environment; sends what has to be sent."""
-        lanes, acting = self.lanes, self.acting
-        action = acting.act(self.observation, lanes.evaluates, self.env_steps)
+        episodes, acting = self.episodes, self.acting
+        action = acting.act(self.observation, episodes.evaluates, self.env_steps)
         self.group.step(acting.to_env(action), self.rows)
-        self.env_steps += int((self.rows.valid & ~lanes.evaluates).sum())
-        for stretch in lanes.step(action, acting.version, self.rows):
+        self.env_steps += int((self.rows.valid & ~episodes.evaluates).sum())
+        for stretch in episodes.step(action, acting.version, self.rows):
             evaluates = self._bring(stretch)
             if stretch.ended:
                 self.worker.num_episodes += 1
-                lanes.end(stretch.lane, evaluates=evaluates)
+                episodes.end(stretch.env, evaluates=evaluates)
             else:
-                lanes.go_on(stretch.lane)
-        if time.monotonic() - self.line.last_sent > SIGN_S:
-            self.line.say(Sign(self.worker.name))
+                episodes.go_on(stretch.env)
+        if time.monotonic() - self.connection.last_sent > SIGN_S:
+            self.connection.say(Sign(self.worker.name))
 
     def _bring(self, stretch: Stretch) -> bool:
         """Puts steps into the learner's hands, once, however often it takes; whether an evaluation comes next."""
         number = self.worker.next_number()
         while True:
-            answer = self.line.ask(self._message(stretch, number), Next, Stranger)
+            answer = self.connection.ask(self._message(stretch, number), Next, Stranger)
             if isinstance(answer, Next):
                 break
             self._arrive_again()
@@ -230,7 +234,7 @@ class TaskRunner:
 
     def _arrive_again(self) -> None:
         """The learner was started anew: if it trains the same, what this worker has is as good as before."""
-        task = self.line.ask(Ask(PROTOCOL), Task)
+        task = self.connection.ask(Ask(PROTOCOL), Task)
         if task.own != self.task.own or any(task.train[part] != self.task.train[part] for part in SAME):
             raise TaskChanged
         welcome = self._arrive()

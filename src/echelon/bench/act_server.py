@@ -18,12 +18,12 @@ from echelon.bench.harness import Progress, repeat
 from echelon.bench.processes import Processes, one_thread, session_in
 from echelon.config import NetworkConfig
 from echelon.errors import RunError
+from echelon.memory_check import check_fits, free_memory
 from echelon.roles.placement import pick_device
-from echelon.room import check_room, free_memory
 from echelon.schema import Spaces
 from echelon.servers.cuda import CudaAnswerer, CudaServer
+from echelon.servers.gpu_pipeline import Timings
 from echelon.servers.inference import InferenceServer, PolicyAnswerer
-from echelon.servers.lane import Timings
 from echelon.transport.act_board import ActBoard
 from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.shared_memory import WeightsBoard
@@ -68,7 +68,7 @@ class MeasuredServer:
         rows = setting.batch // setting.num_feeders
         self.feed = Feed(tuple(space.shape), str(space.dtype), rows, setting.num_feeders, setting.spin_us)
         self.setting, self.session, self.progress, self.layout = setting, session, progress, self.feed.layout
-        check_room(self.layout.nbytes, f"a batch of {setting.batch}", free_memory(session.parent), "--batch")
+        check_fits(self.layout.nbytes, f"a batch of {setting.batch}", free_memory(session.parent), "--batch")
         self.board = ActBoard(session, self.layout)
         weights = WeightsBoard(session, model.nbytes)
         weights.publish(model.parts(), 1)
@@ -80,7 +80,7 @@ class MeasuredServer:
             return
         groups = [self.layout.seats_of(0, group) for group in range(NUM_GROUPS)]
         self.answerer = CudaAnswerer(
-            model, self.board, weights, 0, groups=groups, precision=setting.precision, tell=print
+            model, self.board, weights, 0, groups=groups, precision=setting.precision, report=print
         )
         self.timings = self.answerer.time_passes()
 

@@ -201,8 +201,8 @@ Arguments may be comma-separated lists: one run for each of their combinations. 
 def check_memory(setting: ReplaySetting) -> None:
     """Raises ConfigError unless the buffers of `setting` fit into memory; nothing is allocated."""
     from echelon.bench.replay_buffers import CpprbBuffer, frame_layout, shard_layout
+    from echelon.memory_check import check_fits, free_memory
     from echelon.replay.sharded import Replay
-    from echelon.room import check_room, free_memory
 
     is_frames, is_shared = setting.mode == "frames", setting.mode != "process"
     layout = frame_layout(setting) if is_frames else shard_layout(setting, checked=is_shared)
@@ -211,4 +211,4 @@ def check_memory(setting: ReplaySetting) -> None:
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"shm_dir={folder} is not a folder. Name one in shared memory with --shm-dir.")
     what = f"--frames {setting.frames}" if is_frames else f"--observation {setting.observation}"
-    check_room(nbytes, f"replay of --capacity {setting.capacity} with {what}", free_memory(folder), "--capacity")
+    check_fits(nbytes, f"replay of --capacity {setting.capacity} with {what}", free_memory(folder), "--capacity")

@@ -22,7 +22,7 @@ from echelon.bench.rpc_processes import JOIN, WARM_UP, Results, layout_of
 from echelon.errors import ConfigError
 from echelon.servers.inference import InferenceServer
 from echelon.transport.act_board import ActBoard
-from echelon.transport.act_door import ActDoor
+from echelon.transport.act_listener import ActListener
 from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.secret import secret_from_environment
 
@@ -157,12 +157,12 @@ class SeatAgent:
         self.results, self.board = Results(folder, setting), ActBoard(folder, layout_of(setting))
         self.finished = False
         rule = BatchRule(setting.batch, max_wait_us=setting.max_wait_us, spin_us=SPIN_US)
-        self.batcher, door = Batcher(self.board, 0, rule), None
+        self.batcher, listener = Batcher(self.board, 0, rule), None
         if setting.transport == "tcp":
             address = f"tcp://{setting.master_addr}:{setting.master_port}"
-            door = ActDoor(self.board, 0, address, secret_from_environment())
-            self.results.agent[1] = int(door.address.rpartition(":")[2])
-        self.server = InferenceServer(self.batcher, RandomAnswerer(setting, self.board, self.results), door)
+            listener = ActListener(self.board, 0, address, secret_from_environment())
+            self.results.agent[1] = int(listener.address.rpartition(":")[2])
+        self.server = InferenceServer(self.batcher, RandomAnswerer(setting, self.board, self.results), listener)
         self.results.agent[0] = JOIN
 
     def step(self, timeout_s: float) -> bool:

@@ -115,7 +115,7 @@ def stage_context(config: TrainConfig, session: Path) -> Context:
         name="bench",
         index=0,
         incarnation=0,
-        epoch=0,
+        generation=0,
         train=config,
         spaces=probe_spaces(config.env),
         state_shapes=(),
@@ -294,7 +294,7 @@ def _gradients(plan: Plan, views: dict[str, Array]) -> Callable[[], None]:
     def feed() -> None:
         stream = next(streams)
         views["version"].fill(board.version)
-        for columns, gradient in zip(rule.pieces(rollout.num_envs), rule.gradients(rollout.batch), strict=True):
+        for columns, gradient in zip(rule.columns(rollout.num_envs), rule.gradients(rollout.batch), strict=True):
             write(ring.writable(stream), gradient, views, columns)
             ring.commit(stream)
         ring.ready.clear()

@@ -27,7 +27,7 @@ from echelon.roles.plan.start import is_one_process, num_cores_of
 from echelon.training import RunResult, train
 
 Costs = dict[str, StepCost]
-Tell = Callable[[str], None]
+Reporter = Callable[[str], None]
 NUM_CHUNKS, CHUNK_S = 5, 0.3
 
 
@@ -46,16 +46,16 @@ def bench_train(
         raise ConfigError("a benchmark is given its time with --seconds S, not with --minutes.")
     out = output or sys.stdout
 
-    def tell(text: str) -> None:
+    def print_line(text: str) -> None:
         print(text, file=out, flush=True)
 
     num_cores = num_cores_of(config)
     if is_one_process(config):
         config = replace(config, **{"learner.threads": num_cores})
-    tell(f"training {config.preset} on {_env_text(config)} for {seconds:g} s")
-    result, used = _train(config, seconds, num_cores, tell)
+    print_line(f"training {config.preset} on {_env_text(config)} for {seconds:g} s")
+    result, used = _train(config, seconds, num_cores, print_line)
     device = str(result.summary["device"])
-    costs = _costs(config, result, num_cores, {"num_chunks": num_chunks, "chunk_s": chunk_s}, tell)
+    costs = _costs(config, result, num_cores, {"num_chunks": num_chunks, "chunk_s": chunk_s}, print_line)
     rate = float(result.summary["env_steps_per_s"])
     limits = {load: limit(cost, num_cores, on_gpu=device != "cpu") for load, cost in costs.items()}
     report = {
@@ -87,13 +87,13 @@ def limit(costs: Costs, num_cores: int, *, on_gpu: bool) -> float:
     return 1e6 * num_cores / (collect_us + costs["learn"].cpu_us)
 
 
-def _train(config: TrainConfig, seconds: float, num_cores: int, tell: Tell) -> tuple[RunResult, Usage | None]:
+def _train(config: TrainConfig, seconds: float, num_cores: int, report: Reporter) -> tuple[RunResult, Usage | None]:
     """The training itself, without evaluation; its folder is kept only where one was named."""
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
         run_dir = Path(config.run.dir or f"{folder}/run")
         changes = {"evaluation.interval_s": 0.0, "stop.minutes": seconds / 60, "run.dir": str(run_dir)}
         config = replace(config, **changes)
-        watch = UsageWatch(run_dir, tell)
+        watch = UsageWatch(run_dir, report)
         watch.start()
         try:
             result = train(config, output=io.StringIO())
@@ -110,16 +110,16 @@ def _samples_per_step(result: RunResult) -> float:
 
 
 def _costs(
-    config: TrainConfig, result: RunResult, num_cores: int, chunks: dict[str, Any], tell: Tell
+    config: TrainConfig, result: RunResult, num_cores: int, chunks: dict[str, Any], report: Reporter
 ) -> dict[str, Costs]:
     """The stages' costs, alone and while the other cores are busy."""
     duration_s = 3 * chunks["num_chunks"] * chunks["chunk_s"]
     with session_in(config.shm_dir) as session, one_thread():
         stages = Stages(config, session, str(result.summary["device"]), _samples_per_step(result))
         with contextlib.closing(stages):
-            tell(f"measuring env, act and learn alone, about {duration_s:.0f} s")
+            report(f"measuring env, act and learn alone, about {duration_s:.0f} s")
             alone = measure(stages.by_name(), **chunks)
-            tell(f"measuring them while the other cores are busy ({num_cores - 1}), about {duration_s:.0f} s")
+            report(f"measuring them while the other cores are busy ({num_cores - 1}), about {duration_s:.0f} s")
             with loaded_cores(num_cores - 1):
                 return {"alone": alone, "loaded": measure(stages.by_name(), **chunks)}
 

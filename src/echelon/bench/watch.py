@@ -46,9 +46,9 @@ class UsageWatch(threading.Thread):
     It sleeps nearly always, and no role of a local run lives in this process.
     """
 
-    def __init__(self, run_dir: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Path, report: Callable[[str], None]) -> None:
         super().__init__(name="bench-watch", daemon=True)
-        self.run_dir, self.tell = run_dir, tell
+        self.run_dir, self.report = run_dir, report
         self.samples: list[UsageSample] = []
         self._over = threading.Event()
         self._offset = 0
@@ -89,7 +89,7 @@ class UsageWatch(threading.Thread):
         self.samples.append(UsageSample(row["env_steps"], row["wall_s"], cpu_s, busy_seconds()))
         if row["wall_s"] >= self._next_tell_s:
             self._next_tell_s = row["wall_s"] + TELL_INTERVAL_S
-            self.tell(
+            self.report(
                 f"  {row['wall_s']:5.1f} s: {row['env_steps']:>12,} steps, {row['env_steps_per_s']:>9,.0f} a second"
             )
 

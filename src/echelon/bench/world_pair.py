@@ -108,7 +108,7 @@ def attend_world(name: str, folder: str, setting: WorldSetting) -> dict[str, flo
         world = World(name, rank, world_size=2)
     else:  # as if they were on two hosts
         world = World(name, rank, world_size=2, address=(Path(folder) / ADDRESS).read_text())
-        (Path(world._card.folder) / NONCE).unlink()  # by which the other would see that they share memory
+        (Path(world._info.folder) / NONCE).unlink()  # by which the other would see that they share memory
     try:
         group = world.create_rpc_group("bench", NAMES)
         if name == NAMES[1]:

@@ -24,6 +24,6 @@ def run(arguments: Sequence[str]) -> int:
     known = parser.parse_args(list(arguments))
     address: str = known.join if known.join.startswith("tcp://") else f"tcp://{known.join}"
     require_address(address, "--join")
-    tell = functools.partial(print, file=sys.stdout, flush=True)
-    tell(f"left: {take_part(address, known.shm_dir, tell, known.name)}")
+    report = functools.partial(print, file=sys.stdout, flush=True)
+    report(f"left: {take_part(address, known.shm_dir, report, known.name)}")
     return 0

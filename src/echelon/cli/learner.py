@@ -12,7 +12,7 @@ DEFAULT_ADDRESS = "127.0.0.1:4444"
 NOT_HERE = ("actors", "envs-per-actor", "learners", "acting", "engine", "hosts")
 OPTIONS = {
     "address": ("workers.address", "HOST:PORT"),
-    "epochs": ("stop.epochs", "N"),
+    "episodes": ("stop.episodes", "N"),
     "update-steps": ("workers.updates", "N"),
     "batch-size": ("replay.batch", "N"),
     "buffer-size": ("replay.capacity", "N"),

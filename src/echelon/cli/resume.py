@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from echelon.cli.main import Parser
@@ -23,7 +24,8 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=whole, default=0, metavar="TOTAL", help="new total of environment steps")
     parser.add_argument("--minutes", type=float, default=0.0, metavar="TOTAL", help="new total of minutes")
     parser.add_argument("--until-return", type=float, default=None, metavar="R", help="new return to stop at")
-    parser.add_argument("--epochs", type=whole, default=0, metavar="TOTAL", help="new total of epochs (with workers)")
+    parser.add_argument("--episodes", type=whole, default=0, metavar="TOTAL", help="new total of workers' episodes")
+    parser.add_argument("--epochs", type=whole, default=None, help=argparse.SUPPRESS)  # the old name of --episodes
     parser.add_argument("--learners", type=whole, default=None, metavar="N", help="learner processes from now on")
     parser.add_argument("--hosts", type=whole, default=None, metavar="N", help="hosts from now on, this one among them")
     known = parser.parse_args(list(arguments))
@@ -32,8 +34,9 @@ def run(arguments: Sequence[str]) -> int:
         steps=known.steps,
         minutes=known.minutes,
         until_return=known.until_return,
-        epochs=known.epochs,
+        episodes=known.episodes,
         learners=known.learners,
         hosts=known.hosts,
+        epochs=known.epochs,
     )
     return 0

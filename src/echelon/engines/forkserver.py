@@ -144,7 +144,7 @@ class ForkServer:
         *lines, self.buffer = (self.buffer + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def _tell(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         with contextlib.suppress(ConnectionError):  # the engine is gone; the next read says so
             self.control.sendall(json.dumps(message).encode() + b"\n")
 
@@ -164,7 +164,7 @@ class ForkServer:
         os.close(writer)
         pidfd = os.pidfd_open(pid)
         self.workers[pidfd] = Worker(spec.name, pid, pidfd, reader)
-        self._tell(event="started", name=spec.name, pid=pid)
+        self._send(event="started", name=spec.name, pid=pid)
         return pidfd
 
     def _signal(self, name: str, number: int) -> None:
@@ -177,7 +177,7 @@ class ForkServer:
         failure = unpack_failure(worker.failure_pipe)
         os.close(worker.failure_pipe)
         os.close(worker.pidfd)
-        self._tell(
+        self._send(
             event="exited",
             name=worker.name,
             pid=worker.pid,

@@ -53,7 +53,7 @@ from echelon.hosts.messages import (
     question,
     unpack,
 )
-from echelon.room import check_processes, check_room, free_memory
+from echelon.memory_check import check_fits, check_processes, free_memory
 from echelon.transport.channel import HEADER, Part
 from echelon.transport.channel_client import Client, PendingRequest
 from echelon.transport.secret import secret_from_environment
@@ -70,14 +70,14 @@ GAUGES_S = 0.25  # between two posts of what the roles show
 SILENT_S = 5.0  # without a word from the carrier, before the user is told
 GOODBYE_S = 1.0
 LOG_TAIL_BYTES = 6_000
-Tell = Callable[[str], None]
+Reporter = Callable[[str], None]
 
 
 class Agent:
     """Takes part in the run at `address` (tcp://HOST:PORT) until it is over."""
 
-    def __init__(self, address: str, shm_dir: str, tell: Tell, name: str = "") -> None:
-        self.name, self.address, self.tell = name or socket.gethostname(), address, tell
+    def __init__(self, address: str, shm_dir: str, report: Reporter, name: str = "") -> None:
+        self.name, self.address, self.report = name or socket.gethostname(), address, report
         self.over = ""  # why this host leaves
         self._secret = secret_from_environment()
         self._token, self._num_commands, self._event_number = 0, 0, 0
@@ -109,13 +109,13 @@ class Agent:
     def _join(self) -> tuple[LocalEngine, Assignment]:
         """Waits for the run to be ready, while the fork server imports; raises Refused if it takes no more hosts."""
         make = functools.partial(question, JoinRequest(__version__, self.name, len(os.sched_getaffinity(0))))
-        engine, told = None, ""
+        engine, state = None, ""
         while True:
             request = self._control.ask(JOIN, make)
             while not self._control.wait(request, 1.0):
-                if self._control.silent_s > 1.0 and told != "silent":
-                    told = "silent"
-                    self.tell(f"waiting for the run at {self.address}: {self._control.why_silent()}")
+                if self._control.silent_s > 1.0 and state != "silent":
+                    state = "silent"
+                    self.report(f"waiting for the run at {self.address}: {self._control.why_silent()}")
             assert request.answer is not None
             assignment: Assignment = unpack(request.answer, Assignment)
             if engine is None:
@@ -123,9 +123,9 @@ class Agent:
                 self._closing.callback(engine.close, 0.0)
             if not assignment.wait:
                 return engine, assignment
-            if told != "heard":
-                told = "heard"
-                self.tell(f"joined {self.address}, which is preparing its run")
+            if state != "heard":
+                state = "heard"
+                self.report(f"joined {self.address}, which is preparing its run")
             time.sleep(ASK_AGAIN_S)
 
     def _make(self) -> None:
@@ -135,14 +135,14 @@ class Agent:
         num, slots = assignment.streams, assignment.slots
         nbytes = SlotRing.size(self._slots, num, slots) + WeightsBoard.size(assignment.weights)
         check_processes(num, free_memory())
-        check_room(nbytes, "this host's share of the run", free_memory(session.parent), "--actors or --envs-per-actor")
+        check_fits(nbytes, "this host's share of the run", free_memory(session.parent), "--actors or --envs-per-actor")
         self._ring = SlotRing(session, self._slots, num, slots)
         self._board = WeightsBoard(session, assignment.weights)
         self._closing.callback(self._ring.close)
         self._node = Node.host(f"ipc://{session}/world")
         self._closing.callback(self._node.close)
-        self._node.serve("message", functools.partial(self._report, "message"))
-        self._node.serve("env_restarted", functools.partial(self._report, "env_restarted"))
+        self._node.serve("message", functools.partial(self._send_report, "message"))
+        self._node.serve("env_restarted", functools.partial(self._send_report, "env_restarted"))
         host, port = self.address.rpartition(":")[0], assignment.bulk.rpartition(":")[2]
         self._bulk = f"{host}:{port}"
         self._most_slots = max(2, QUEUED_BYTES // self._slots.nbytes)  # under way
@@ -152,7 +152,7 @@ class Agent:
         self._asked_at = self._heard_at = time.monotonic()  # the latter: of the last question that was answered
         self._asking, self._newer = self._ask_commands(), self._ask_newer()
         actors = f"{num} actor{'s' * (num > 1)}"
-        self.tell(f"{self.name} takes part with {actors}; the logs of its roles are in {self._logs}")
+        self.report(f"{self.name} takes part with {actors}; the logs of its roles are in {self._logs}")
 
     def run(self) -> str:
         """Works until the run is over, or this host must leave it; says why."""
@@ -224,7 +224,7 @@ class Agent:
     def _log(self, name: str) -> Path:
         return self._logs / f"{name}.log"
 
-    def _report(self, function: Reported, text: str) -> None:
+    def _send_report(self, function: Reported, text: str) -> None:
         self._events.append(Report(function, text))
 
     def _look_at_roles(self) -> None:
@@ -279,8 +279,8 @@ class Agent:
                 f"{self.name} reaches the run at {self.address}, but not its second port, {self._bulk}, to which "
                 f"trajectories go: {self._down.why_silent()} --hosts.bulk-port fixes that port."
             )
-            self.tell(text)
-            self._report("message", text)
+            self.report(text)
+            self._send_report("message", text)
 
     # Bulk.
 
@@ -351,10 +351,10 @@ def _same(message: list[Part]) -> list[Part]:
     return message
 
 
-def take_part(address: str, shm_dir: str, tell: Tell, name: str = "") -> str:
+def take_part(address: str, shm_dir: str, report: Reporter, name: str = "") -> str:
     """Joins the run at `address`, works for it until it is over or a signal comes, and says why it left."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    agent = Agent(address, shm_dir, tell, name)
+    agent = Agent(address, shm_dir, report, name)
     try:
         why = agent.run()
     except EchelonError as error:

@@ -61,7 +61,7 @@ HEARD_S = 2.0  # what a host shows is new if it was heard within so long
 GOODBYE_S = 2.0  # how long agents may take to hear that the run is over
 CARRIER = "carrier"
 Array = np.ndarray[Any, Any]
-Tell = Callable[[str], None]
+Reporter = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class HostsEngine(LocalEngine):
         """What agents join."""
         return self._control.address
 
-    def gather(self, assignment: Assignment, streams: Sequence[range], carrier: Path, tell: Tell) -> None:
+    def gather(self, assignment: Assignment, streams: Sequence[range], carrier: Path, report: Reporter) -> None:
         """Waits until every host is there; `streams` are the actors of each, the head's first, and `carrier` is the
         file that the carrier writes its address to."""
         self._free, self._carrier = list(streams[1:]), carrier
@@ -116,15 +116,15 @@ class HostsEngine(LocalEngine):
         self._assignment, missing = assignment, 0
         while self._free:
             if missing != (missing := len(self._free)):
-                tell(f"waiting for {missing} more host{'s' * (missing > 1)}: echelon host --join {self._shown}")
+                report(f"waiting for {missing} more host{'s' * (missing > 1)}: echelon host --join {self._shown}")
             self._serve(LOOK_S)
             for host in [one for one in self._hosts.values() if one.lost]:  # before it had anything to do
                 del self._hosts[host.token]
                 self._fenced = [one for one in self._fenced if one is not host]
                 self._free.insert(0, host.streams)
-                tell(host.lost)
+                report(host.lost)
         for host in self._hosts.values():
-            tell(f"host {host.name} has actors {host.streams.start} to {host.streams.stop - 1}")
+            report(f"host {host.name} has actors {host.streams.start} to {host.streams.stop - 1}")
 
     @property
     def _shown(self) -> str:

@@ -14,11 +14,11 @@ import shutil
 import threading
 from pathlib import Path
 
+from echelon.memory_check import Free, check_fits
 from echelon.replay.limiter import Limiter
 from echelon.replay.reader import Seen
 from echelon.replay.sharded import Replay
 from echelon.replay.snapshot import Snapshot
-from echelon.room import Free, check_room
 
 NAME = re.compile(r"step_\d{12,}")
 
@@ -31,7 +31,7 @@ class Archive:
         self.news: list[str] = []  # what went wrong; the caller shows and clears it
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._is_told = False
+        self._is_reported = False
 
     def newest_first(self) -> list[Path]:
         """The snapshots that are there, unread; before anything is written."""
@@ -41,13 +41,13 @@ class Archive:
         found = [path for path in self.folder.glob("step_*") if NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: path.name, reverse=True)
 
-    def check_room(self, nbytes: int) -> None:
+    def check_fits(self, nbytes: int) -> None:
         """Refuses a disk without room for snapshots of `nbytes`: the one before stays until the next is whole."""
         there = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
         held = sum(path.stat().st_size for path in self.folder.rglob("*")) if there == self.folder else 0
         free = shutil.disk_usage(there).free + held
         where = f"in {self.folder}, twice what a full replay takes"
-        check_room(2 * nbytes, "replay.checkpoint=true", Free(free, where, "make room, or name another --run-dir."))
+        check_fits(2 * nbytes, "replay.checkpoint=true", Free(free, where, "make room, or name another --run-dir."))
 
     @property
     def is_writing(self) -> bool:
@@ -56,11 +56,11 @@ class Archive:
             self._writer = None
             failure, self._failure = self._failure, None
             if isinstance(failure, OSError):
-                self._tell(f"the replay could not be written to {self.folder}: {failure}. ")
+                self._report(f"the replay could not be written to {self.folder}: {failure}. ")
             elif failure is not None:
                 raise failure
             else:
-                self._is_told = False
+                self._is_reported = False
         return self._writer is not None
 
     def begin(self, name: str, replay: Replay | Seen, limiter: Limiter) -> None:
@@ -72,11 +72,11 @@ class Archive:
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
         except OSError as error:
-            self._tell(f"the replay could not be written to {self.folder}: {error}. ")
+            self._report(f"the replay could not be written to {self.folder}: {error}. ")
             return
         if snapshot.nbytes > free:
             needed, left = f"{snapshot.nbytes / 1e6:,.1f} MB", f"{free / 1e6:,.1f} MB"
-            self._tell(f"the replay needs {needed} in {self.folder}, where {left} are free. ")
+            self._report(f"the replay needs {needed} in {self.folder}, where {left} are free. ")
             return
         self._writer = threading.Thread(target=self._write, args=(snapshot,), name="replay snapshot", daemon=True)
         self._writer.start()
@@ -99,11 +99,11 @@ class Archive:
         except Exception as error:  # raised or told where the caller looks
             self._failure = error
 
-    def _tell(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         """Once, until one is written again."""
-        if not self._is_told:
+        if not self._is_reported:
             self.news.append(
                 f"{what}Training goes on; a resumed run gets the last snapshot that was written, if any. Free some "
                 "room, or lower replay.capacity."
             )
-        self._is_told = True
+        self._is_reported = True

@@ -4,8 +4,8 @@
 as one answer while the learner does something else. A question for news is always under way, so `window` looks at what
 has come and waits for nobody. Every question carries the limiter's counts from here, every answer the heads from there.
 
-Who waits: the learner, by its `Ear`, or for items that it wants at once. What bounds it: what it has asked for and not
-read. Questions that are not answered are asked again. If the server dies, its successor at the same address answers
+Who waits: the learner, in `RemoteWait`, or for items that it wants at once. What bounds it: what it has asked for and
+not read. Questions that are not answered are asked again. If the server dies, its successor at the same address answers
 them; after `lost_after_s` of silence the host is lost, its readers raise PeerLost, and it is
 asked on, once a second, whether it is back. The newest priorities lie in columns here, so a learner that is started
 again rebuilds its tree as it does for shards of its own host. A host that comes back without its memory has new shards,
@@ -174,7 +174,7 @@ class Link:
         self._wanted.append(wanted)
         wanted.request = self._client.ask(self.wire.items, lambda: [self._question(wanted.numbers)])
 
-    def tell(self) -> None:
+    def send_counts(self) -> None:
         """Sends the limiter's counts, if they changed since they last went out."""
         if not np.array_equal(self.limiter.counts(), self._counts):
             self._client.post(self.wire.news, [self._question(self._none())])

@@ -20,7 +20,7 @@ from echelon.replay.layout import spans
 from echelon.replay.limiter import Limiter
 from echelon.replay.reader import ShardReader
 from echelon.replay.shard import HEAD, RESERVE, RINGS, TAIL
-from echelon.replay.snapshot import FORMAT, HEADER, PIECE, as_bytes
+from echelon.replay.snapshot import CHUNK_BYTES, FORMAT, HEADER, as_bytes
 
 Array = np.ndarray[Any, Any]
 
@@ -125,12 +125,12 @@ class _Files:
             with path.open("rb", buffering=0) as file:
                 for slots, _ in spans(start, stop, len(ring)):
                     raw = as_bytes(ring[slots])
-                    for begin in range(0, len(raw), PIECE):
-                        piece = raw[begin : begin + PIECE]
+                    for begin in range(0, len(raw), CHUNK_BYTES):
+                        chunk = raw[begin : begin + CHUNK_BYTES]
                         done = 0
-                        while done < len(piece):
-                            done += file.readinto(piece[done:].data) or self._ends(name)
-                        crc = zlib.crc32(piece.data, crc)
+                        while done < len(chunk):
+                            done += file.readinto(chunk[done:].data) or self._ends(name)
+                        crc = zlib.crc32(chunk.data, crc)
         except OSError as error:
             raise self._damaged(name, f"cannot be read ({error})") from error
         if [found, crc] != self.entries.get(name):

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from echelon.errors import TransportError
+from echelon.memory_check import check_fits, free_memory
 from echelon.replay.layout import ReplayError, ShardLayout, spans
 from echelon.replay.sum_tree import check_priorities
-from echelon.room import check_room, free_memory
 from echelon.transport.segments import join_segment
 
 Array = np.ndarray[Any, Any]
@@ -70,7 +70,7 @@ class Shard:
         """
         self.layout, self.name = layout, name
         if memory is None:
-            check_room(layout.nbytes, f"{name} of {layout.capacity} items", free_memory(), lower)
+            check_fits(layout.nbytes, f"{name} of {layout.capacity} items", free_memory(), lower)
         parts = layout.parts(np.zeros(layout.nbytes, np.uint8) if memory is None else memory)
         self.words = parts["words"].view(np.int64).data  # plain integers are faster than numpy's
         self.items = Rows(parts["rows"], layout.row, layout.capacity)
@@ -83,7 +83,7 @@ class Shard:
         """The shard number `index` of a run; whoever comes first makes it, before others look for it."""
         path = folder / f"replay-{index}"
         if not path.exists():
-            check_room(layout.nbytes, f"replay shard {index} of {layout.capacity} items", free_memory(folder))
+            check_fits(layout.nbytes, f"replay shard {index} of {layout.capacity} items", free_memory(folder))
         return cls(layout, join(path, layout.nbytes), f"replay shard {index}")
 
     @property

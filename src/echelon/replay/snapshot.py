@@ -36,7 +36,7 @@ from echelon.replay.sharded import Replay
 Array = np.ndarray[Any, Any]
 FORMAT = 3
 HEADER = "replay.json"
-PIECE = 16 * 2**20  # bytes that are copied and written at a time
+CHUNK_BYTES = 16 * 2**20  # bytes that are copied and written at a time
 
 
 @dataclass(slots=True)
@@ -83,15 +83,15 @@ class _Cut:
 def _cut(reader: ShardReader, window: tuple[int, int], is_prioritized: bool) -> _Cut:
     shard, (start, head) = reader.shard, window
     column = reader.column.priorities if is_prioritized else shard.initial
-    pieces = [column[slots] for slots, _ in spans(start, head, shard.layout.capacity)]
-    cut = _Cut(np.concatenate([*pieces, np.empty(0)]), _Stretch(shard, RESERVE, shard.items, start, head))
+    chunks = [column[slots] for slots, _ in spans(start, head, shard.layout.capacity)]
+    cut = _Cut(np.concatenate([*chunks, np.empty(0)]), _Stretch(shard, RESERVE, shard.items, start, head))
     for word, side in enumerate(shard.sides, RINGS):
         cut.sides.append(_Stretch(shard, word, side, max(0, shard.words[word] - side.capacity), shard.words[word]))
     return cut
 
 
 class Snapshot:
-    """A snapshot that is cut and not yet written: `write` it, or go through `pieces` between other work."""
+    """A snapshot that is cut and not yet written: `write` it, or go through `chunks` between other work."""
 
     def __init__(
         self,
@@ -131,15 +131,15 @@ class Snapshot:
         return rows + sum(cut.priorities.nbytes for cut in self._cuts)
 
     def write(self) -> None:
-        for _ in self.pieces():
+        for _ in self.chunks():
             pass
 
-    def pieces(self) -> Iterator[None]:
-        """Writes piece by piece; at the end it is whole and on the disk. Cut short, it leaves nothing."""
+    def chunks(self) -> Iterator[None]:
+        """Writes chunk by chunk; at the end it is whole and on the disk. Cut short, it leaves nothing."""
         shutil.rmtree(self._part, ignore_errors=True)
         self._part.mkdir(parents=True)
         try:
-            room = np.empty(PIECE, np.uint8)
+            room = np.empty(CHUNK_BYTES, np.uint8)
             waiting = collections.deque[tuple[str, _Stretch]]()
             for index, cut in enumerate(self._cuts):
                 waiting.append((f"shard-{index}.rows", cut.items))

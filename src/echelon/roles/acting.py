@@ -1,7 +1,7 @@
 """Acting as an actor sees it: it submits what a group of its environments sees and collects actions, at once or later.
 
 Local acting answers with the actor's own copy of the policy; central acting (`central_acting`) asks an inference
-server, and the actor can step another group meanwhile. Nothing here blocks but `wait`, no longer than it is told.
+server, and the actor can step another group meanwhile. Nothing here blocks but `wait`, no longer than it is sent.
 
 Shapes: K environments of a group.
 """
@@ -101,7 +101,7 @@ class Exploring:
         exploration = self.now(group)
         if exploration is None:
             return answer
-        told = Sample(torch.tensor(answer.action), torch.tensor(answer.log_prob))
+        sent = Sample(torch.tensor(answer.action), torch.tensor(answer.log_prob))
         with torch.inference_mode():
-            sample = exploration.apply(self.distribution, told, self.rng, action_mask(question.observation))
+            sample = exploration.apply(self.distribution, sent, self.rng, action_mask(question.observation))
         return ActReply(sample.action.numpy(), sample.log_prob.numpy(), answer.version)

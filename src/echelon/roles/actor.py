@@ -91,7 +91,7 @@ class Actor:
         self.distribution = acting_distribution(config.algorithm, context.spaces.action)
         self.is_continuous = np.issubdtype(action_leaf(context.spaces.action).dtype, np.floating)
         self.choices = space_choices(context.spaces.observation)
-        life = (context.epoch << 16) + context.incarnation
+        life = (context.generation << 16) + context.incarnation
         seeds = env_seeds(config.seed, context.index, life, config.actor.envs + 1)
         self.acting = plan.acting(self.distribution, seeds[-1])
         if not context.shares_process:  # forked alike: environments that draw from global generators must differ
@@ -197,7 +197,7 @@ class Actor:
         if self.choices:
             self._check_choices(team, row.step.observation)
         if team.group.failures:
-            self._tell_failures(team)
+            self._report_failures(team)
         stepped = time.perf_counter()
         team.t += 1
         if team.t < self.num_steps:
@@ -240,7 +240,7 @@ class Actor:
             return
         self.experience.wait(self.teams, timeout_s)
 
-    def _tell_failures(self, team: Team) -> None:
+    def _report_failures(self, team: Team) -> None:
         for failure in team.group.failures:
             env = team.columns.start + failure.index if failure.index >= 0 else failure.index
             text = f"actor {self.index}: environment {env} (seed {failure.seed}) raised at its step "

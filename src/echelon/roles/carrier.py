@@ -43,7 +43,7 @@ class Carrier:
         queued = max(2, QUEUED_BYTES // self.slots.nbytes)  # of each connection
         self.server = Server("hosts", address, secret_from_environment(), most, queued)
         self.server.serve(SLOTS, self._take_slot)
-        self.server.serve(NEWER, self._tell_newer)
+        self.server.serve(NEWER, self._answer_newer)
         announce(file, self.server.address)
 
     def step(self, timeout_s: float) -> bool:
@@ -86,7 +86,7 @@ class Carrier:
             self.ring.commit(stream)
         self.server.answer(message)
 
-    def _tell_newer(self, message: Message) -> None:
+    def _answer_newer(self, message: Message) -> None:
         """Weights and grants, as soon as there are newer ones than the host has."""
         version, first, token = message.own
         known = np.frombuffer(message.frames[0][HEADER.size :], np.int64)

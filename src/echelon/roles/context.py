@@ -13,8 +13,8 @@ import zmq
 
 from echelon import config_io
 from echelon.config import TrainConfig
-from echelon.roles.brought import Brought
 from echelon.roles.gauge import PHASES, Gauge
+from echelon.roles.user_objects import UserObjects
 from echelon.schema import Spaces, TrajectorySchema
 from echelon.world.node import Node
 
@@ -30,7 +30,7 @@ class Context:
     name: str
     index: int
     incarnation: int
-    epoch: int  # how often the run was resumed: part of every seed, so that no resumed run repeats its past
+    generation: int  # how often the run was resumed: part of every seed, so that no resumed run repeats its past
     train: TrainConfig
     spaces: Spaces
     state_shapes: tuple[tuple[int, ...], ...]
@@ -40,7 +40,7 @@ class Context:
     started_at: float  # by the monotonic clock, which all processes of a host share; minus the past of a resumed run
     shares_process: bool = False  # with the other roles: then threads and random generators are not its own
     streams: tuple[int, int] | None = None  # the first actor and their number, where a host has some of them
-    brought: Brought | None = None  # by the caller's program; there for roles of its own process alone
+    user_objects: UserObjects | None = None  # by the caller's program; there for roles of its own process alone
 
     def to_config(self, *, keep_objects: bool) -> dict[str, Any]:
         """As a process specification carries it; `keep_objects` leaves the train config as it is (inline engine)."""
@@ -48,7 +48,7 @@ class Context:
             "name": self.name,
             "index": self.index,
             "incarnation": self.incarnation,
-            "epoch": self.epoch,
+            "generation": self.generation,
             "train": self.train if keep_objects else config_io.to_json(self.train),
             "spaces": self.spaces.to_json(),
             "state_shapes": [list(shape) for shape in self.state_shapes],
@@ -58,7 +58,7 @@ class Context:
             "started_at": self.started_at,
             "shares_process": self.shares_process,
             "streams": self.streams,
-            **({"brought": self.brought} if keep_objects else {}),
+            **({"user_objects": self.user_objects} if keep_objects else {}),
         }
 
     @classmethod
@@ -68,7 +68,7 @@ class Context:
             name=config["name"],
             index=config["index"],
             incarnation=config["incarnation"],
-            epoch=config["epoch"],
+            generation=config["generation"],
             train=train if isinstance(train, TrainConfig) else config_io.from_json(train),
             spaces=Spaces.from_json(config["spaces"]),
             state_shapes=tuple(tuple(shape) for shape in config["state_shapes"]),
@@ -78,7 +78,7 @@ class Context:
             started_at=config["started_at"],
             shares_process=config["shares_process"],
             streams=tuple(config["streams"]) if config.get("streams") else None,
-            brought=config.get("brought"),
+            user_objects=config.get("user_objects"),
         )
 
     @property

@@ -24,7 +24,7 @@ from echelon.world.node import Node
 from echelon.world.store_table import StoreTable
 
 LOOP_S = 0.05
-TOLD_ENV_RESTARTS = 5
+REPORTED_ENV_RESTARTS = 5
 CONSOLE_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 5.0
 FAILED_STOP_TIMEOUT_S = 0.5  # of a run that failed: the user waits for the error, which is told when all have left
@@ -65,7 +65,7 @@ class Coordinator:
         world.serve("finished", self._on_finished)
         world.serve("store", StoreTable())  # by which several learners find each other
 
-    # What the roles tell.
+    # What the roles report.
 
     def _on_train(self, row: dict[str, Any]) -> None:
         self.row = row
@@ -78,7 +78,7 @@ class Coordinator:
         self.metrics.write({"kind": "evaluation", **steps, **score})
 
     def _on_worker_evaluation(self, number: int, score: dict[str, Any]) -> None:
-        """A door that follows one that was killed tells again what that may not have told."""
+        """A gateway that follows one that was killed tells again what that may not have told."""
         if number > self.newest_evaluation:
             self.newest_evaluation = number
             self._on_evaluation(score)
@@ -93,10 +93,9 @@ class Coordinator:
     def _on_env_restarted(self, text: str) -> None:
         """Tells the first few as they are, and of the rest every hundredth: a broken environment fails often."""
         self.env_restarts += 1
-        if self.env_restarts <= TOLD_ENV_RESTARTS or self.env_restarts % 100 == 0:
-            more = (
-                f" ({self.env_restarts} so far; the rest is in logs/)" if self.env_restarts >= TOLD_ENV_RESTARTS else ""
-            )
+        if self.env_restarts <= REPORTED_ENV_RESTARTS or self.env_restarts % 100 == 0:
+            is_last = self.env_restarts >= REPORTED_ENV_RESTARTS
+            more = f" ({self.env_restarts} so far; the rest is in logs/)" if is_last else ""
             self.console.message(text + more)
 
     def _on_finished(self, summary: dict[str, Any]) -> None:
@@ -118,7 +117,7 @@ class Coordinator:
         try:
             self._start()
             self._loop()
-            self._tell_door()
+            self._end_gateway()
             timeout_s = STOP_TIMEOUT_S
         except EchelonError:
             timeout_s = FAILED_STOP_TIMEOUT_S
@@ -128,10 +127,10 @@ class Coordinator:
         assert self.summary is not None
         return self.summary
 
-    def _tell_door(self) -> None:
+    def _end_gateway(self) -> None:
         """Workers of a run that reached its end go home; those of one that was stopped wait until it goes on."""
-        if self.summary is not None and self.summary["reason"] != "stopped" and "door" in self.world.members:
-            self.world.post("door", "over")
+        if self.summary is not None and self.summary["reason"] != "stopped" and "gateway" in self.world.members:
+            self.world.post("gateway", "over")
 
     def _start(self) -> None:
         for role in roles_of(self.config):
@@ -143,7 +142,7 @@ class Coordinator:
             for function, text in self.engine.reports():
                 self.reported[function](text)
             if exits := self.engine.exits():
-                self.world.hear_out(LAST_WORDS_S)
+                self.world.drain(LAST_WORDS_S)
             for gone in exits:
                 if not self._has_finished(gone):
                     self.supervisor.replace(gone)
@@ -181,7 +180,7 @@ class Coordinator:
 
     @property
     def _workers(self) -> dict[str, float]:
-        return self.supervisor.figures("door").get("door", {})
+        return self.supervisor.figures("gateway").get("gateway", {})
 
     def _filling(self) -> tuple[int, int] | None:
         """Transitions in a replay that is not learned from yet, and how many there must be."""
@@ -196,7 +195,7 @@ class Coordinator:
         row, stop = self.row, self.config.stop
         wall_s = self.context.elapsed_s
         elapsed = wall_s / (60 * stop.minutes) if stop.minutes else 0.0
-        has_end = stop.steps or stop.minutes or stop.epochs
+        has_end = stop.steps or stop.minutes or stop.episodes
         fraction = min(max(row.get("progress", 0.0), elapsed), 1.0) if has_end else None
         self.console.update(
             Status(

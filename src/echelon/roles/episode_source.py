@@ -1,8 +1,8 @@
 """The episode source: batches of transitions that workers brought, so many for every episode.
 
-The learner waits until an episode is in that it has not made its updates for, which the door's append tells it. If it
-is behind, nobody waits for it: what it has not drawn makes room in the ring as anything else, and its updates are made
-up for from what is there.
+The learner waits for an episode that it has not made its updates for; the gateway's append wakes it. If the learner is
+behind, nobody waits for it: items that it has not drawn are evicted as any others, and it makes the missing updates
+from what is there.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class EpisodeSource(ReplaySource):
     """Batches for `workers.updates` updates of each episode; then the weights are published."""
 
     rate_window_s = 30.0  # steps come as whole episodes, in lumps
-    counts_epochs = True
+    counts_episodes = True
 
     def __init__(self, plan: ReplayPlan, device: torch.device) -> None:
         super().__init__(plan, device)
-        self.publish_every = plan.config.workers.updates  # one epoch
+        self.publish_every = plan.config.workers.updates  # the updates of one episode
 
     def _is_due(self) -> bool:
         """Whether an update is due, by the episodes that are in."""

@@ -98,7 +98,7 @@ class Evaluator:
         config = context.train
         self.config, self.station, self.finished = config.evaluation, Station(context), False
         plan = Plan(context)
-        seeds = env_seeds(config.seed, EVALUATION_SEED, context.epoch, self.config.episodes)
+        seeds = env_seeds(config.seed, EVALUATION_SEED, context.generation, self.config.episodes)
         self.mirror, self.board = Mirror(plan.model), plan.board()
         self.match = Match(config.env, plan.model, self.config.episodes, seeds)
         self.seed, self.playing = config.seed, False

@@ -19,7 +19,7 @@ PHASES = ("env", "act", "wait", "transfer", "learn", "exchange")  # the last: be
 FIGURES = {  # what roles of a kind show beside it, for the record
     "inference": ("rounds", "mean_rows", "missed", "refused"),
     "shards": ("answers", "items", "refused"),
-    "door": (
+    "gateway": (
         *("workers", "episodes", "evaluations", "interactions", "repeated", "interactions_per_hour", "transitions"),
         *("refused", "handling_mean_ms", "handling_p50_ms", "handling_p95_ms", "handling_max_ms"),
     ),

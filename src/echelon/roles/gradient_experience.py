@@ -38,7 +38,7 @@ class GradientExperience:
         self.ring, self.actor, self.station, self.schema = plan.ring(), plan.context.index, station, plan.schema
         self.acting = plan.model
         self.rule = A3c(cast("A3cConfig", plan.context.train.algorithm), model)
-        self.pieces = self.rule.pieces(self.schema.num_envs)
+        self.columns = self.rule.columns(self.schema.num_envs)
         self.rollout = Staging(self.schema, 1, torch.device("cpu"))
         self.rollout.place(0, self.actor)
         self.views = {**self.rollout.arrays, "version": self.rollout.arrays["version"][:, 0]}
@@ -54,7 +54,7 @@ class GradientExperience:
 
     def admits(self, trajectory: int) -> bool:
         del trajectory
-        return bool(self.ring.head[self.actor] + len(self.pieces) <= self.ring.granted[self.actor])
+        return bool(self.ring.head[self.actor] + len(self.columns) <= self.ring.granted[self.actor])
 
     def open(self, trajectory: int) -> None:
         del trajectory
@@ -72,7 +72,7 @@ class GradientExperience:
             for mine, acting in zip(self.rule.model.tensors(), self.acting.tensors(), strict=True):
                 mine.copy_(acting)
         start = time.perf_counter()
-        for columns, gradient in zip(self.pieces, self.rule.gradients(self.rollout.batch), strict=True):
+        for columns, gradient in zip(self.columns, self.rule.gradients(self.rollout.batch), strict=True):
             self._count_learning(start)
             write(self.ring.writable(self.actor), gradient, self.views, columns)
             self.ring.commit(self.actor)

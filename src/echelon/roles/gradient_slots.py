@@ -48,9 +48,9 @@ class GradientSchema:
         object.__setattr__(self, "nbytes", size_of(fields))
 
     @classmethod
-    def of(cls, actor: ActorConfig, num_pieces: int, model: Model) -> GradientSchema:
-        """That of an actor whose rollouts give `num_pieces` gradients each."""
-        largest = -(-actor.envs // num_pieces)  # environments of a piece
+    def of(cls, actor: ActorConfig, num_gradients: int, model: Model) -> GradientSchema:
+        """That of an actor whose rollouts give `num_gradients` gradients each."""
+        largest = -(-actor.envs // num_gradients)  # environments per gradient
         return cls(model.parameters.numel(), num_statistics(model), actor.trajectory * largest)
 
     def views(self, memory: memoryview | Array) -> dict[str, Array]:

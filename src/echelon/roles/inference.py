@@ -39,24 +39,24 @@ class Inference(Serving):
     def _make_server(self, context: Context, plan: Plan, batcher: Batcher) -> InferenceServer:
         """A server on the device that the run asks for."""
         config, weights = context.train, plan.board()
-        life = (context.epoch << 16) + context.incarnation
+        life = (context.generation << 16) + context.incarnation
         seed = env_seeds(config.seed, INFERENCE_SEED + context.index, life, 1)[0]
         device = pick_device(config.acting.device, plan.model.parameters.numel(), "--acting.device")
         if device == "cpu":
             if not context.shares_process:  # else the other roles compute with these threads, too
                 torch.set_num_threads(server_threads(config, plan.model))
             answerer = PolicyAnswerer(plan.model, batcher.board, weights, seed, with_value=config.acting.value)
-            return InferenceServer(batcher, answerer, plan.act_door(batcher))
+            return InferenceServer(batcher, answerer, plan.act_listener(batcher))
         from echelon.servers.cuda import CudaAnswerer, CudaServer  # here alone: most runs never need it
 
-        def tell(text: str) -> None:
+        def report(text: str) -> None:
             self.station.report("message", f"{context.name}: {text}")
 
         model = Plan(context, device=device).model
         answerer_on_gpu = CudaAnswerer(
-            model, batcher.board, weights, seed, groups=batcher.groups, tell=tell, with_value=config.acting.value
+            model, batcher.board, weights, seed, groups=batcher.groups, report=report, with_value=config.acting.value
         )
-        return CudaServer(batcher, answerer_on_gpu, plan.act_door(batcher))
+        return CudaServer(batcher, answerer_on_gpu, plan.act_listener(batcher))
 
     def times(self) -> dict[str, float]:
         server = self.server
@@ -69,7 +69,7 @@ class Inference(Serving):
             "rounds": server.num_rounds,
             "mean_rows": server.num_rows / max(server.num_rounds, 1),
             "missed": server.batcher.num_missed,
-            "refused": server.door.num_refused if server.door is not None else 0,
+            "refused": server.listener.num_refused if server.listener is not None else 0,
         }
 
 

@@ -1,4 +1,4 @@
-"""The intake: pieces of episodes that workers bring become transitions in the door's replay shard.
+"""The intake: pieces of episodes that workers bring become transitions in the gateway's replay shard.
 
 Nothing of a piece is trusted: what does not fit is refused with the reason, before anything is touched.
 
@@ -17,7 +17,7 @@ from echelon.layout import Leaf
 from echelon.replay.pieces import Spans, spans_of
 from echelon.replay.shard import ShardWriter
 from echelon.roles.frame_stacks import stack_leaves
-from echelon.roles.journal import DOOR
+from echelon.roles.journal import GATEWAY
 from echelon.schema import action_leaf, space_choices, space_leaves
 from echelon.transport.episode_wire import Piece
 
@@ -29,11 +29,11 @@ ROUNDING = 1e-5  # of a continuous action at its bound
 
 
 class Intake:
-    """The door's shard, and what may go into it."""
+    """The gateway's shard, and what may go into it."""
 
     def __init__(self, plan: ReplayPlan) -> None:
         config, spaces = plan.config, plan.context.spaces
-        self.writer, self.limiter, self.tally = ShardWriter(plan.shard(DOOR)), plan.limiter(), plan.tally()
+        self.writer, self.limiter, self.tally = ShardWriter(plan.shard(GATEWAY)), plan.limiter(), plan.tally()
         self.n_step, self.discount = config.replay.n_step, config.algorithm.discount
         self.clip, self.prioritized = config.algorithm.reward_clip, config.replay.prioritized
         self.max_steps = config.workers.max_steps
@@ -141,9 +141,9 @@ class Intake:
         number: Array = self.writer.store(leaf.path, {"frame": frames}, len(frames)) + value["numbers"]
         return number
 
-    def tell(self) -> None:
+    def wake_learner(self) -> None:
         """Wakes the learner: the shard has new items, and the tally counts them."""
-        self.limiter.note_inserted(DOOR, self.writer.head)
+        self.limiter.note_inserted(GATEWAY, self.writer.head)
 
 
 def action_bounds(space: gym.Space[Any], *, as_env: bool) -> tuple[Any, Any] | None:

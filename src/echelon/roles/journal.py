@@ -1,10 +1,10 @@
-"""The journal: which messages of which workers are in the learner's hands, in shared memory that outlives the door.
+"""The journal: which messages of which workers are in the learner's hands, in shared memory that outlives the gateway.
 
-Before a message changes anything, the door notes what will be true after it (the *intent*); then it appends to its
-replay shard, which shows all of it or nothing; then it makes true what it noted. A door that is killed between leaves
-the intent to its successor, which finds the shard's head moved or not, and so knows whether to finish it or to forget
-it. So no message counts twice, and none that was answered is lost. Of evaluations the newest are kept as they were,
-for the record of a run, which a successor tells again. One process writes. Needs only numpy.
+Before a message changes anything, the gateway notes what will be true after it (the *intent*); then it appends to its
+replay shard, which shows all of it or nothing; then it makes true what it noted. A gateway that is killed in between
+leaves the intent to its successor, which finds the shard's head moved or not, and so knows whether to finish it or to
+forget it. So no message counts twice, and none that was answered is lost. Of evaluations the newest are kept as they
+were, for the record of a run, which a successor tells again. One process writes. Needs only numpy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echelon.roles.tally import Tally
 from echelon.transport.episode_wire import MAX_NAME, socket_name
 
 Array = np.ndarray[Any, Any]
-DOOR = 0  # the actor that the tally and the replay take the door for
+GATEWAY = 0  # the actor that the tally and the replay take the gateway for
 NUM_ROWS = 4_096  # workers that are remembered; of more, the one that was silent longest makes room
 NUM_KEPT = 256  # evaluations
 TOTALS = np.dtype([(name, np.int64) for name in ("episodes", "evaluations", "interactions", "repeated")])
@@ -90,7 +90,7 @@ class Entry:
 
 
 class Journal:
-    """What workers have brought to the door of one run."""
+    """What workers have brought to the gateway of one run."""
 
     def __init__(self, tally: Tally, evaluation: float, memory: Array | None = None) -> None:
         """`evaluation` is the part of all episodes that is an evaluation."""
@@ -166,7 +166,7 @@ class Journal:
     def begin(self, entry: Entry) -> None:
         """Notes what will be true when what `entry` brings lies in the shard."""
         intent, totals = self._intent, self._totals[0].copy()
-        env_steps, episodes = self.tally.counts_of(DOOR)
+        env_steps, episodes = self.tally.counts_of(GATEWAY)
         learned, ends = entry.evaluation is None, entry.ended is not None
         totals["episodes"] += ends
         totals["evaluations"] += not learned
@@ -190,7 +190,7 @@ class Journal:
         """Makes true what `begin` noted; twice is as good as once."""
         intent = self._intent[0]
         ended = (float(intent["value"]), int(intent["length"])) if intent["ended"] else None
-        self.tally.settle(DOOR, (int(intent["env_steps"]), int(intent["episodes"])), ended)
+        self.tally.settle(GATEWAY, (int(intent["env_steps"]), int(intent["episodes"])), ended)
         if intent["evaluated"]:
             kept = (int(intent["totals"]["evaluations"]) - 1) % NUM_KEPT
             self._evaluated[kept] = intent[list(EVALUATED.names or ())]

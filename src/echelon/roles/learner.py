@@ -28,12 +28,14 @@ from echelon.runs.checkpoint import find_weights, load_checkpoint, newest_intact
 WARM_UP_S = 2.0  # after the first batch; not part of the steady rate
 
 
-def stop_reason(stop: StopConfig, env_steps: int, returns: Collection[float], elapsed_s: float, epochs: int = 0) -> str:
+def stop_reason(
+    stop: StopConfig, env_steps: int, returns: Collection[float], elapsed_s: float, episodes: int = 0
+) -> str:
     """Why the run is over, or "" while it is not."""
     if stop.steps and env_steps >= stop.steps:
         return "steps"
-    if stop.epochs and epochs >= stop.epochs:
-        return "epochs"
+    if stop.episodes and episodes >= stop.episodes:
+        return "episodes"
     if stop.minutes and elapsed_s >= 60 * stop.minutes:
         return "minutes"
     target = stop.until_return
@@ -41,13 +43,13 @@ def stop_reason(stop: StopConfig, env_steps: int, returns: Collection[float], el
     return "return" if solved else ""
 
 
-def progress(stop: StopConfig, env_steps: int, elapsed_s: float, epochs: int = 0) -> float:
+def progress(stop: StopConfig, env_steps: int, elapsed_s: float, episodes: int = 0) -> float:
     """The part of the way to the end that is behind the run, by whichever of its limits is nearest."""
     fractions = [0.0]
     if stop.steps:
         fractions.append(env_steps / stop.steps)
-    if stop.epochs:
-        fractions.append(epochs / stop.epochs)
+    if stop.episodes:
+        fractions.append(episodes / stop.episodes)
     if stop.minutes:
         fractions.append(elapsed_s / (60 * stop.minutes))
     return min(max(fractions), 1.0)
@@ -206,7 +208,7 @@ class Learner:
         learned = time.perf_counter()
         if self._is_publishing:
             self._publish()
-            self._save_epoch()
+            self._save_user_state()
         published = time.perf_counter()
         phases["learn"] += learned - taken
         phases["transfer"] += published - learned
@@ -270,26 +272,26 @@ class Learner:
         self.station.phases[phase] -= spent_s
         self.station.phases["exchange"] += spent_s
 
-    def _save_epoch(self) -> None:
-        """Calls what the user gave to be called every so many epochs."""
-        brought = self.context.brought
-        if brought is not None and brought.save is not None and self.epochs % brought.save_every == 0:
-            brought.save(epoch=self.epochs, policy=self.trainable.policy)
+    def _save_user_state(self) -> None:
+        """Calls what the user gave to be called every so many episodes."""
+        objects = self.context.user_objects
+        if objects is not None and objects.save is not None and self.num_episodes % objects.save_every == 0:
+            objects.save(epoch=self.num_episodes, policy=self.trainable.policy)
 
     def diverged(self, what: str) -> DivergedError:
         return diverged(f"{what} ({self.counters.env_steps:,} steps)", self.trainable.learning_rate)
 
     def progress(self, env_steps: int) -> float:
-        return progress(self.stop, env_steps, self.elapsed_s, self.epochs)
+        return progress(self.stop, env_steps, self.elapsed_s, self.num_episodes)
 
     @property
-    def epochs(self) -> int:
+    def num_episodes(self) -> int:
         """Of a run with workers: episodes that were learned from as often as they are to be."""
-        return self.counters.updates // self.source.publish_every if self.source.counts_epochs else 0
+        return self.counters.updates // self.source.publish_every if self.source.counts_episodes else 0
 
     def stop_reason(self) -> str:
         counters = self.counters
-        return stop_reason(self.stop, counters.env_steps, counters.returns, self.context.elapsed_s, self.epochs)
+        return stop_reason(self.stop, counters.env_steps, counters.returns, self.context.elapsed_s, self.num_episodes)
 
     def _finish(self) -> None:
         if self.is_first:

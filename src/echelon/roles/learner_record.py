@@ -40,7 +40,7 @@ class LearnerRecord:
     def report(self, now: float) -> None:
         self.next_report = now + min(max(0.02 * (now - self.born), MIN_REPORT_S), MAX_REPORT_S)
         if self.learner.is_first:
-            if self.learner.source.counts_epochs:  # workers' steps come whether a batch is due or not
+            if self.learner.source.counts_episodes:  # workers' steps come whether a batch is due or not
                 self.learner.rate.note(now, self.learner.counters.env_steps)
             self.station.report("train", self.row())
         self.report_news()
@@ -70,8 +70,8 @@ class LearnerRecord:
             "learning_rate": learner.trainable.learning_rate,
             "progress": learner.progress(counters.env_steps),
         }
-        if learner.source.counts_epochs:
-            row["epoch"] = learner.epochs
+        if learner.source.counts_episodes:
+            row["learned_episodes"] = learner.num_episodes
         if learner.source.content is not None:
             row["replay"] = learner.source.content.figures()
         row["loss"] = learner.account.take()
@@ -90,7 +90,7 @@ class LearnerRecord:
             "source": content.state_dict() if content is not None else {},
             "version": learner.version,
             "rng": torch.get_rng_state(),
-            "epoch": self.context.epoch,
+            "generation": self.context.generation,
             "wall_s": self.context.elapsed_s,
         }
         path = self.writer.save(tree, step=learner.counters.env_steps)
@@ -125,8 +125,8 @@ class LearnerRecord:
             content.finish(learner.tick)
         self.report_news()
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in learner.trainable.weights().items()}
-        told = {"env_steps": str(counters.env_steps)}
-        self.writer.begin(save_weights, self.context.run_dir / "weights.safetensors", weights, told)
+        metadata = {"env_steps": str(counters.env_steps)}
+        self.writer.begin(save_weights, self.context.run_dir / "weights.safetensors", weights, metadata)
         self.writer.wait()
         self.station.report("train", row)
         self.station.report(

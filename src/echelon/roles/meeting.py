@@ -30,7 +30,7 @@ class Meeting:
         self.peers, self.source, self.counters = peers, source, counters
         self.is_over, self.elapsed_s = False, 0.0  # as the first learner says
         self.fresh_lag: list[tuple[float, int]] = []  # lag mean and max of batches since the last report, of the first
-        self._told = self._counts()
+        self._reported = self._counts()
         self._heard: list[list[list[float]]] = [[] for _ in range(peers.size)]  # of each learner, not counted yet
 
     def hold(self, offer: Offer, is_over: bool, elapsed_s: float) -> list[Offer]:
@@ -60,12 +60,12 @@ class Meeting:
         top = counters.return_max if counters.return_max is not None else -math.inf
         returns, lengths = list(counters.returns), list(counters.lengths)
         words = torch.zeros(NUM_WORDS, dtype=torch.float64)
-        news = [now - told for now, told in zip(counts, self._told, strict=True)]
+        news = [now - before for now, before in zip(counts, self._reported, strict=True)]
         head = [*map(float, offer), is_over, elapsed_s, lag_max, top, len(returns), *news, *returns]
         words[: len(head)] = torch.tensor(head, dtype=torch.float64)
         if lengths:
             words[-len(lengths) :] = torch.tensor(lengths, dtype=torch.float64)
-        self._told = counts
+        self._reported = counts
         counters.returns.clear()
         counters.lengths.clear()
         lags.clear()

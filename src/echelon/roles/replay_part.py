@@ -40,7 +40,7 @@ class ReplayPart(ReplaySource, SharedSource):
         self.prefetches = False  # what is drawn next depends on what the others have by then
         self.everything = Seen(plan.readers(), self.replay.alpha)
         if not self.is_first:
-            life = (plan.config.seed, plan.context.epoch, self.learner, plan.context.incarnation)
+            life = (plan.config.seed, plan.context.generation, self.learner, plan.context.incarnation)
             self.rng = np.random.default_rng(life)
 
     def offer(self, version: int) -> Offer:

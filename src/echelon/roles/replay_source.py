@@ -19,9 +19,9 @@ import torch
 from echelon.config import ReplayConfig
 from echelon.errors import diverged
 from echelon.replay.archive import Archive
-from echelon.replay.ear import Ear
 from echelon.replay.layout import NothingLeft
 from echelon.replay.reader import Seen
+from echelon.replay.remote_wait import RemoteWait
 from echelon.replay.sampled import Draft, Keys
 from echelon.replay.sharded import Replay
 from echelon.replay.sum_tree import MAX_PRIORITY
@@ -49,14 +49,14 @@ class ReplaySource(Source):
         self.learner = plan.context.index
         side, self.tally = plan.learner_side(), plan.tally()
         self.limiter, self.links = side.limiter, side.links
-        self.ear = Ear(side.links, side.limiter.listen(self.learner)) if side.links else None
+        self.remote_wait = RemoteWait(side.links, side.limiter.listen(self.learner)) if side.links else None
         self.replay = Replay(side.readers, config.alpha if config.prioritized else 0.0)
         self.everything: Replay | Seen = self.replay  # the shards of the whole run
         self.content, self.acknowledge = self, self._acknowledge if self.replay.alpha > 0.0 else None
         self.drafts = collections.deque[Draft]()
         self.is_short, self.short_news = False, list[str]()  # whether the shards cannot fill a batch, and what to tell
         self.num_ahead = config.prefetch if side.links else 0
-        self.rng = np.random.default_rng((plan.config.seed, plan.context.epoch))
+        self.rng = np.random.default_rng((plan.config.seed, plan.context.generation))
         self.learning_rate = plan.config.optimizer.learning_rate
         self.prefetches = device.type != "cpu"
         self.seen = [self.tally.episodes_of(actor) for actor in range(plan.config.num_shards)]
@@ -154,14 +154,14 @@ class ReplaySource(Source):
 
     def listen(self) -> None:
         """Without links nothing is missed by looking: the limiter's words are looked at again before anybody sleeps."""
-        if self.ear is not None:
-            self.ear.listen()
+        if self.remote_wait is not None:
+            self.remote_wait.listen()
 
     def wait(self, station: Station, timeout_s: float) -> None:
         """Sleeps until a batch may be drawn, at most `timeout_s`."""
         start = time.perf_counter()
-        if self.ear is not None:
-            self.ear.wait(timeout_s)
+        if self.remote_wait is not None:
+            self.remote_wait.wait(timeout_s)
         else:
             self.limiter.wait_for_items(self._may_draw, timeout_s)
         station.waited(start)

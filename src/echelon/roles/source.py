@@ -102,7 +102,7 @@ class Source(ABC):
 
     publish_every = 1  # batches from one version of the weights to the next
     rate_window_s = 1.0  # that the recent rate of steps covers
-    counts_epochs = False  # whether the run is counted in epochs: episodes with their updates
+    counts_episodes = False  # whether a run may be stopped by its number of episodes
     progress = 0.0  # the part (0 to 1) of the run that is done, as the learner says after every batch it takes
     content: Content | None = None  # none where everything is learned from once
     acknowledge: Acknowledge | None = None  # told what there was to learn from the items of a batch

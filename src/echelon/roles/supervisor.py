@@ -22,9 +22,9 @@ from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import CRASHES, Exit, Failure, ProcessSpec
 from echelon.errors import ConfigError, DivergedError, EnvError, RunError
+from echelon.memory_check import num_out_of_memory
 from echelon.roles.context import Context
 from echelon.roles.gauge import PHASES, Gauge
-from echelon.room import num_out_of_memory
 from echelon.world.node import Node
 
 PROCESSES = "processes.json"
@@ -76,10 +76,10 @@ class Supervisor:
     """
 
     def __init__(
-        self, context: Context, engine: LocalEngine | InlineEngine, world: Node, tell: Callable[[str], None]
+        self, context: Context, engine: LocalEngine | InlineEngine, world: Node, report: Callable[[str], None]
     ) -> None:
         self.context, self.config = context, context.train.supervision
-        self.engine, self.world, self.tell = engine, world, tell
+        self.engine, self.world, self.report = engine, world, report
         self.members: dict[str, SupervisedRole] = {}
         self.restarts = 0
         learners = context.train.learner_names
@@ -88,7 +88,7 @@ class Supervisor:
         self._failures = collections.deque[tuple[float, str]](maxlen=16)  # of all of them
         self._deaths = collections.deque[float](maxlen=64)
         self._due: list[tuple[float, str]] = []  # when to start which role again
-        self._told = ""  # what took several roles along
+        self._reported = ""  # what took several roles along
         self._num_out_of_memory = num_out_of_memory()
         self._patience = math.inf  # until when those that are left may leave by themselves
         self._looked_at = time.monotonic()
@@ -125,11 +125,11 @@ class Supervisor:
         pause_s = 0.0
         if often and count > NUM_AT_ONCE:
             pause_s = min(FIRST_PAUSE_S * 2.0 ** (count - NUM_AT_ONCE - 1), LONGEST_PAUSE_S)
-        if not gone.ended_with or gone.ended_with != self._told:
-            self._told, self.restarts = gone.ended_with, self.restarts + 1
+        if not gone.ended_with or gone.ended_with != self._reported:
+            self._reported, self.restarts = gone.ended_with, self.restarts + 1
             what = f"{gone.ended_with}, and every role with it" if gone.ended_with else self._describe(gone)
             later = f" in {pause_s:g} s" if pause_s else ""
-            self.tell(f"{what}{often}; starting {'them' if gone.ended_with else whom} again{later}")
+            self.report(f"{what}{often}; starting {'them' if gone.ended_with else whom} again{later}")
         for name in names:
             if pause_s:
                 self._due.append((now + pause_s, name))
@@ -249,7 +249,7 @@ class Supervisor:
                 f"(in its log on host {place})" if place else "(it did not answer: stopped, or stuck in the kernel)"
             )
             stack = stacks.get(name) or unknown
-            self.tell(f"{name} made no progress for {silent_s:.1f} s; killing it. It was here:\n{stack}")
+            self.report(f"{name} made no progress for {silent_s:.1f} s; killing it. It was here:\n{stack}")
         self._kill(hung)
         if len(hung) < len(names):
             self._patience = time.monotonic() + LEAVE_S

@@ -132,19 +132,19 @@ class Stepper:
     def _descend_together(self, loss: Loss) -> None:
         """Makes the gradients, and what `loss` shows, those of all learners' losses."""
         module, count = self.module, loss.count
-        module.told.zero_()
-        told = module.told[: 2 + len(loss.metrics)]
+        module.shared_figures.zero_()
+        figures = module.shared_figures[: 2 + len(loss.metrics)]
         if isinstance(count, int) and count == 0:  # there is nothing to descend, and its mean is no number
             module.gradients.zero_()
         else:
             module.descend(loss.value * count)
             shown = [loss.value, *loss.metrics.values()]
-            told[0] = count
-            torch.mul(torch.stack([value.detach() for value in shown]), count, out=told[1:])
+            figures[0] = count
+            torch.mul(torch.stack([value.detach() for value in shown]), count, out=figures[1:])
         self.peers.add_up(module.exchange)
-        total = told[0].clamp(min=1.0)
+        total = figures[0].clamp(min=1.0)
         module.gradients.div_(total)
-        loss.value, *values = (told[1:] / total).unbind()
+        loss.value, *values = (figures[1:] / total).unbind()
         loss.metrics = dict(zip(loss.metrics, values, strict=True))
 
 

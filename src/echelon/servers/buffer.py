@@ -90,7 +90,7 @@ class GlobalBuffer:
         done only if items are missing: importance weights make up for the rest.
         """
         peers, share = self._peers, float(self._rng.random())
-        peers.tell("look", peers.own, ())
+        peers.post("look", peers.own, ())
         if peers.mass.size < batch_size or method == ALL:
             peers.look()
         gathered = Gathered({}, {})

@@ -64,7 +64,7 @@ class BufferPeers:
                 answers[member] = answer
         return {member: answers[member] for member in arguments if member in answers}
 
-    def tell(self, service: str, member: str, arguments: tuple[Any, ...]) -> None:
+    def post(self, service: str, member: str, arguments: tuple[Any, ...]) -> None:
         """Calls a service of one member and does not wait; its calls are served in order."""
         self._check(f"{service}()")
         if member == self.own:
@@ -89,7 +89,7 @@ class BufferPeers:
         self.hear(members)
         for member in members:
             if member not in self._under_way:
-                self.tell("look", member, ())
+                self.post("look", member, ())
 
     def hear(self, members: Iterable[str]) -> None:
         """Takes in the answers of `members` that have come."""

@@ -145,7 +145,7 @@ class DistributedPrioritizedBuffer(GlobalBuffer):
                     "indexes that `sample_batch` gave."
                 )
             if end > begin:
-                self._peers.tell("update", member, (index, version, values[begin:end]))
+                self._peers.post("update", member, (index, version, values[begin:end]))
             if member in self._peers.lost:
                 self._peers.passed_over += len(index)
             begin = end

@@ -1,7 +1,7 @@
 """Answering act requests on a GPU: static shapes, CUDA graphs, observations fetched straight from the board.
 
-The board's memory is page-locked, so the GPU fetches observations from where the clients laid them. Each group of seats
-has a *lane* (`lane.py`) with a stream of its own: one group is copied while another computes, and the CPU gathers or
+The board's memory is page-locked, so the GPU reads observations where the clients wrote them. Each group of seats has a
+*pipeline* (`gpu_pipeline.py`) with its own stream: one group is copied while another computes, and the CPU gathers or
 settles a third. A round is cut into its groups.
 
 Weights are taken over between rounds, in place, so that the graphs' addresses stay: the copy waits on the GPU for the
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from echelon.algorithms.model import Model, Policy
-from echelon.servers.inference import Door, InferenceServer
-from echelon.servers.lane import SPIN_S, Lane, LaneContext, Marks, Tell, Timings, cuda
+from echelon.servers.gpu_pipeline import SPIN_S, GpuPipeline, Marks, PipelineContext, Reporter, Timings, cuda
+from echelon.servers.inference import ActSource, InferenceServer
 from echelon.transport.act_board import ActBoard
 from echelon.transport.batcher import Batcher, Round
 from echelon.transport.shared_memory import WeightsBoard
@@ -49,14 +49,14 @@ def cut(round: Round, groups: Sequence[range]) -> dict[int, Round]:
 class Flight:
     """A round of one group under way on the GPU, and the version it is answered with."""
 
-    lane: Lane
+    pipeline: GpuPipeline
     round: Round
     version: int
 
     @property
     def landed(self) -> bool:
         """Whether the replies have arrived."""
-        return bool(self.lane.done.query())
+        return bool(self.pipeline.done.query())
 
 
 class CudaAnswerer:
@@ -75,7 +75,7 @@ class CudaAnswerer:
         *,
         groups: Sequence[range],
         precision: str = "float32",
-        tell: Tell = lambda text: print(text, file=sys.stderr),
+        report: Reporter = lambda text: print(text, file=sys.stderr),
         with_value: bool = True,
     ) -> None:
         """`groups` are the seats to be answered, group by group (`Batcher.groups`); a round has no others.
@@ -87,17 +87,17 @@ class CudaAnswerer:
         model.network.eval()  # a user's dropout is for learning
         model.network.requires_grad_(False)
         self.model, self.board, self.groups = model, board, groups
-        locked = page_lock(board.memory, tell)
+        locked = page_lock(board.memory, report)
         policy = Policy(model, with_value=with_value, mixed=precision == "bfloat16")
-        self._passes = LaneContext(policy, board, locked, tell)
+        self._passes = PipelineContext(policy, board, locked, report)
         self._weights = _Weights(model, weights)
-        self._lanes = [Lane(self._passes, seats, seed + i) for i, seats in enumerate(groups)]
-        cuda.synchronize(model.device)  # what was prepared on the default stream is there for the lanes'
+        self._pipelines = [GpuPipeline(self._passes, seats, seed + i) for i, seats in enumerate(groups)]
+        cuda.synchronize(model.device)  # what was prepared on the default stream is there for the pipelines'
 
     def time_passes(self) -> Timings:
         """Measures from now on where the GPU's time goes; to be called before the first round."""
-        for lane in self._lanes:
-            lane.marks = Marks()
+        for pipeline in self._pipelines:
+            pipeline.marks = Marks()
         return self._passes.timings
 
     def answer(self, round: Round) -> int:
@@ -109,21 +109,21 @@ class CudaAnswerer:
 
     def free(self, round: Round) -> bool:
         """Whether no group of `round` is under way."""
-        return not any(self._lanes[group].busy for group in cut(round, self.groups))
+        return not any(self._pipelines[group].busy for group in cut(round, self.groups))
 
     @torch.inference_mode()
     def launch(self, round: Round) -> list[Flight]:
         """Starts the answer to `round`, with the newest weights: a flight for each of its groups."""
-        self._weights.refresh(self._lanes)
+        self._weights.refresh(self._pipelines)
         flights = []
         for group, part in cut(round, self.groups).items():
-            self._lanes[group].launch(part)
-            flights.append(Flight(self._lanes[group], part, self._weights.version))
+            self._pipelines[group].launch(part)
+            flights.append(Flight(self._pipelines[group], part, self._weights.version))
         return flights
 
     def land(self, flight: Flight) -> None:
         """Waits for the replies of `flight` and lays them on the board."""
-        flight.lane.land(flight.round)
+        flight.pipeline.land(flight.round)
 
     def close(self) -> None:
         cuda.synchronize(self.model.device)
@@ -139,9 +139,9 @@ class CudaServer(InferenceServer):
     asleep and waking takes, then asleep on the board, between looks at the GPU where something is under way.
     """
 
-    def __init__(self, batcher: Batcher, answerer: CudaAnswerer, door: Door | None = None) -> None:
-        super().__init__(batcher, answerer, door)
-        self._lanes = answerer
+    def __init__(self, batcher: Batcher, answerer: CudaAnswerer, listener: ActSource | None = None) -> None:
+        super().__init__(batcher, answerer, listener)
+        self._pipelines = answerer
         self._flights: deque[Flight] = deque()
 
     def step(self, timeout_s: float) -> bool:
@@ -152,7 +152,7 @@ class CudaServer(InferenceServer):
             self.wait_s = waited_s  # it waited for the GPU
             self.forward_s += time.perf_counter() - start
         if round is not None:
-            while not self._lanes.free(round):
+            while not self._pipelines.free(round):
                 self._land()
             self._launch(round)
         elif under_way:
@@ -173,22 +173,22 @@ class CudaServer(InferenceServer):
     def _launch(self, round: Round) -> None:
         start = time.perf_counter()
         self.batcher.claim(round)  # only now: what landed before may have been of those who had the seats before
-        self._flights += self._lanes.launch(round)
+        self._flights += self._pipelines.launch(round)
         self.forward_s += time.perf_counter() - start
 
     def _land(self) -> None:
         start = time.perf_counter()
         flight = self._flights.popleft()
-        self._lanes.land(flight)
+        self._pipelines.land(flight)
         self.forward_s += time.perf_counter() - start
         self._settle(flight.round, flight.version)
 
 
-def page_lock(memory: Array, tell: Tell) -> bool:
+def page_lock(memory: Array, report: Reporter) -> bool:
     """Keeps `memory` where the GPU can fetch from it; where that is refused, copies are slower, not wrong."""
     code = int(cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
     if code:
-        tell(
+        report(
             f"the {memory.nbytes / 2**20:.1f} MiB of the act board could not be page-locked (CUDA error {code}): "
             "observations reach the GPU by an extra copy. Raise the limit of locked memory (ulimit -l)."
         )
@@ -210,18 +210,18 @@ class _Weights:
             self._pairs.append((tensor, torch.from_numpy(raw.view(part.dtype)).view(tensor.shape)))
             offset += part.nbytes
 
-    def refresh(self, lanes: Sequence[Lane]) -> None:
+    def refresh(self, pipelines: Sequence[GpuPipeline]) -> None:
         """Takes over newer weights if there are any, after the rounds under way and before every later one."""
         if self.board.version <= self.version:
             return
         self._copied.synchronize()  # the last ones have left the staging memory
         self.version = self.board.read(self._staging)
-        stream = lanes[0].stream
-        for lane in lanes:
-            stream.wait_event(lane.done)
+        stream = pipelines[0].stream
+        for pipeline in pipelines:
+            stream.wait_event(pipeline.done)
         with cuda.stream(stream):
             for tensor, staged in self._pairs:
                 tensor.copy_(staged, non_blocking=True)
         self._copied.record(stream)
-        for lane in lanes:
-            lane.stream.wait_event(self._copied)
+        for pipeline in pipelines:
+            pipeline.stream.wait_event(self._copied)

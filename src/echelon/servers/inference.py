@@ -35,7 +35,7 @@ class Answerer(Protocol):
     def close(self) -> None: ...
 
 
-class Door(Protocol):
+class ActSource(Protocol):
     """Where questions come in that do not lie on the board yet, from other machines."""
 
     @property
@@ -43,7 +43,7 @@ class Door(Protocol):
         """Frames and handshakes that were refused."""
 
     def next(self, batcher: Batcher, timeout_s: float) -> Round | None:
-        """The next round, of the board and of the door, waiting at most `timeout_s` for one."""
+        """The next round, of the board and of the listener, waiting at most `timeout_s` for one."""
 
     def reply(self, round: Round) -> None:
         """Sends the answers of a settled round to those who do not read them off the board."""
@@ -106,8 +106,8 @@ class PolicyAnswerer:
 class InferenceServer:
     """One round a step: gathers questions, has them answered, shows the replies."""
 
-    def __init__(self, batcher: Batcher, answerer: Answerer, door: Door | None = None) -> None:
-        self.batcher, self.answerer, self.door = batcher, answerer, door
+    def __init__(self, batcher: Batcher, answerer: Answerer, listener: ActSource | None = None) -> None:
+        self.batcher, self.answerer, self.listener = batcher, answerer, listener
         self.num_requests = self.num_rounds = self.num_rows = 0
         self.wait_s = self.forward_s = self.transfer_s = 0.0
 
@@ -137,14 +137,14 @@ class InferenceServer:
         return round
 
     def _next(self, timeout_s: float) -> Round | None:
-        return self.batcher.next(timeout_s) if self.door is None else self.door.next(self.batcher, timeout_s)
+        return self.batcher.next(timeout_s) if self.listener is None else self.listener.next(self.batcher, timeout_s)
 
     def _settle(self, round: Round, version: int) -> None:
         """Shows the replies to those who asked."""
         start = time.perf_counter()
         self.batcher.settle(round, version)
-        if self.door is not None:
-            self.door.reply(round)
+        if self.listener is not None:
+            self.listener.reply(round)
         self.transfer_s += time.perf_counter() - start
         self.num_requests += len(round.seats)
         self.num_rounds += 1
@@ -152,5 +152,5 @@ class InferenceServer:
 
     def close(self) -> None:
         self.answerer.close()
-        if self.door is not None:
-            self.door.close()
+        if self.listener is not None:
+            self.listener.close()

@@ -1,8 +1,8 @@
 """How an act request looks on the channel: one frame of a header, and of what the board holds for one seat.
 
-`RemoteSeat` is a `Seat` whose arrays are private memory: `ask` sends them as one frame. `ActDoor` stands beside the
+`RemoteSeat` is a `Seat` whose arrays are private memory: `ask` sends them as one frame. `ActListener` stands beside the
 server's `Batcher`: it lays the frames on the board, where they are found like any question of this host, and sends the
-answers back. Who waits: a client for its answer, on its socket; a server in `ActDoor.next`, on socket, gate and
+answers back. Who waits: a client for its answer, on its socket; a server in `ActListener.next`, on socket, gate and
 doorbell at once. A repeated question is answered again from the board, never computed twice. If a client dies, nobody
 waits for it after one round (`Batcher`); its successor comes with a higher incarnation, and what the old one may still
 send is refused.

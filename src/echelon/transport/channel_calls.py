@@ -172,11 +172,11 @@ class Calls:
         except TransportError as error:
             self._unreadable = True
             if self._failure is None:
-                self._failure = self._told_by(error)
+                self._failure = self._failure_of(error)
             return False
         return True
 
-    def _told_by(self, error: TransportError) -> Callable[[str], BaseException]:
+    def _failure_of(self, error: TransportError) -> Callable[[str], BaseException]:
         """Makes the error of a call whose answer cannot be read because of `error`."""
         kind = Refused if isinstance(error, Refused) else PeerLost  # its folder is gone, so it is, too
         text = str(error)

@@ -1,8 +1,8 @@
-"""What workers and the door say to each other: messages with whole pieces of episodes, and answers with weights.
+"""What workers and the gateway say to each other: messages with whole pieces of episodes, and answers with weights.
 
 A worker has one message under way at a time. Those that bring something are records of the channel, numbered from 1
-up: the door answers every message once it is dealt with, and one that comes again with its answer alone. When the run
-ends it posts to all workers that it does.
+up: the gateway answers every message once it is dealt with, and one that comes again with its answer alone. When the
+run ends, it posts that to all workers.
 """
 
 from __future__ import annotations
@@ -127,18 +127,18 @@ class Stopped(_Message, tag="stopped"):
 
 
 FromWorker = Ask | Arrive | Piece | Score | Sign | Leave
-FromDoor = Task | Welcome | Next | Wait | Stranger | Over | Stopped
+FromGateway = Task | Welcome | Next | Wait | Stranger | Over | Stopped
 
 TASK = Service("the task", Delivery.READ)  # Ask, Arrive
 EPISODES = Service("episodes", Delivery.RECORD)  # Piece, Score; posted: Sign, Leave, Over, Stopped
 
 
 def socket_name(worker: str) -> bytes:
-    """The name of a worker's socket, which a door that knows the worker finds it by."""
+    """The name of a worker's socket, which a gateway that knows the worker finds it by."""
     return b"w" + hashlib.blake2b(worker.encode(), digest_size=16).digest()
 
 
-def pack(message: FromWorker | FromDoor) -> list[Buffer]:
+def pack(message: FromWorker | FromGateway) -> list[Buffer]:
     """The frames of `message`, to follow a header, which has its number; buffers are views of its arrays."""
     fields = {name: getattr(message, name) for name in message.__struct_fields__ if name != "number"}
     return encode({"kind": message.__struct_config__.tag, **fields}, LIMITS)
@@ -157,9 +157,9 @@ def from_worker(asked: Asked) -> FromWorker:
     return message
 
 
-def from_door(frames: Sequence[Buffer]) -> FromDoor:
-    """What the door says, in the frames after the header."""
-    message: FromDoor = _unpack(frames, FromDoor, {})
+def from_door(frames: Sequence[Buffer]) -> FromGateway:
+    """What the gateway says, in the frames after the header."""
+    message: FromGateway = _unpack(frames, FromGateway, {})
     return message
 
 

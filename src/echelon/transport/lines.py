@@ -116,7 +116,7 @@ class LineWriter:
         if block is None:
             body = bytearray(nbytes)
             lay_body(memoryview(body), 0, frames, lengths)
-            return self._send_pieces(memoryview(body), timeout_s, go_on)
+            return self._send_parts(memoryview(body), timeout_s, go_on)
         self._announce()
         lay_body(block.room.data, 0, frames, lengths)
         RECORD.pack_into(self._line.records, at + RECORD.size, block.number, nbytes)
@@ -124,7 +124,7 @@ class LineWriter:
         self._publish(at, BLOCK, RECORD.size)
         return True
 
-    def _send_pieces(self, body: memoryview, timeout_s: float, go_on: Callable[[], bool]) -> bool:
+    def _send_parts(self, body: memoryview, timeout_s: float, go_on: Callable[[], bool]) -> bool:
         """Sends `body` through the ring; the reader drops the beginning of one that stopped half-way."""
         for start in range(0, len(body), PIECE_BYTES):
             piece = body[start : start + PIECE_BYTES]
@@ -225,7 +225,7 @@ class LineReader:
         self._shelf = BlockShelf(folder, name)
         self._tail = self._line.reader[HEAD]
         self._begun: bytearray | None = None  # the pieces of a body so far
-        self._woken = self._closed = self._told_end = False
+        self._woken = self._closed = self._end_seen = False
         self._wakes = itertools.count(1, 2)
         self._brisk = True  # the last wait was short
         self._num_rings = 0
@@ -252,10 +252,10 @@ class LineReader:
                 if (frames := self._take()) is not None:
                     return frames
                 continue
-            if line.writer[CLOSED] and not self._told_end:
+            if line.writer[CLOSED] and not self._end_seen:
                 if line.writer[HEAD] != self._tail:  # sent just before
                     continue
-                self._told_end = True
+                self._end_seen = True
                 return None
             now = time.monotonic()
             deadline = deadline or now + timeout_s
@@ -276,7 +276,7 @@ class LineReader:
         seen = line.bell.value
         line.reader[SLEEPS] = 1
         fence()
-        if head[HEAD] == tail and not self._woken and (self._told_end or not head[CLOSED]):
+        if head[HEAD] == tail and not self._woken and (self._end_seen or not head[CLOSED]):
             line.bell.wait(seen, deadline - now)
         line.reader[SLEEPS] = 0
         self._brisk = time.monotonic() - start < BRISK_S

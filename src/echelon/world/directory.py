@@ -19,17 +19,17 @@ class Member:
     address: str
     pid: int
     incarnation: str
-    card: tuple[Any, ...] = ()  # what it says of itself to everyone; the directory only carries it
+    info: tuple[Any, ...] = ()  # what it says of itself to everyone; the directory only carries it
 
 
 @dataclass(slots=True)
 class Directory:
-    """Names and the members behind them; `epoch` counts its changes, so a copy knows which of two is newer.
+    """Names and the members behind them; `version` counts its changes, so a copy knows which of two is newer.
 
     Who joins gets it whole, and then what changes; a copy that missed a change asks for all of it again.
     """
 
-    epoch: int = 0
+    version: int = 0
     members: dict[str, Member] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)  # name -> why it left, until the name joins again
     retired: dict[str, str] = field(default_factory=dict)  # incarnation -> why nothing of it counts any more
@@ -57,32 +57,32 @@ class Directory:
         return old
 
     def _note(self, name: str) -> None:
-        self.epoch += 1
+        self.version += 1
         self.changes.append(name)
 
     def adopt(self, newer: Directory) -> list[Member]:
         """Becomes `newer`, unless it is not; returns the members that are no longer there."""
-        if newer.epoch <= self.epoch:
+        if newer.version <= self.version:
             return []
         left = [old for old in self.members.values() if newer.members.get(old.name) != old]
         for old in left:
             self._retire(old, newer.gone.get(old.name, f"{old.name!r} joined again"))
-        self.epoch, self.members, self.gone = newer.epoch, newer.members, newer.gone
+        self.version, self.members, self.gone = newer.version, newer.members, newer.gone
         return left
 
     def take_changes(self) -> tuple[int, Directory]:
-        """What changed since the last time this was asked, and the epoch before that."""
+        """What changed since the last time this was asked, and the version before that."""
         names = set(self.changes)
-        epoch, self.changes = self.epoch - len(self.changes), []
+        version, self.changes = self.version - len(self.changes), []
         members = {name: self.members[name] for name in names if name in self.members}
-        return epoch, Directory(self.epoch, members, {name: self.gone[name] for name in names if name in self.gone})
+        return version, Directory(self.version, members, {name: self.gone[name] for name in names if name in self.gone})
 
-    def update(self, epoch: int, changed: Directory) -> list[Member] | None:
-        """Takes in what changed after `epoch`; returns the members that are no longer there, None if a change before
+    def update(self, version: int, changed: Directory) -> list[Member] | None:
+        """Takes in what changed after `version`; returns the members that are no longer there, None if a change before
         it is missing."""
-        if epoch > self.epoch:
+        if version > self.version:
             return None
-        if changed.epoch <= self.epoch:
+        if changed.version <= self.version:
             return []
         left = []
         for name, member in changed.members.items():
@@ -97,7 +97,7 @@ class Directory:
                 self._retire(old, why)
                 left.append(old)
         _shorten(self.gone)
-        self.epoch = changed.epoch
+        self.version = changed.version
         return left
 
     def holds(self, member: Member) -> bool:
@@ -107,16 +107,16 @@ class Directory:
         return self.retired.get(member.incarnation) or self.gone.get(member.name) or "it left"
 
     def to_wire(self) -> tuple[Any, ...]:
-        members = [(m.name, m.address, m.pid, m.incarnation, m.card) for m in self.members.values()]
-        return (self.epoch, members, self.gone)
+        members = [(m.name, m.address, m.pid, m.incarnation, m.info) for m in self.members.values()]
+        return (self.version, members, self.gone)
 
     @classmethod
     def from_wire(cls, value: object) -> Directory:
         """The directory another process sent; raises Refused on anything else."""
         match value:
-            case (int(epoch), list(entries), dict(gone)):
+            case (int(version), list(entries), dict(gone)):
                 members = [member_from_wire(entry) for entry in entries]
-                return cls(epoch, {member.name: member for member in members}, gone)
+                return cls(version, {member.name: member for member in members}, gone)
         raise Refused(f"a directory was refused: it is {str(value)[:80]}.")
 
     def _retire(self, member: Member, reason: str) -> None:
@@ -127,8 +127,8 @@ class Directory:
 def member_from_wire(value: object) -> Member:
     """The member another process described; raises Refused on anything else."""
     match value:
-        case (str(name), str(address), int(pid), str(incarnation), tuple(card)):
-            return Member(name, address, pid, incarnation, card)
+        case (str(name), str(address), int(pid), str(incarnation), tuple(info)):
+            return Member(name, address, pid, incarnation, info)
     raise Refused(f"a member was refused: it is described as {str(value)[:80]}.")
 
 

@@ -31,7 +31,7 @@ IGNORED_CONNECTIONS = 10_000  # the oldest are forgotten
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A message that came in: a request on the `connection` of our door, or an answer from the peer at `address`."""
+    """A message that came in: a request on the `connection` of our router, or an answer from the peer at `address`."""
 
     frames: list[bytes]
     connection: bytes = b""
@@ -39,14 +39,14 @@ class Arrival:
 
 
 class Endpoint:
-    """One ROUTER, the door, where requests come in and answers go out, and one DEALER, a link, to each peer.
+    """One ROUTER, where requests come in and answers go out, and one DEALER, a link, to each peer.
 
     Each queue holds `QUEUED_MESSAGES`; nobody blocks on a full one: `send` says False, an answer is lost. A link that
     is dropped takes its queue with it. Sockets survive no fork, so a forked copy of an endpoint refuses to work.
     """
 
     def __init__(self, address: str, max_frame_bytes: int, secret: str | None = None) -> None:
-        """Binds the door at `address` (tcp with port 0: any free one; a dead ipc file is replaced).
+        """Binds the router at `address` (tcp with port 0: any free one; a dead ipc file is replaced).
 
         Over tcp both sides prove that they know the `secret`, if there is one.
         """
@@ -58,23 +58,23 @@ class Endpoint:
         self.pid = os.getpid()
         self._context: zmq.Context[Socket] = zmq.Context.instance() if self.shared else zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        self._door = make_socket(self._context, zmq.ROUTER, max_frame_bytes, QUEUED_MESSAGES)
+        self._router = make_socket(self._context, zmq.ROUTER, max_frame_bytes, QUEUED_MESSAGES)
         self._links: dict[str, Socket] = {}
         self._ends: weakref.WeakSet[SocketEnd] = weakref.WeakSet()
         self._opening = threading.Lock()  # held while there is a new end, or all are closed
         self._ignored: dict[bytes, None] = {}
-        self._gate = secure_server(self._door, self._secret) if self._secret is not None else None
+        self._gate = secure_server(self._router, self._secret) if self._secret is not None else None
         self.watched: list[tuple[Any, int]] = []  # what to poll for messages
         self._watch()
         try:
-            self.address = _bind(self._door, address)
+            self.address = _bind(self._router, address)
         except ConfigError:
             self._shut(0)
             raise
 
     @property
     def num_turned_away(self) -> int:
-        """Connections to the door that had another secret, or none."""
+        """Connections to the router that had another secret, or none."""
         return self._gate.num_refused if self._gate else 0
 
     def send(self, address: str, frames: list[Buffer]) -> bool:
@@ -97,7 +97,7 @@ class Endpoint:
     def answer(self, connection: bytes, frames: list[Buffer]) -> None:
         """Sends `frames` back to where a request came from; lost without a word if the asker is gone."""
         if not self.closed:
-            self._door.send_multipart([connection, *frames], zmq.NOBLOCK)
+            self._router.send_multipart([connection, *frames], zmq.NOBLOCK)
 
     def open_end(self, make: Callable[..., SocketEnd], address: str, name: str) -> SocketEnd:
         """An end of calls of the client `name`, as `SocketEnd.listen` or `.connect` makes it; from any thread.
@@ -122,7 +122,7 @@ class Endpoint:
         for item, _ in zmq.zmq_poll(watched, math.ceil(min(timeout_s, LONGEST_S) * 1000)):
             if self._gate and item in self._gate.descriptors:
                 self._gate.serve()
-            if item is not self._door and item not in addresses:
+            if item is not self._router and item not in addresses:
                 continue
             for _ in range(BURST):
                 if item.closed:
@@ -131,14 +131,14 @@ class Endpoint:
                     frames = item.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
-                if item is not self._door:
+                if item is not self._router:
                     yield Arrival(frames, address=addresses[item])
                 elif frames[0] not in self._ignored:
                     yield Arrival(frames[1:], connection=frames[0])
 
     def _watch(self) -> None:
         gate = self._gate.descriptors if self._gate else []
-        self.watched[:] = [(item, zmq.POLLIN) for item in (self._door, *self._links.values(), *gate)]
+        self.watched[:] = [(item, zmq.POLLIN) for item in (self._router, *self._links.values(), *gate)]
 
     def ignore(self, connection: bytes) -> None:
         """Takes nothing more from a connection that broke the rules."""
@@ -156,7 +156,7 @@ class Endpoint:
         """Closes everything, waiting a little for what was sent last; a forked copy does nothing."""
         if not self.closed and os.getpid() == self.pid:
             if self.shared:
-                self._door.unbind(self.address)  # at once: a context that lives on frees the name some time later
+                self._router.unbind(self.address)  # at once: a context that lives on frees the name some time later
             self._shut(LINGER_MS)
             remove(self.address)
 
@@ -167,7 +167,7 @@ class Endpoint:
         with self._opening:
             for end in list(self._ends):
                 end.close()
-        for socket in (self._door, *self._links.values()):
+        for socket in (self._router, *self._links.values()):
             socket.close(linger=linger_ms)
         if not self.shared:
             self._context.term()  # returns when everything is sent or has lingered long enough
@@ -182,16 +182,16 @@ class Endpoint:
             raise ConfigError(f"the endpoint {self.address} was used after it was closed.")
 
 
-def _bind(door: Socket, address: str) -> str:
+def _bind(router: Socket, address: str) -> str:
     """Binds and says where."""
     if path := ipc_path(address):
         if is_taken(path):
             raise ConfigError(f"somebody already listens at {address}. End that run, or use another folder.")
         path.unlink(missing_ok=True)
     try:
-        door.bind(address)
+        router.bind(address)
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot listen at {address}: {error}. Choose another address, or port 0.") from error
     if path:
         path.chmod(0o600)
-    return door.getsockopt_string(zmq.LAST_ENDPOINT) if address.startswith("tcp://") else address
+    return router.getsockopt_string(zmq.LAST_ENDPOINT) if address.startswith("tcp://") else address

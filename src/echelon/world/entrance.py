@@ -27,11 +27,11 @@ from echelon.transport.sockets import is_turned_away, why_silent
 from echelon.world.address import check_address, check_name, resolved
 from echelon.world.node import Node
 from echelon.world.registry import BEGUN, Registry
-from echelon.world.watch import Card, write_card
+from echelon.world.watch import MemberInfo, write_info
 
 SHM_DIR = "/dev/shm"
 SHARED = ".shared"  # how the name of a member's folder ends that lies beside its socket
-DOOR = "host"  # the socket of the host inside a meeting folder
+HOST_SOCKET = "host"  # the socket of the host inside a meeting folder
 LIMITS = Limits(header_bytes=16 << 20, total_bytes=1 << 30)  # of whatever members send each other
 TRY_S = 5.0  # how long a host that listens may take to let us in
 PAUSE_S = 0.05
@@ -68,42 +68,42 @@ class Entered:
     """A node that is in its world, the host's registry if it is the host, and what it says of itself."""
 
     node: Node
-    card: Card
+    info: MemberInfo
     registry: Registry | None = None
 
 
 def enter(entrance: Entrance) -> Entered:
     """Opens or joins the world; raises within the entrance's timeout, in a sentence that says why."""
     check_platform()
-    address = resolved(entrance.address) or f"ipc://{_meeting_folder(entrance.size)}/{DOOR}"
+    address = resolved(entrance.address) or f"ipc://{_meeting_folder(entrance.size)}/{HOST_SOCKET}"
     secret = secret_from_environment() if address.startswith("tcp://") else None
     check_address(address, secret)
     folder = _member_folder(address, entrance.name)
     try:
-        card = write_card(entrance.rank, max(1, entrance.size), folder)
+        info = write_info(entrance.rank, max(1, entrance.size), folder)
         if entrance.is_host:
-            node = _open(entrance, address, secret, card)
-            return Entered(node, card, Registry(node, entrance.size))
-        return Entered(_join(entrance, address, secret, card), card)
+            node = _open(entrance, address, secret, info)
+            return Entered(node, info, Registry(node, entrance.size))
+        return Entered(_join(entrance, address, secret, info), info)
     except BaseException:
         remove_folder(folder)
         raise
 
 
-def _open(entrance: Entrance, address: str, secret: str | None, card: Card) -> Node:
+def _open(entrance: Entrance, address: str, secret: str | None, info: MemberInfo) -> Node:
     deadline = time.monotonic() + entrance.timeout_s
     while True:
         try:
-            return Node.host(address, entrance.name, limits=LIMITS, card=card.to_wire(), secret=secret)
+            return Node.host(address, entrance.name, limits=LIMITS, info=info.to_wire(), secret=secret)
         except ConfigError:  # a world of ours, there before this one, may be about to end
             if entrance.address or time.monotonic() >= deadline:
                 raise
             time.sleep(PAUSE_S)
 
 
-def _join(entrance: Entrance, address: str, secret: str | None, card: Card) -> Node:
+def _join(entrance: Entrance, address: str, secret: str | None, info: MemberInfo) -> Node:
     deadline = time.monotonic() + entrance.timeout_s
-    name, words = entrance.name, card.to_wire()
+    name, words = entrance.name, info.to_wire()
 
     def knock() -> float:
         """How long the host may take to let us in, unless it does not want to."""
@@ -123,7 +123,7 @@ def _join(entrance: Entrance, address: str, secret: str | None, card: Card) -> N
     while True:
         try:
             return Node.join(
-                address, name, timeout_s=knock(), limits=LIMITS, card=words, secret=secret, on_silence=knock_again
+                address, name, timeout_s=knock(), limits=LIMITS, info=words, secret=secret, on_silence=knock_again
             )
         except Refused as error:
             if entrance.address or BEGUN not in str(error) or time.monotonic() >= deadline:
@@ -164,7 +164,7 @@ def _member_folder(address: str, name: str) -> Path:
     return folder
 
 
-def remove_folder_of(dead: Card, own: Card) -> None:
+def remove_folder_of(dead: MemberInfo, own: MemberInfo) -> None:
     """Removes what a dead member of this host left behind, if what it said of itself is a member's folder."""
     folder = Path(dead.folder)
     is_session = folder.parent == Path(SHM_DIR) and NAME.fullmatch(folder.name)

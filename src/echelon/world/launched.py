@@ -16,10 +16,10 @@ from echelon.transport.codec import encode
 from echelon.world.entrance import LIMITS, Entrance
 from echelon.world.functions import MAIN
 from echelon.world.node import Node
-from echelon.world.watch import Card
+from echelon.world.watch import MemberInfo
 from echelon.world.world import World, get_world
 
-NO_CARD = Card(-1, 0, "", "", "", "", 0)  # of those who only bring something to the host
+NO_INFO = MemberInfo(-1, 0, "", "", "", "", 0)  # of those who only bring something to the host
 TELL_S = 5.0  # how long the host may take to hear why a member fails
 
 _loading = False
@@ -89,27 +89,27 @@ class MemberRole:
         except SystemExit as end:
             if end.code not in (0, None):
                 error = RunError(f"{world.name!r} (rank {world.rank}) called exit({end.code!r}).")
-                _tell(world, error)
+                _report(world, error)
                 raise error from None
             if get_world() is world:  # else: the function left it, saying so
                 world.end(f"{world.name!r} called exit(0)")
             return
         except BaseException as error:
-            _tell(world, error)
+            _report(world, error)
             raise
         try:
             encode(value, LIMITS)
         except ConfigError as error:
-            told = ConfigError(f"what {self._path}() returned in {world.name!r} cannot be sent: {error}")
-            _tell(world, told)
-            raise told from None
+            unsendable = ConfigError(f"what {self._path}() returned in {world.name!r} cannot be sent: {error}")
+            _report(world, unsendable)
+            raise unsendable from None
         if get_world() is world:
             world.control("result", world.name, value, timeout_s=threading.TIMEOUT_MAX)
             world.stop()
         else:  # the function stopped it
             bearer = f"{world.name}:result"
             address = self._entrance.address
-            with Node.join(address, bearer, timeout_s=world.timeout_s, limits=LIMITS, card=NO_CARD.to_wire()) as node:
+            with Node.join(address, bearer, timeout_s=world.timeout_s, limits=LIMITS, info=NO_INFO.to_wire()) as node:
                 node.call(node.host_name, "result", world.name, value, timeout_s=threading.TIMEOUT_MAX)
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class MemberRole:
             world.stop()
 
 
-def _tell(world: World, error: BaseException) -> None:
+def _report(world: World, error: BaseException) -> None:
     """Ends the world for the reason `error`, before its process leaves and the others wonder why."""
     if get_world() is world:
         with contextlib.suppress(EchelonError, WorldStopped):  # somebody else failed first

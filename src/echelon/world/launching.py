@@ -17,13 +17,13 @@ from echelon.errors import ConfigError, EchelonError, PeerLost, RpcException
 from echelon.transport.codec import encode
 from echelon.transport.session import create_session
 from echelon.world.address import check_name
-from echelon.world.entrance import DOOR, LIMITS, SHM_DIR
+from echelon.world.entrance import HOST_SOCKET, LIMITS, SHM_DIR
 from echelon.world.functions import MAIN, name_of
 from echelon.world.launched import Script, is_loading
 from echelon.world.messages import Deferred
 from echelon.world.node import Node
 from echelon.world.registry import Registry
-from echelon.world.watch import HEAR_S, write_card
+from echelon.world.watch import HEAR_S, write_info
 
 HOST = "launcher:host"  # the name of the launcher's node, which is no member
 PRELOAD = ("torch", "echelon.world.launched", "echelon.world.collective_group")
@@ -106,13 +106,13 @@ class Launch:
         self._session = create_session(SHM_DIR)
         try:
             self._engine = LocalEngine(str(self._session), _preload())
-            card = write_card(-1, 0, self._session)  # by it the members watch this process
-            self._node = Node.host(f"ipc://{self._session}/{DOOR}", HOST, limits=LIMITS, card=card.to_wire())
+            info = write_info(-1, 0, self._session)  # by it the members watch this process
+            self._node = Node.host(f"ipc://{self._session}/{HOST_SOCKET}", HOST, limits=LIMITS, info=info.to_wire())
         except BaseException:
             self.close()
             raise
         self._registry = Registry(self._node, len(members), frozenset(members))
-        self._registry.watch.hear_out = lambda: self._node.hear_out(HEAR_S)
+        self._registry.watch.drain = lambda: self._node.drain(HEAR_S)
         self._node.on_lost = self._registry.on_lost
         self._node.serve("task", lambda: self._args)
         self._node.serve("result", self._on_result)
@@ -166,7 +166,7 @@ class Launch:
         """Waits a little and deals with what has happened."""
         self._node.poll(LOOK_S, [*self._engine.descriptors, *self._registry.watch.descriptors])
         if exits := self._engine.exits():
-            self._node.hear_out(HEAR_S)
+            self._node.drain(HEAR_S)
         for left in exits:
             self._on_exit(left)
         self._registry.watch.look()

@@ -36,7 +36,7 @@ from echelon.world.functions import Scope
 from echelon.world.node_thread import NodeThread
 from echelon.world.rpc_group import EXPLAIN_S
 from echelon.world.switchboard import Switchboard
-from echelon.world.watch import BEAT_S, Card, MemberWatch
+from echelon.world.watch import BEAT_S, MemberInfo, MemberWatch
 
 PAUSE_S = 0.001
 WORD_S = 5.0  # how long word of a member may be under way
@@ -76,16 +76,16 @@ class Membership:
         self._over: Callable[[str], BaseException] | None = None  # makes the error of whatever is tried after the end
         self._departed = threading.Condition()
         entered = enter(entrance)
-        self._node, self._registry, self._card = entered.node, entered.registry, entered.card
+        self._node, self._registry, self._info = entered.node, entered.registry, entered.info
         self._watch = self._registry.watch if self._registry else MemberWatch(self._on_host_death)
         self._thread = NodeThread(self._node, self._watch, self._on_tick, self._on_broken)
-        self._switchboard = Switchboard(self._thread, self._card, self.scope, LIMITS)
+        self._switchboard = Switchboard(self._thread, self._info, self.scope, LIMITS)
         self._node.on_lost = self._on_lost
         self._node.serve("ended", self._on_ended)
         self._beats, self._beat_at = False, 0.0
         host = self._node.member(self._node.host_name)
         if host is not None and not self._registry:
-            self._beats = not self._watch.add(host, Card.of(host))
+            self._beats = not self._watch.add(host, MemberInfo.of(host))
         self._thread.start()
         self._finalize = Finalize(None, lambda: self._leave(_uncaught_error()), exitpriority=100)
         try:
@@ -93,7 +93,7 @@ class Membership:
         except BaseException:
             self._close()
             raise
-        share_cores(sum(1 for name in self._ranked if (one := self._node.member(name)) and Card.of(one).is_near))
+        share_cores(sum(1 for name in self._ranked if (one := self._node.member(name)) and MemberInfo.of(one).is_near))
 
     def _await_all(self) -> tuple[list[str], int]:
         """The names of all ranks in order, and how many there are, once they have come."""
@@ -177,7 +177,7 @@ class Membership:
                 self._switchboard.lose(member, why)  # reads the last answers, which lie in the folder of the dead
             if self._registry:
                 self._registry.on_lost(member, why)
-                remove_folder_of(Card.of(member), self._card)
+                remove_folder_of(MemberInfo.of(member), self._info)
             if member.name == self._node.host_name:
                 text = f"was cut short: {member.name!r}, the host, left: {why}"
                 self._end(lambda what: PeerLost(f"{what} of {self.name!r} {text}."))
@@ -187,7 +187,7 @@ class Membership:
 
     def _on_host_death(self, host: Member, why: str) -> None:
         self._node.lose_host(why)
-        remove_folder_of(Card.of(host), self._card)
+        remove_folder_of(MemberInfo.of(host), self._info)
 
     def _on_ended(self, why: str) -> None:
         self._end(lambda what: WorldStopped(f"the world has ended while {self.name!r} was in {what}: {why}."))
@@ -275,7 +275,7 @@ class Membership:
         self._thread.do(self._switchboard.close)
         self._thread.stop()
         self.scope.groups.clear()  # what was registered need not live as long as this object
-        remove_folder(Path(self._card.folder))
+        remove_folder(Path(self._info.folder))
 
 
 def _uncaught_error() -> BaseException | None:

@@ -58,14 +58,14 @@ class PendingCall:
                 self.value = value
             case _:
                 self.error = error_of(outcome, f"{self.function}() in {self.member.name!r}")
-        self._tell()
+        self._notify()
 
     def lose(self, error: EchelonError) -> None:
         """Settles with `error`: nobody will answer any more."""
         self.error = error
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self.settled = True
         if self.on_settled is not None:
             self.on_settled(self)
@@ -130,7 +130,7 @@ class Messenger:
         """Waits no longer for what `begin` began."""
         self._pending.pop(pending.number, None)
 
-    def hear_out(self, timeout_s: float) -> None:
+    def drain(self, timeout_s: float) -> None:
         """Serves what had reached this process before now, also of those who are dead by now.
 
         It writes to itself until nothing but its own word comes: ZeroMQ reads a little of each socket in turn.

@@ -36,7 +36,7 @@ from echelon.world.messages import ControlRequest, Messenger, PendingCall
 
 __all__ = ["Node", "RpcException"]
 
-TELL_S = 0.02  # of those who join in this time the others are told together
+NOTIFY_S = 0.02  # of those who join in this time the others are told together
 
 _here: weakref.WeakValueDictionary[str, Node] = weakref.WeakValueDictionary()  # address -> Node of this process
 
@@ -59,7 +59,7 @@ class Node(Messenger):
         self._directory = Directory()
         self._held: list[Arrival] = []  # requests that came while joining: nobody could `serve` anything yet
         self._behind: set[str] = set()  # host: members whose queue was full when a change was told
-        self._tell_at = 0.0  # host: when the others are told of those who joined since the last time
+        self._notify_at = 0.0  # host: when the others are told of those who joined since the last time
         self.thread = threading.get_ident()  # that polls it
         _here[self.address] = self
 
@@ -70,12 +70,12 @@ class Node(Messenger):
         name: str = "coordinator",
         *,
         limits: Limits = DEFAULT_LIMITS,
-        card: tuple[Any, ...] = (),
+        info: tuple[Any, ...] = (),
         secret: str | None = None,
     ) -> Node:
         """Opens a world at `address` and keeps its directory; the host must poll for others to be able to join."""
         check_name(name)
-        world = cls(Member(name, address, os.getpid(), secrets.token_hex(8), card), "", limits, secret)
+        world = cls(Member(name, address, os.getpid(), secrets.token_hex(8), info), "", limits, secret)
         world._host = world._me
         world._enter(world._me)
         return world
@@ -88,7 +88,7 @@ class Node(Messenger):
         *,
         timeout_s: float = 10.0,
         limits: Limits = DEFAULT_LIMITS,
-        card: tuple[Any, ...] = (),
+        info: tuple[Any, ...] = (),
         secret: str | None = None,
         on_silence: Callable[[TransportTimeout], float] | None = None,
     ) -> Node:
@@ -102,7 +102,7 @@ class Node(Messenger):
         check_name(name)
         incarnation = secrets.token_hex(8)
         own = member_address(address, name, incarnation)
-        world = cls(Member(name, own, os.getpid(), incarnation, card), address, limits, secret)
+        world = cls(Member(name, own, os.getpid(), incarnation, info), address, limits, secret)
         host = Member(f"the host at {address}", address, 0, "")  # its name comes with the answer
         world._directory.members[host.name] = host
         try:
@@ -121,7 +121,7 @@ class Node(Messenger):
     def _ask_in(self, host: Member, timeout_s: float, on_silence: Callable[[TransportTimeout], float] | None) -> Any:
         while True:
             try:
-                return self._ask(host, "_join", (self.address, self._me.pid, self._me.card), timeout_s)
+                return self._ask(host, "_join", (self.address, self._me.pid, self._me.info), timeout_s)
             except TransportTimeout as error:
                 if on_silence is None:
                     raise
@@ -200,7 +200,7 @@ class Node(Messenger):
         if self._host is not None and self._held:
             held, self._held, timeout_s = self._held, [], 0.0
         if self._directory.changes or self._behind:
-            timeout_s = min(timeout_s, max(0.0, self._tell_at - time.monotonic()))
+            timeout_s = min(timeout_s, max(0.0, self._notify_at - time.monotonic()))
         for arrival in itertools.chain(held, self._endpoint.arrivals(timeout_s, fds)):
             came = True
             self._num_arrivals += 1
@@ -210,10 +210,10 @@ class Node(Messenger):
                 self._held.append(arrival)
             else:
                 self._take_request(arrival)
-        if self._directory.changes and time.monotonic() >= self._tell_at and not self._endpoint.closed:
-            self._tell_everyone()
-        if self._behind and time.monotonic() >= self._tell_at and not self._endpoint.closed:
-            self._tell_at = time.monotonic() + TELL_S
+        if self._directory.changes and time.monotonic() >= self._notify_at and not self._endpoint.closed:
+            self._notify_everyone()
+        if self._behind and time.monotonic() >= self._notify_at and not self._endpoint.closed:
+            self._notify_at = time.monotonic() + NOTIFY_S
             self._behind = {name for name in self._behind if not self._send_directory(name)}
         return came
 
@@ -228,7 +228,7 @@ class Node(Messenger):
         """The host is dead, as this member has found out by itself."""
         if self._host is not None and not self._is_host and self._directory.remove(self._host.name, why):
             self._directory.changes.clear()  # which only the host tells
-            self._mourn(self._host)
+            self._forget(self._host)
             remove(self._host.address)
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ class Node(Messenger):
         if self._is_host:
             others = list(self._directory.members.values())
             self._directory.remove(self.name, self.farewell)
-            self._tell_everyone()
+            self._notify_everyone()
             for member in others:
                 remove(member.address)
         elif self._host is not None:
@@ -303,16 +303,16 @@ class Node(Messenger):
 
     def _obey(self, request: ControlRequest) -> Any:
         match request.function, request.args:
-            case "_join", (str(address), int(pid), tuple(card)) if self._is_host:
-                return self._on_join(Member(request.sender, address, pid, request.incarnation, card))
+            case "_join", (str(address), int(pid), tuple(info)) if self._is_host:
+                return self._on_join(Member(request.sender, address, pid, request.incarnation, info))
             case "_leave", () if self._is_host:
                 return self._strike(request.sender, "it left")
             case "_echo", () if request.incarnation == self.incarnation:
                 return None
             case "_directory", (directory,) if self._host and request.incarnation == self._host.incarnation:
                 return self._adopt(Directory.from_wire(directory))
-            case "_changed", (int(epoch), directory) if self._host and request.incarnation == self._host.incarnation:
-                return self._on_changed(epoch, Directory.from_wire(directory))
+            case "_changed", (int(version), directory) if self._host and request.incarnation == self._host.incarnation:
+                return self._on_changed(version, Directory.from_wire(directory))
             case "_missed", () if self._is_host:
                 self._behind.add(request.sender)
                 return None
@@ -328,8 +328,8 @@ class Node(Messenger):
                 raise Refusal(why)
             is_known = member.name in self._directory.members or member.name in self._directory.gone
             self._enter(member)
-            if is_known or time.monotonic() >= self._tell_at:  # else `poll` tells of all who come until then
-                self._tell_everyone()
+            if is_known or time.monotonic() >= self._notify_at:  # else `poll` tells of all who come until then
+                self._notify_everyone()
         return (self.name, self._directory.to_wire())
 
     def _enter(self, member: Member) -> None:
@@ -338,35 +338,35 @@ class Node(Messenger):
 
     def _strike(self, name: str, reason: str) -> None:
         if old := self._directory.remove(name, reason):
-            self._tell_everyone()  # before those who wait hear of it: they may ask next who is there
+            self._notify_everyone()  # before those who wait hear of it: they may ask next who is there
             self._lose(old)
 
     def _lose(self, member: Member) -> None:
-        self._mourn(member)
+        self._forget(member)
         remove(member.address)  # a killed process leaves its socket file behind
 
     def _adopt(self, newer: Directory) -> None:
         for member in self._directory.adopt(newer):
-            self._mourn(member)
+            self._forget(member)
 
-    def _mourn(self, member: Member) -> None:
+    def _forget(self, member: Member) -> None:
         self._endpoint.drop(member.address)
         why = self._directory.why_gone(member)
         self._lose_pending(member, why)
         self.on_lost(member, why)
 
-    def _on_changed(self, epoch: int, changed: Directory) -> None:
-        left = self._directory.update(epoch, changed)
+    def _on_changed(self, version: int, changed: Directory) -> None:
+        left = self._directory.update(version, changed)
         if left is None and self._host is not None:
             self.post(self._host.name, "_missed")
         for member in left or ():
-            self._mourn(member)
+            self._forget(member)
 
-    def _tell_everyone(self) -> None:
+    def _notify_everyone(self) -> None:
         """Of what changed; those who joined meanwhile know some of it, and who missed something says so."""
-        self._tell_at = time.monotonic() + TELL_S
-        epoch, changed = self._directory.take_changes()
-        frames = self._frames(0, "_changed", (epoch, changed.to_wire()))
+        self._notify_at = time.monotonic() + NOTIFY_S
+        version, changed = self._directory.take_changes()
+        frames = self._frames(0, "_changed", (version, changed.to_wire()))
         for member in self._directory.members.values():
             if member != self._me and not self._endpoint.send(member.address, frames):
                 self._behind.add(member.name)

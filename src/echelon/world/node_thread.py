@@ -54,7 +54,7 @@ class NodeThread:
         """`on_broken` is told, in this thread, of an error that the node does not survive; it shall `fail` the rest."""
         self.node = node
         self._watch, self._on_tick, self._on_broken = watch, on_tick, on_broken
-        watch.hear_out = lambda: node.hear_out(HEAR_S)
+        watch.drain = lambda: node.drain(HEAR_S)
         self._tasks: deque[Callable[[], None]] = deque()
         self._tickets: set[Ticket] = set()
         self._make_error: Callable[[], BaseException] | None = None  # that of every call, once they fail

@@ -15,7 +15,7 @@ from echelon.world.directory import Member
 from echelon.world.messages import Deferred
 from echelon.world.node import Node
 from echelon.world.store_table import StoreTable
-from echelon.world.watch import Card, MemberWatch
+from echelon.world.watch import MemberInfo, MemberWatch
 
 Answer = tuple[Any, ...]  # opens with a word: "ok", "lost" (who, why), "differs", "taken", "absent"
 OK: Answer = ("ok",)
@@ -61,31 +61,31 @@ class Registry:
     def _admit(self, member: Member) -> str:
         """Why `member` may not join, or ""."""
         try:
-            card = Card.of(member)
+            info = MemberInfo.of(member)
         except Refused as error:
             return str(error)
         if self.ended:
             return f"the world at {self._node.address} has ended: {self.ended}."
         if self._node.member(member.name) is not None:
             return f"there is a {member.name!r} in the world at {self._node.address} already. Names are unique."
-        if why := self._why_no_rank(member, card):
+        if why := self._why_no_rank(member, info):
             return why
-        if card.size and member.name not in self._children:  # those without a size only bring something
-            self.watch.add(member, card)
+        if info.size and member.name not in self._children:  # those without a size only bring something
+            self.watch.add(member, info)
         return ""
 
-    def _why_no_rank(self, member: Member, card: Card) -> str:
-        if card.rank < 0:
+    def _why_no_rank(self, member: Member, info: MemberInfo) -> str:
+        if info.rank < 0:
             return ""
         if self._complete:
             return f"the world at {self._node.address} is complete: {self._size} came, and {BEGUN}."
-        if card.size != self._size or not 0 <= card.rank < self._size:
+        if info.size != self._size or not 0 <= info.rank < self._size:
             return (
-                f"{member.name!r} came as rank {card.rank} of {card.size} to the world at {self._node.address}, which "
+                f"{member.name!r} came as rank {info.rank} of {info.size} to the world at {self._node.address}, which "
                 f"has {self._size} ranks."
             )
-        if holder := self._by_rank.get(card.rank):
-            return f"{member.name!r} came as rank {card.rank}, which {holder!r} has."
+        if holder := self._by_rank.get(info.rank):
+            return f"{member.name!r} came as rank {info.rank}, which {holder!r} has."
         return ""
 
     def _on_ready(self, name: str) -> Deferred | Answer:
@@ -93,10 +93,10 @@ class Registry:
         member = self._node.member(name)
         if member is None:
             raise Refusal(f"{name!r} is not in this world.")
-        card = Card.of(member)
-        if card.rank < 0:
+        info = MemberInfo.of(member)
+        if info.rank < 0:
             return ("ok", self._ranked, self._size)
-        self._by_rank[card.rank] = name
+        self._by_rank[info.rank] = name
         answer = self._ready[name] = Deferred()
         if len(self._by_rank) == self._size:
             self._complete = True

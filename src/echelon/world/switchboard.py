@@ -28,7 +28,7 @@ from echelon.world.directory import Member
 from echelon.world.functions import Runner, Scope
 from echelon.world.node import Node
 from echelon.world.node_thread import NodeThread
-from echelon.world.watch import Card
+from echelon.world.watch import MemberInfo
 
 FREED_AT_ONCE = 10_000  # in one message, whose header has a limit
 
@@ -61,8 +61,8 @@ class MemberCalls(Calls):
 class Switchboard:
     """Whom this process calls, and who calls it; in any thread, but what comes from the node does so in its thread."""
 
-    def __init__(self, thread: NodeThread, card: Card, scope: Scope, limits: Limits) -> None:
-        self._thread, self._node, self._card = thread, thread.node, card
+    def __init__(self, thread: NodeThread, info: MemberInfo, scope: Scope, limits: Limits) -> None:
+        self._thread, self._node, self._info = thread, thread.node, info
         self._scope, self._limits = scope, limits
         self._lock = threading.Lock()
         self._opening: dict[str, threading.Lock] = {}
@@ -98,7 +98,7 @@ class Switchboard:
         member = self._node.member(name)
         if member is None:
             raise _lost(self._node, name, self._node.why_gone(name) or "it never came")
-        opening = self._open_line if Card.of(member).is_near else self._open_tcp
+        opening = self._open_line if MemberInfo.of(member).is_near else self._open_tcp
         try:
             calls = self._calls[name] = opening(member, timeout_s)
         except PeerLost as error:
@@ -113,14 +113,14 @@ class Switchboard:
 
     def _open_line(self, member: Member, timeout_s: float) -> MemberCalls:
         name = f"{member.name}.{secrets.token_hex(4)}"
-        writer = LineWriter(Path(self._card.folder), name)
+        writer = LineWriter(Path(self._info.folder), name)
         try:
             folder, answers = self._thread.call(
                 member.name,
                 "open_line",
                 self._node.name,
                 self._node.incarnation,
-                (self._card.to_wire(), name),
+                (self._info.to_wire(), name),
                 timeout_s=timeout_s,
             )
             reader = LineReader(Path(folder), answers)
@@ -132,15 +132,15 @@ class Switchboard:
         return MemberCalls(member.name, writer, reader, self._limits)
 
     def _on_open_line(self, caller: str, incarnation: str, line: tuple[Any, ...]) -> tuple[str, str]:
-        (card, name) = line
-        card = Card.from_wire(card)
-        if not card.is_near or "/" in name:
+        (info, name) = line
+        info = MemberInfo.from_wire(info)
+        if not info.is_near or "/" in name:
             raise Refusal(f"{caller!r} is not on this host, or names no line of its own.")
-        reader = LineReader(Path(card.folder), name)
+        reader = LineReader(Path(info.folder), name)
         answers = f"{caller}.{secrets.token_hex(4)}.answers"
-        writer = LineWriter(Path(self._card.folder), answers)
+        writer = LineWriter(Path(self._info.folder), answers)
         self._serve(caller, incarnation, reader, writer)
-        return (self._card.folder, answers)
+        return (self._info.folder, answers)
 
     def _open_tcp(self, member: Member, timeout_s: float) -> MemberCalls:
         own = self._node.name, self._node.incarnation

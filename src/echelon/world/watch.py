@@ -28,7 +28,7 @@ HEAR_S = 1.0  # how long the last words of the dead may take from this host's so
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class MemberInfo:
     """What a member says of itself; `rank` is -1 of one that came later, `size` 0 of the host of a launch."""
 
     rank: int
@@ -43,16 +43,16 @@ class Card:
         return (self.rank, self.size, self.folder, self.nonce, self.namespace, self.network, self.ticks)
 
     @classmethod
-    def from_wire(cls, value: tuple[Any, ...]) -> Card:
-        """The card of a member; raises Refused on anything else."""
+    def from_wire(cls, value: tuple[Any, ...]) -> MemberInfo:
+        """The info of a member; raises Refused on anything else."""
         match value:
             case (int(rank), int(size), str(folder), str(nonce), str(namespace), str(network), int(ticks)):
                 return cls(rank, size, folder, nonce, namespace, network, ticks)
         raise Refused(f"a member was refused: it describes itself as {str(value)[:80]}.")
 
     @classmethod
-    def of(cls, member: Member) -> Card:
-        return cls.from_wire(member.card)
+    def of(cls, member: Member) -> MemberInfo:
+        return cls.from_wire(member.info)
 
     @property
     def is_near(self) -> bool:
@@ -70,13 +70,13 @@ class Card:
         return self.is_near and self.network == _network()
 
 
-def write_card(rank: int, size: int, folder: Path) -> Card:
-    """The card of this process, its nonce written down in `folder`."""
+def write_info(rank: int, size: int, folder: Path) -> MemberInfo:
+    """The info of this process, its nonce written down in `folder`."""
     nonce = secrets.token_hex(16)
     descriptor = os.open(folder / NONCE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "w") as file:
         file.write(nonce)
-    return Card(rank, size, str(folder), nonce, pid_namespace() or "", _network(), start_ticks(os.getpid()) or 0)
+    return MemberInfo(rank, size, str(folder), nonce, pid_namespace() or "", _network(), start_ticks(os.getpid()) or 0)
 
 
 def _network() -> str:
@@ -91,7 +91,7 @@ class MemberWatch:
 
     def __init__(self, on_death: Callable[[Member, str], None]) -> None:
         self._on_death = on_death
-        self.hear_out: Callable[[], None] = lambda: None  # takes in what the dead said last, before they are told of
+        self.drain: Callable[[], None] = lambda: None  # takes in what the dead said last, before they are told of
         self._poller = select.poll()
         self._by_descriptor: dict[int, Member] = {}
         self._heard: dict[Member, float] = {}  # those who must be heard of, and when they were
@@ -102,9 +102,9 @@ class MemberWatch:
     def descriptors(self) -> list[int]:
         return list(self._by_descriptor)
 
-    def add(self, member: Member, card: Card) -> bool:
+    def add(self, member: Member, info: MemberInfo) -> bool:
         """Begins to watch; False if this member must be heard of."""
-        if card.is_near and card.namespace == pid_namespace():
+        if info.is_near and info.namespace == pid_namespace():
             try:
                 descriptor = os.pidfd_open(member.pid)
             except OSError:
@@ -112,7 +112,7 @@ class MemberWatch:
                 return True
             self._by_descriptor[descriptor] = member
             self._poller.register(descriptor, select.POLLIN)
-            if start_ticks(member.pid) != card.ticks:  # another process has its number already
+            if start_ticks(member.pid) != info.ticks:  # another process has its number already
                 self._drop(descriptor)
                 self._ended.append(member)
             return True
@@ -136,7 +136,7 @@ class MemberWatch:
                 self._drop(descriptor)
                 self._ended.append(member)
         if self._ended:
-            self.hear_out()
+            self.drain()
         while self._ended:
             member = self._ended.pop(0)
             self._on_death(member, f"its process {member.pid} has ended")

@@ -11,7 +11,7 @@ from echelon.errors import ConfigError, WorldError
 from echelon.world.entrance import Entrance
 from echelon.world.membership import Membership, membership_here
 from echelon.world.rpc_group import RpcGroup, enter_rpc_group
-from echelon.world.watch import Card
+from echelon.world.watch import MemberInfo
 
 if TYPE_CHECKING:
     from echelon.world.collective_group import CollectiveGroup
@@ -90,7 +90,7 @@ class World(Membership):
     @property
     def members(self) -> list[str]:
         """The names of all members that are there, sorted."""
-        return [name for name in self._node.members if (one := self._node.member(name)) and Card.of(one).size]
+        return [name for name in self._node.members if (one := self._node.member(name)) and MemberInfo.of(one).size]
 
     def get_members(self) -> list[str]:
         """The names of all members that are there, sorted."""
@@ -123,7 +123,7 @@ class World(Membership):
 
     def _hostname(self, names: Sequence[str]) -> str:
         """The address of this host by which those members reach it."""
-        if all((one := self._node.member(name)) is None or Card.of(one).is_beside for name in names):
+        if all((one := self._node.member(name)) is None or MemberInfo.of(one).is_beside for name in names):
             return "127.0.0.1"
         if not self._node.address.startswith("tcp://"):
             raise ConfigError(

@@ -1,6 +1,6 @@
-"""Which acting a run gets when it is left to choose: what a small model says is faster, after a rehearsal.
+"""Which acting a run gets when it is left to choose: what a small model says is faster, after a calibration.
 
-A rehearsal (`roles.rehearsal`) measures before the run what a step of the environments, the policy and learning cost;
+A calibration (`roles.calibration`) measures before the run what the environments, the policy and learning cost a step;
 `forecast` makes steps per second out of it, for either acting the least of what its parts allow:
 
 - the processors: the cores, over the processor time that one step takes of all processes together;
@@ -37,14 +37,14 @@ from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, ProcessSpec
 from echelon.errors import ConfigError
+from echelon.roles.calibration import RESULT, Measured, round_rows
 from echelon.roles.context import Context
 from echelon.roles.placement import pick_device
 from echelon.roles.plan.layouts import act_layout, num_groups
 from echelon.roles.plan.placement import learner_device
-from echelon.roles.rehearsal import RESULT, Measured, round_rows
 
-REHEARSAL = "rehearsal"
-LIMIT_S = 30.0  # a rehearsal that is not over by then is ended
+CALIBRATION = "calibration"
+LIMIT_S = 30.0  # a calibration that is not over by then is ended
 LOOK_S = 0.1
 MARGIN = 0.05  # what central acting must be ahead by
 COPY_BYTES_PER_S = 8e9  # of weights that come from another core
@@ -174,17 +174,17 @@ def choose_acting(context: Context, engine: InlineEngine | LocalEngine, model: M
         return Choice("local", "one process does everything, so there is nobody to share a forward pass with")
     if config.learner.max_lag == 0 and on_cpu:
         return Choice("local", "learner.max_lag=0 repeats exactly, which central acting cannot")
-    gone = _rehearse(context, engine)
+    gone = _calibrate(context, engine)
     if gone is None or gone.code or gone.signal:
         how = f"was not over within {LIMIT_S:g} s" if gone is None else _first_line(gone.cause)
-        return Choice("local", f"the rehearsal {how}")
+        return Choice("local", f"the calibration {how}")
     measured = Measured.read(context.session / RESULT)
     shape = Shape.of(config, len(os.sched_getaffinity(0)), model.nbytes)
     forecasted = forecast(shape, measured)
-    return Choice(forecasted.mode, told(shape, measured, forecasted))
+    return Choice(forecasted.mode, reason_text(shape, measured, forecasted))
 
 
-def told(shape: Shape, measured: Measured, forecasted: Forecast) -> str:
+def reason_text(shape: Shape, measured: Measured, forecasted: Forecast) -> str:
     """The reason of a choice, in one line."""
     better, other = forecasted.local, forecasted.central
     rival = "central"
@@ -207,18 +207,20 @@ def _first_line(text: str) -> str:
     return text.partition("\n")[0]
 
 
-def _rehearse(context: Context, engine: LocalEngine) -> Exit | None:
-    """How the rehearsal ended; None where it did not."""
-    context = dataclasses.replace(context, name=REHEARSAL)
-    engine.start(ProcessSpec(REHEARSAL, "echelon.roles.rehearsal:rehearsal", context.to_config(keep_objects=False)))
+def _calibrate(context: Context, engine: LocalEngine) -> Exit | None:
+    """How the calibration ended; None where it did not."""
+    context = dataclasses.replace(context, name=CALIBRATION)
+    engine.start(
+        ProcessSpec(CALIBRATION, "echelon.roles.calibration:calibration", context.to_config(keep_objects=False))
+    )
     deadline = math.inf
     while time.monotonic() < deadline:
         select.select(engine.descriptors, [], [], LOOK_S)
         for gone in engine.exits():
             return gone
-        if deadline == math.inf and engine.pid(REHEARSAL) is not None:  # before, the fork server is still importing
+        if deadline == math.inf and engine.pid(CALIBRATION) is not None:  # before, the fork server is still importing
             deadline = time.monotonic() + LIMIT_S
-    engine.signal(REHEARSAL, signal.SIGKILL)
+    engine.signal(CALIBRATION, signal.SIGKILL)
     while not engine.exits():  # killed: the fork server tells
         select.select(engine.descriptors, [], [], LOOK_S)
     return None

@@ -9,7 +9,7 @@ from echelon.schema import action_leaf, space_leaves
 from echelon.transport.act_board import ActLayout
 
 
-def num_pieces(config: TrainConfig) -> int:
+def num_gradients(config: TrainConfig) -> int:
     """Slots that a trajectory of an actor takes: one, or of its own gradients one each."""
     return getattr(config.algorithm, "minibatches", 1) if config.algorithm.slots == "gradients" else 1
 
@@ -19,19 +19,24 @@ def window(config: TrainConfig) -> int:
 
     A bound on the lag decides it; without one it is `actor.slots` trajectories, or what it takes to fill a batch.
     """
-    actor, lag, batch, pieces = config.actor, config.learner.max_lag, config.batch_trajectories, num_pieces(config)
+    actor, lag, batch, count = (
+        config.actor,
+        config.learner.max_lag,
+        config.batch_trajectories,
+        num_gradients(config),
+    )
     if lag is None:
-        return max(actor.slots * pieces, -(-batch // actor.num_actors) + pieces)
+        return max(actor.slots * count, -(-batch // actor.num_actors) + count)
     if batch % actor.num_actors:
         raise ConfigError(
             f"learner.batch={batch} is not a multiple of the {actor.num_actors} actors, but learner.max_lag={lag} "
             "needs every actor to bring the same share. Use a multiple, or 0 for one trajectory each."
         )
     share = batch // actor.num_actors
-    if share % pieces and lag * share < pieces - 1:  # an actor would wait for room with less than its share written
+    if share % count and lag * share < count - 1:  # an actor would wait for room with less than its share written
         raise ConfigError(
-            f"algorithm.minibatches={pieces} gradients of a rollout are more than an actor may be ahead with "
-            f"learner.batch={batch} and learner.max_lag={lag}. Use --learner.batch {pieces * actor.num_actors}, or a "
+            f"algorithm.minibatches={count} gradients of a rollout are more than an actor may be ahead with "
+            f"learner.batch={batch} and learner.max_lag={lag}. Use --learner.batch {count * actor.num_actors}, or a "
             "multiple of it."
         )
     return (lag + 1) * share
@@ -43,8 +48,8 @@ def minibatch_samples(config: TrainConfig) -> int:
         return config.replay.batch
     if config.algorithm.slots == "gradients":
         return 1  # the actors have been through the samples
-    actor, pieces = config.actor, int(getattr(config.algorithm, "minibatches", 1))
-    return config.batch_trajectories * actor.trajectory * actor.envs // pieces
+    actor, count = config.actor, int(getattr(config.algorithm, "minibatches", 1))
+    return config.batch_trajectories * actor.trajectory * actor.envs // count
 
 
 def num_groups(config: TrainConfig) -> int:

@@ -21,12 +21,12 @@ from echelon.roles.context import Context, Station
 from echelon.roles.frame_stacks import image_stacks
 from echelon.roles.gradient_slots import GradientSchema
 from echelon.roles.journal import Journal
-from echelon.roles.own import StateLayout
 from echelon.roles.placement import keep_freed_memory
-from echelon.roles.plan.layouts import act_layout, num_groups, num_pieces, window
+from echelon.roles.plan.layouts import act_layout, num_gradients, num_groups, window
 from echelon.roles.plan.placement import learner_device
 from echelon.roles.plan.replay import ReplayPlan
 from echelon.roles.plan.start import PRELOAD
+from echelon.roles.user_policy import StateLayout
 from echelon.schema import TrajectorySchema, space_choices
 from echelon.transport.act_board import ActBoard
 from echelon.transport.session import make_secret, secret_of
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from echelon.roles.experience import Experience
     from echelon.roles.source import Source
     from echelon.roles.update import Trainable
-    from echelon.transport.act_door import ActDoor
+    from echelon.transport.act_listener import ActListener
     from echelon.transport.batcher import Batcher
     from echelon.world.node import Node
 
@@ -67,7 +67,7 @@ def roles_of(config: TrainConfig) -> list[RoleSpec]:
     """The processes of a run, in the order in which they are started."""
     roles = [RoleSpec(name, "learner", index) for index, name in enumerate(config.learner_names)]
     if config.has_workers:
-        return [*roles, RoleSpec("door", "door")]
+        return [*roles, RoleSpec("gateway", "gateway")]
     if config.engine == "hosts":
         roles.append(RoleSpec("carrier", "carrier"))
     if config.algorithm.experience == "replay" and config.replay.transport == "tcp":
@@ -125,7 +125,7 @@ class Plan:
 
     @cached_property
     def gradient_slots(self) -> GradientSchema:
-        return GradientSchema.of(self.context.train.actor, num_pieces(self.context.train), self.model)
+        return GradientSchema.of(self.context.train.actor, num_gradients(self.context.train), self.model)
 
     def ring(self, learner: int = 0) -> SlotRing:
         """The slots of the actors that a learner takes from."""
@@ -177,26 +177,26 @@ class Plan:
     @property
     def weights_bytes(self) -> int:
         """What is published, be it of our model or of the user's own policy."""
-        return self.own_layout.nbytes if self.context.train.algorithm.is_users else self.model.nbytes
+        return self.user_layout.nbytes if self.context.train.algorithm.is_users else self.model.nbytes
 
     @property
-    def own_layout(self) -> StateLayout:
+    def user_layout(self) -> StateLayout:
         """How the state of the user's own policy lies on the board."""
-        return StateLayout.from_json(json.loads(self.own_file.read_text()))
+        return StateLayout.from_json(json.loads(self.user_layout_file.read_text()))
 
     @property
-    def own_file(self) -> Path:
+    def user_layout_file(self) -> Path:
         return self.context.session / "own-layout.json"
 
     @property
     def workers_file(self) -> Path:
-        """Where the door writes the address that workers come to."""
+        """Where the gateway writes the address that workers come to."""
         return self.context.session / "workers.address"
 
     def act_board(self) -> ActBoard:
         return ActBoard(self.context.session, act_layout(self.context))
 
-    def door_file(self, server: int) -> Path:
+    def act_address_file(self, server: int) -> Path:
         """Where an inference server that is asked over TCP writes its address."""
         return self.context.session / f"act-{server}.address"
 
@@ -206,16 +206,18 @@ class Plan:
         """What the learner updates, publishes and checkpoints; `node` is the learner's, by which several meet."""
         context = self.context
         if context.train.algorithm.is_users:
-            from echelon.roles.own import UserTrainable
+            from echelon.roles.user_policy import UserTrainable
 
-            assert context.brought is not None, "a run with the user's own policy has it in the process of its learner"
-            return UserTrainable(context.brought.policy, self.own_layout)
+            assert context.user_objects is not None, (
+                "a run with the user's own policy has it in the process of its learner"
+            )
+            return UserTrainable(context.user_objects.policy, self.user_layout)
         from echelon.roles.learners import join_learners
         from echelon.roles.update import ModelTrainable
 
         config = context.train
         device = learner_device(config, self.model.parameters.numel(), context.index)
-        if device == "cpu" and not context.shares_process and context.brought is None:  # a process of its own
+        if device == "cpu" and not context.shares_process and context.user_objects is None:  # a process of its own
             keep_freed_memory()
         model = self.model if device == "cpu" else Plan(context, device=device).model
         return ModelTrainable(config, model, join_learners(context, node, model.device))
@@ -296,10 +298,10 @@ class Plan:
         if context.train.acting.transport == "shm":
             return CentralActing(self.act_board(), context.index, context.incarnation, exploring)
         layout, secret = act_layout(context), secret_of(context.session)
-        file = self.door_file(layout.server_of(context.index))
+        file = self.act_address_file(layout.server_of(context.index))
         return RemoteActing(layout, file, context.index, context.incarnation, secret, exploring)
 
-    def act_door(self, batcher: Batcher) -> ActDoor | None:
+    def act_listener(self, batcher: Batcher) -> ActListener | None:
         """Where actors ask an inference server over TCP, if they do; a successor listens where the one before it did.
 
         To be opened last: who finds the address is answered.
@@ -307,14 +309,14 @@ class Plan:
         acting = self.context.train.acting
         if acting.transport == "shm":
             return None
-        from echelon.transport.act_door import ActDoor, Bounds
+        from echelon.transport.act_listener import ActListener, Bounds
 
-        file = self.door_file(batcher.server)
+        file = self.act_address_file(batcher.server)
         address = file.read_text() if file.exists() else acting.address
         choices = [Bounds(one.leaf, one.low, one.high) for one in space_choices(self.context.spaces.observation)]
-        door = ActDoor(batcher.board, batcher.server, address, secret_of(self.context.session), choices)
-        announce(file, door.address)
-        return door
+        listener = ActListener(batcher.board, batcher.server, address, secret_of(self.context.session), choices)
+        announce(file, listener.address)
+        return listener
 
     # Shared memory.
 

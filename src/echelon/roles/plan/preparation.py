@@ -13,17 +13,17 @@ from echelon.engines.local import LocalEngine
 from echelon.envs.make import probe_spaces
 from echelon.errors import ConfigError
 from echelon.hosts.engine import HostsEngine, streams_of_hosts
+from echelon.memory_check import check_fits, check_processes, free_memory
 from echelon.names import absolute, describe_callable, text_of
-from echelon.roles.brought import Brought
 from echelon.roles.context import Context
-from echelon.roles.lobby import await_spaces
-from echelon.roles.own import StateLayout, state_of
+from echelon.roles.pending_workers import await_spaces
 from echelon.roles.placement import pick_device
 from echelon.roles.plan.choice import Choice, choose_acting
 from echelon.roles.plan.layouts import minibatch_samples
 from echelon.roles.plan.parts import Plan, roles_of
 from echelon.roles.plan.placement import learner_threads
-from echelon.room import check_processes, check_room, free_memory
+from echelon.roles.user_objects import UserObjects
+from echelon.roles.user_policy import StateLayout, state_of
 from echelon.runs.checkpoint import find_weights
 from echelon.runs.folder import check_new, default_run_dir
 from echelon.schema import Spaces
@@ -34,10 +34,10 @@ def prepare(
     config: TrainConfig,
     session: Path,
     engine: InlineEngine | LocalEngine,
-    epoch: int,
+    generation: int,
     started_at: float,
-    tell: Callable[[str], None],
-    brought: Brought | None = None,
+    report: Callable[[str], None],
+    user_objects: UserObjects | None = None,
 ) -> tuple[Context, Choice]:
     """The context of a run that can be, its memory made; and who chooses actions in it."""
     config = _with_whole_paths(config)
@@ -46,17 +46,21 @@ def prepare(
         config = replace(config, env=replace(config.env, id=describe_callable(config.env.id)))
     if config.has_workers:
         check_secret(config.workers.address, secret_from_environment())
-    own = StateLayout.of(state_of(brought.policy)) if brought is not None and brought.policy is not None else None
-    spaces, config = _find_spaces(config, own, brought, tell)
+    own = (
+        StateLayout.of(state_of(user_objects.policy))
+        if user_objects is not None and user_objects.policy is not None
+        else None
+    )
+    spaces, config = _find_spaces(config, own, user_objects, report)
     short = text if ".py:" not in text else Path(text).name.replace(".py:", "-")
     run_dir = Path(config.run.dir) if config.run.dir else default_run_dir(config.preset, short)
-    if epoch == 0:
+    if generation == 0:
         check_new(run_dir)
     context = Context(
         name="coordinator",
         index=0,
         incarnation=0,
-        epoch=epoch,
+        generation=generation,
         train=config,
         spaces=spaces,
         state_shapes=(),
@@ -65,22 +69,22 @@ def prepare(
         run_dir=run_dir.absolute(),
         started_at=started_at,
         shares_process=config.engine == "inline",
-        brought=brought,
+        user_objects=user_objects,
     )
     if own is not None:
-        Plan(context).own_file.write_text(json.dumps(own.to_json()))
+        Plan(context).user_layout_file.write_text(json.dumps(own.to_json()))
         choice = Choice("local", "the policy is the user's own")
     else:
-        context, choice = _choose(context, engine, tell)
-    _make_memory(context, tell)
+        context, choice = _choose(context, engine, report)
+    _make_memory(context, report)
     if isinstance(engine, HostsEngine):
         plan, streams = Plan(context), streams_of_hosts(config.actor.num_actors, config.hosts.count)
-        engine.gather(plan.assignment(), streams, plan.carrier_file, tell)
+        engine.gather(plan.assignment(), streams, plan.carrier_file, report)
     return context, choice
 
 
 def _find_spaces(
-    config: TrainConfig, own: StateLayout | None, brought: Brought | None, tell: Callable[[str], None]
+    config: TrainConfig, own: StateLayout | None, user_objects: UserObjects | None, report: Callable[[str], None]
 ) -> tuple[Spaces, TrainConfig]:
     """What is observed and done, and the configuration with the address that workers know by then."""
     if config.algorithm.is_users and own is None:
@@ -88,29 +92,29 @@ def _find_spaces(
             f"{config.run.dir or 'this run'} trains a policy of its user's own: run the program that brings it "
             "(AsyncLearningNode, with resume=True to go on)."
         )
-    if brought is not None and brought.spaces is not None:
-        return brought.spaces, config
+    if user_objects is not None and user_objects.spaces is not None:
+        return user_objects.spaces, config
     if config.has_workers and config.workers.spaces == "worker":
-        spaces, address = await_spaces(config, own, tell)
+        spaces, address = await_spaces(config, own, report)
         return spaces, replace(config, workers=replace(config.workers, address=address))
     return probe_spaces(config.env), config
 
 
 def _choose(
-    context: Context, engine: InlineEngine | LocalEngine, tell: Callable[[str], None]
+    context: Context, engine: InlineEngine | LocalEngine, report: Callable[[str], None]
 ) -> tuple[Context, Choice]:
     """Checks what depends on the model, and chooses who acts and with how many threads the learner learns."""
     config, model = context.train, Plan(context).model
     threads = learner_threads(config, model.parameters.numel(), minibatch_samples(config))
     config = replace(config, learner=replace(config.learner, threads=threads))
     context = dataclasses.replace(context, train=config)
-    if config.run.init_from and context.epoch == 0:
+    if config.run.init_from and context.generation == 0:
         model.load_weights(find_weights(config.run.init_from), config.run.init_from)
     if config.experience == "replay":
         Plan(context).replay.check()
     choice = choose_acting(context, engine, model)
     if choice.mode != config.acting.mode and not config.has_workers:
-        tell(f"acting: {choice.mode} ({choice.reason})")
+        report(f"acting: {choice.mode} ({choice.reason})")
     if choice.mode == "central":
         pick_device(config.acting.device, model.parameters.numel(), "--acting.device")
         if config.acting.transport == "tcp":
@@ -121,15 +125,15 @@ def _choose(
     return dataclasses.replace(context, train=config, state_shapes=model.network.state_shapes), choice
 
 
-def _make_memory(context: Context, tell: Callable[[str], None]) -> None:
+def _make_memory(context: Context, report: Callable[[str], None]) -> None:
     plan = Plan(context)
     if not context.shares_process:
         elsewhere = context.train.actor.num_actors - actors_at_head(context.train)
         check_processes(len(roles_of(context.train)) - elsewhere, free_memory())
     sizes = "--envs-per-actor, --actor.trajectory or --actor.slots"
-    check_room(plan.shared_bytes(), "the run's shared memory", free_memory(context.session.parent), sizes)
+    check_fits(plan.shared_bytes(), "the run's shared memory", free_memory(context.session.parent), sizes)
     for text in plan.make():
-        tell(text)
+        report(text)
 
 
 def actors_at_head(config: TrainConfig) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 
 from echelon.config import TrainConfig
 from echelon.errors import ConfigError
+from echelon.memory_check import check_fits, free_memory
 from echelon.replay.archive import Archive
 from echelon.replay.layout import ShardLayout, item_layout
 from echelon.replay.limiter import Limiter, LimiterRule
@@ -25,7 +26,6 @@ from echelon.replay.wire import ReplayWire
 from echelon.roles.context import Context
 from echelon.roles.frame_stacks import stack_leaves
 from echelon.roles.tally import Tally
-from echelon.room import check_room, free_memory
 from echelon.schema import Spaces, action_leaf, space_leaves
 from echelon.transport.session import secret_of
 
@@ -74,7 +74,7 @@ def _shard_capacity(config: TrainConfig) -> int:
 
 def _chunk(config: TrainConfig) -> int:
     """The most transitions that an actor stores between two looks at the limiter: those of a trajectory's steps, and
-    those that were open before it and end in it. The door stores what a worker sends at once."""
+    those that were open before it and end in it. The gateway stores what a worker sends at once."""
     if config.has_workers:
         return config.workers.max_steps
     return config.actor.envs * (config.actor.trajectory + config.replay.n_step - 1)
@@ -105,7 +105,7 @@ class LearnerSide:
 
 
 class ReplayPlan:
-    """The shards, the limiter and the tally of a run: one shard for each actor, or one for the door."""
+    """The shards, the limiter and the tally of a run: one shard for each actor, or one for the gateway."""
 
     def __init__(self, context: Context) -> None:
         self.context, self.config = context, context.train
@@ -194,10 +194,10 @@ class ReplayPlan:
     def check(self) -> None:
         """Refuses a replay that does not fit, before anything is made."""
         what, shards = f"replay.capacity={self.config.replay.capacity}", self.config.num_shards
-        check_room(self.nbytes, what, free_memory(self.folder))
-        check_room(Replay.size_of(self.layout, shards), what, free_memory())  # the learner's tree is memory too
+        check_fits(self.nbytes, what, free_memory(self.folder))
+        check_fits(Replay.size_of(self.layout, shards), what, free_memory())  # the learner's tree is memory too
         if self.config.replay.checkpoint:
-            Archive(self.archive).check_room(most_bytes(self.layout, shards))
+            Archive(self.archive).check_fits(most_bytes(self.layout, shards))
 
     def make(self) -> list[str]:
         """Makes the memory; a run that is gone on with gets back its newest snapshot that is whole.
@@ -208,7 +208,7 @@ class ReplayPlan:
         self.learner_folder.mkdir(exist_ok=True)
         readers, limiter = self.readers(), self.limiter()
         self.tally()
-        if not self.context.epoch or not self.config.replay.checkpoint:
+        if not self.context.generation or not self.config.replay.checkpoint:
             return []
         news = []
         for path in Archive(self.archive).newest_first():

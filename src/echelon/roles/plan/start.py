@@ -28,7 +28,7 @@ PRELOAD = (
     "echelon.roles.central_acting",
     COMPILER,
 )
-PRELOAD_WITH_WORKERS = ("echelon.roles.learner", "echelon.roles.episode_source", "echelon.roles.door", COMPILER)
+PRELOAD_WITH_WORKERS = ("echelon.roles.learner", "echelon.roles.episode_source", "echelon.roles.gateway", COMPILER)
 
 
 def make_engine(config: TrainConfig, session: Path, *, has_objects: bool) -> InlineEngine | LocalEngine:
@@ -50,14 +50,14 @@ def title(config: TrainConfig) -> str:
 def check_stop(config: TrainConfig) -> None:
     """Refuses a run that would never end."""
     stop = config.stop
-    if not (stop.steps or stop.minutes or stop.epochs or stop.until_return is not None):
-        epochs = "--epochs E, " if config.has_workers else ""
-        raise ConfigError(f"the run would never end: give {epochs}--steps N, --minutes M or --until-return R.")
+    if not (stop.steps or stop.minutes or stop.episodes or stop.until_return is not None):
+        episodes = "--episodes E, " if config.has_workers else ""
+        raise ConfigError(f"the run would never end: give {episodes}--steps N, --minutes M or --until-return R.")
 
 
-def epochs_option(config: TrainConfig) -> str:
-    """What a run that is counted in epochs can be given beside the other stop conditions."""
-    return "--epochs, " if config.has_workers else ""
+def episodes_option(config: TrainConfig) -> str:
+    """What a run that is counted in episodes can be given beside the other stop conditions."""
+    return "--episodes, " if config.has_workers else ""
 
 
 def num_cores_of(config: TrainConfig) -> int:

@@ -8,7 +8,7 @@ from echelon.algorithm_config import AlgorithmConfig
 from echelon.fields import doc
 
 
-class OwnConfig(AlgorithmConfig, frozen=True):
+class UserPolicyConfig(AlgorithmConfig, frozen=True):
     """A rule that the user brings, as an object that acts and learns by itself (`AsyncLearningNode`)."""
 
     experience = "replay"

@@ -1,4 +1,4 @@
-"""The rehearsal: a process that tries out, before a run starts, what its environments and its policy cost.
+"""The calibration: a process that tries out, before a run starts, what its environments and its policy cost.
 
 It waits for nobody. What it measured lies in the session folder when it ends, for `choice` to read. A process of its
 own, because environments may hang, crash, or leave something behind: then it is this one that suffers.
@@ -31,8 +31,8 @@ from echelon.roles.plan.parts import Plan
 from echelon.roles.plan.placement import learner_device
 from echelon.schema import Tree, map_tree, space_leaves, unflatten
 
-RESULT = "rehearsal.json"
-REHEARSAL_SEED = 1 << 23  # an actor number that no actor has
+RESULT = "calibration.json"
+CALIBRATION_SEED = 1 << 23  # an actor number that no actor has
 MEASURE_S = 0.04  # time for each thing that is measured, where a few calls do not take longer
 MIN_CALLS, MAX_CALLS = 3, 25
 WHOLE_S = 0.5  # environments that take longer than this for a few steps of all are measured one alone
@@ -107,7 +107,7 @@ def measure(*functions: Callable[[], Any], before: Sequence[Callable[[], Any]] =
     return [clock.cost() for clock in clocks]
 
 
-class Troupe:
+class TrialEnvs:
     """Some environments and a policy that acts in them, as an actor has them."""
 
     def __init__(self, config: EnvConfig, model: Model, seeds: list[int]) -> None:
@@ -137,13 +137,13 @@ class Forward:
     """Forward passes over rows that environments showed, repeated as often as it takes."""
 
     def __init__(
-        self, model: Model, troupe: Troupe, num_rows: int, *, threads: int = 1, with_value: bool = False
+        self, model: Model, trial: TrialEnvs, num_rows: int, *, threads: int = 1, with_value: bool = False
     ) -> None:
         self.policy, self.model, self.threads = Policy(model, with_value=with_value), model, threads
         device = model.device
-        copies = -(-num_rows // len(troupe.first))
-        self.leaves: Tree = map_tree(lambda leaf: _repeated(leaf, copies)[:num_rows], troupe.observation)
-        self.first = _repeated(troupe.first, copies)[:num_rows]
+        copies = -(-num_rows // len(trial.first))
+        self.leaves: Tree = map_tree(lambda leaf: _repeated(leaf, copies)[:num_rows], trial.observation)
+        self.first = _repeated(trial.first, copies)[:num_rows]
         self.state = model.network.initial_state(num_rows, device)
         self.generator = torch.Generator(device).manual_seed(0)
 
@@ -168,7 +168,7 @@ def _repeated(leaf: torch.Tensor, copies: int) -> torch.Tensor:
     return leaf.repeat(copies, *[1] * (leaf.dim() - 1))
 
 
-class Rehearsal:
+class Calibration:
     """Measures once, and is finished."""
 
     def __init__(self, context: Context) -> None:
@@ -176,8 +176,8 @@ class Rehearsal:
         self.context, self.config, self.finished = context, context.train, False
         self.model = Plan(context).model
         self.model.network.eval()
-        self._seeds = env_seeds(self.config.seed, REHEARSAL_SEED, context.epoch, self.config.actor.envs)
-        self._troupes: list[Troupe] = []
+        self._seeds = env_seeds(self.config.seed, CALIBRATION_SEED, context.generation, self.config.actor.envs)
+        self._trials: list[TrialEnvs] = []
 
     def step(self, timeout_s: float) -> bool:
         del timeout_s
@@ -193,9 +193,9 @@ class Rehearsal:
         Single environments that are slow to make or to step are measured one alone: more of them take their multiple.
         """
         envs, groups = self.config.actor.envs, num_groups(self.config)
-        troupe = self._make(1)
-        [step] = measure(troupe.step, before=[troupe.act])
-        if isinstance(troupe.group, LoopGroup):
+        trial = self._make(1)
+        [step] = measure(trial.step, before=[trial.act])
+        if isinstance(trial.group, LoopGroup):
             begun = time.perf_counter()
             self._make(1)  # the first one imported its packages too
             make_s = time.perf_counter() - begun
@@ -205,9 +205,9 @@ class Rehearsal:
         costs = measure(*[part.step for part in parts], before=[part.act for part in parts])
         return costs[-1], costs[0]
 
-    def _make(self, num_envs: int) -> Troupe:
-        self._troupes.append(Troupe(self.config.env, self.model, self._seeds[:num_envs]))
-        return self._troupes[-1]
+    def _make(self, num_envs: int) -> TrialEnvs:
+        self._trials.append(TrialEnvs(self.config.env, self.model, self._seeds[:num_envs]))
+        return self._trials[-1]
 
     def _acting(self) -> tuple[CallCost, CallCost]:
         """The actions of an actor's environments by itself, and those of a round by a server as it would be."""
@@ -221,12 +221,12 @@ class Rehearsal:
         if device != "cpu":
             model = Plan(self.context, device=device).model
             model.network.eval()
-        serving = Forward(model, self._troupes[-1], rows, threads=threads, with_value=self.config.acting.value)
+        serving = Forward(model, self._trials[-1], rows, threads=threads, with_value=self.config.acting.value)
         act, round = measure(alone.act, serving.act)
         return act, round
 
     def _forward(self, num_rows: int) -> Forward:
-        return Forward(self.model, self._troupes[-1], num_rows)
+        return Forward(self.model, self._trials[-1], num_rows)
 
     def _learn(self, act: CallCost) -> CallCost:
         """What learning from one step costs here: nothing where a GPU learns."""
@@ -239,8 +239,8 @@ class Rehearsal:
         return CallCost(cpu_s / ((learner.threads or 1) * learner.num_learners), cpu_s)
 
     def close(self) -> None:
-        for troupe in self._troupes:
-            troupe.group.close()
+        for trial in self._trials:
+            trial.group.close()
 
 
 def round_rows(config: TrainConfig) -> int:
@@ -253,6 +253,6 @@ def round_rows(config: TrainConfig) -> int:
     return max(rows, min(most, acting.max_batch // rows * rows)) if acting.max_batch else most
 
 
-def rehearsal(config: dict[str, Any]) -> Rehearsal:
-    """The entry of a rehearsal process."""
-    return Rehearsal(Context.from_config(config))
+def calibration(config: dict[str, Any]) -> Calibration:
+    """The entry of a calibration process."""
+    return Calibration(Context.from_config(config))

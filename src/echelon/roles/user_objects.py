@@ -9,14 +9,14 @@ from echelon.schema import Spaces
 
 
 class SaveFunction(Protocol):
-    """Called after an epoch, with what was learned so far."""
+    """Called after some episodes, with the policy as it is then; `epoch` is the number of episodes learned from."""
 
     def __call__(self, *, epoch: int, policy: Any) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
-    """A policy of its own, what to call every `save_every` epochs, and spaces where no environment tells them."""
+class UserObjects:
+    """A policy of its own, what to call every `save_every` episodes, and spaces where no environment tells them."""
 
     policy: Any = None
     save: SaveFunction | None = None

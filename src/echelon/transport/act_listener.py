@@ -45,10 +45,10 @@ class Bounds(NamedTuple):
     high: Any
 
 
-class ActDoor:
+class ActListener:
     """Where act requests of other hosts come in: they are laid on the board, and answered when their round is.
 
-    One door a server, used by that server's thread alone.
+    One listener a server, used by that server's thread alone.
     """
 
     def __init__(
@@ -81,23 +81,23 @@ class ActDoor:
         rows = np.zeros((layout.num_seats, wire.stateful_bytes), np.uint8)  # answers on their way out
         self._rows, self._row_bytes = wire.answer_views(rows), rows.reshape(-1).data
         self._rows["words"][:, :4] = MAGIC, Kind.ANSWER, wire.act.digest, wire.act.layout
-        self._door = Server("act requests", address, secret, wire.question_bytes)
-        self._door.serve(wire.act, self._take)
-        self._door.serve(wire.seat, self._take_seat)
-        self.address = self._door.address
+        self._channel = Server("act requests", address, secret, wire.question_bytes)
+        self._channel.serve(wire.act, self._take)
+        self._channel.serve(wire.seat, self._take_seat)
+        self.address = self._channel.address
         self._doorbell = board.doorbell(server)
         board.pollable[server] = 1
 
     @property
     def num_refused(self) -> int:
         """Frames and handshakes that were refused."""
-        return self._door.num_refused
+        return self._channel.num_refused
 
     def next(self, batcher: Batcher, timeout_s: float) -> Round | None:
         """The next round by the batcher's rule, of questions from here and elsewhere, waiting at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
-            emptied = self._door.take(BURST) < BURST
+            emptied = self._channel.take(BURST) < BURST
             found, wait_s = batcher.look()
             if found is not None:
                 return found
@@ -109,7 +109,7 @@ class ActDoor:
                 self._sleep(min(wait_s, left_s, IDLE_SLEEP_S))
 
     def _sleep(self, timeout_s: float) -> None:
-        if self._door.sleep(timeout_s, [self._doorbell.descriptor]):
+        if self._channel.sleep(timeout_s, [self._doorbell.descriptor]):
             self._doorbell.clear()
 
     def _take_seat(self, message: Message) -> None:
@@ -121,7 +121,7 @@ class ActDoor:
             self._askers.pop(seat, None)
         else:
             self.board.incarnation[seat] = message.number >> LIFE_BITS
-            self._door.answer(message)
+            self._channel.answer(message)
 
     def _take(self, message: Message) -> None:
         """A question."""
@@ -196,11 +196,11 @@ class ActDoor:
                 stop = stride
                 for i, leaf in enumerate(board.state):
                     rows[f"state.{i}"][place] = leaf[(asker.asked - 1) % 2, seats[place]]
-            if not self._door.send(asker.connection, self._row_bytes[place * stride : place * stride + stop]):
+            if not self._channel.send(asker.connection, self._row_bytes[place * stride : place * stride + stop]):
                 self.num_lost_answers += 1  # it asks again if it lives
 
     def close(self) -> None:
         """Hangs up; what stands on the board stays there for a successor."""
         self.board.pollable[self.server] = 0
         self._doorbell.close()
-        self._door.close()
+        self._channel.close()

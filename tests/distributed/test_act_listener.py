@@ -1,4 +1,4 @@
-"""The door of act requests: who sits on a seat, what is answered, and what a bad frame costs."""
+"""The listener of act requests: who sits on a seat, what is answered, and what a bad frame costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from echelon.layout import Leaf
 from echelon.roles.acting import ActRequest
 from echelon.roles.central_acting import RemoteActing
 from echelon.transport.act_board import ActBoard, ActLayout, Seat
-from echelon.transport.act_door import ActDoor, Bounds
+from echelon.transport.act_listener import ActListener, Bounds
 from echelon.transport.act_wire import LIFE_BITS, ActWire
 from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.channel import HEADER, MAGIC, Kind
@@ -39,11 +39,11 @@ PLACES = ActLayout(
 
 
 class Hall:
-    """A server in this very thread: its door is served while the test waits for something."""
+    """A server in this very thread: its listener is served while the test waits for something."""
 
     def __init__(self, folder: Path, layout: ActLayout = LAYOUT, **options: Any) -> None:
         self.board = ActBoard(folder, layout)
-        self.door = ActDoor(self.board, 0, "tcp://localhost:0", **options)
+        self.listener = ActListener(self.board, 0, "tcp://localhost:0", **options)
         self.batcher = Batcher(self.board, 0, BatchRule(max_wait_us=0.0))
         self.num_answered = 0
         self.seats: list[RemoteSeat] = []
@@ -51,19 +51,19 @@ class Hall:
         self.sockets: list[zmq.Socket[bytes]] = []
 
     def seat(self, incarnation: int = 0, group: int = 0) -> RemoteSeat:
-        self.seats.append(RemoteSeat(self.door.address, LAYOUT, 0, group, incarnation))
+        self.seats.append(RemoteSeat(self.listener.address, LAYOUT, 0, group, incarnation))
         return self.seats[-1]
 
     def dealer(self) -> zmq.Socket[bytes]:
-        """A raw socket that is connected to the door."""
+        """A raw socket that is connected to the listener."""
         self.sockets.append(self.context.socket(zmq.DEALER))
-        self.sockets[-1].connect(self.door.address)
+        self.sockets[-1].connect(self.listener.address)
         return self.sockets[-1]
 
     def serve(self) -> None:
-        round = self.door.next(self.batcher, 0.0)
+        round = self.listener.next(self.batcher, 0.0)
         if round is not None:
-            act_peers.answer(self.batcher, round, self.door)
+            act_peers.answer(self.batcher, round, self.listener)
             self.num_answered += len(round.seats)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
@@ -79,20 +79,20 @@ class Hall:
 
     def has_all_asked(self, seats: Sequence[Seat | RemoteSeat]) -> bool:
         """Takes in what came and answers nothing."""
-        self.door.next(self.batcher, 0.0)
+        self.listener.next(self.batcher, 0.0)
         return all(self.board.asked[seat.index] for seat in seats)
 
     def answer_only(self, seat: Seat | RemoteSeat, tells: bool = True) -> None:
         """Answers the question of `seat` that lies on the board; unless it `tells`, nothing is sent."""
         index = np.array([seat.index])
         round = Round(index, self.board.asked[index], 0)
-        act_peers.answer(self.batcher, round, self.door if tells else None)
+        act_peers.answer(self.batcher, round, self.listener if tells else None)
 
     def close(self) -> None:
         for seat in self.seats:
             seat.leave()
         self.context.destroy(linger=0)
-        self.door.close()
+        self.listener.close()
 
 
 def in_background(wait: Callable[[], object]) -> threading.Event:
@@ -128,7 +128,7 @@ class TestSeats:
             hall.until(lambda: old.answered, "the old one was refused")
         hall.exchange(new, 11)
         check(new, 11, num_before=1)
-        assert hall.door.num_refused == 1
+        assert hall.listener.num_refused == 1
 
     def test_a_successor_that_has_only_arrived_outdates_the_old_one(self, hall: Hall) -> None:
         old = hall.seat()
@@ -190,7 +190,7 @@ class TestSeats:
         hall.until(lambda: all(seat.answered for seat in seats), "both did")
 
     def test_an_actor_wakes_for_whichever_group_is_answered(self, hall: Hall, tmp_path: Path) -> None:
-        (tmp_path / "address").write_text(hall.door.address)
+        (tmp_path / "address").write_text(hall.listener.address)
         acting = RemoteActing(LAYOUT, tmp_path / "address", 0, 0)
         leaves = [np.ones((2, 3), np.float32), np.ones(2, np.bool_)]
         question = ActRequest(leaves, np.zeros(2, np.bool_), None, torch.zeros(2))
@@ -213,11 +213,14 @@ class TestSeats:
     def test_a_client_of_another_server_is_told_so(self, shm_dir: Path, hall: Hall) -> None:
         halves = dataclasses.replace(LAYOUT, num_servers=2)
         (shm_dir / "halves").mkdir()
-        hall.door.close()
+        hall.listener.close()
         hall.board = ActBoard(shm_dir / "halves", halves)
-        hall.door, hall.batcher = ActDoor(hall.board, 1, "tcp://127.0.0.1:0"), Batcher(hall.board, 1, BatchRule())
+        hall.listener, hall.batcher = (
+            ActListener(hall.board, 1, "tcp://127.0.0.1:0"),
+            Batcher(hall.board, 1, BatchRule()),
+        )
         for client in (0, 1):  # the first is that of server 0
-            hall.seats.append(RemoteSeat(hall.door.address, halves, client))
+            hall.seats.append(RemoteSeat(hall.listener.address, halves, client))
             put(hall.seats[-1], 5)
         with pytest.raises(Refused, match="server 1 does not serve seat 0"):
             hall.until(lambda: hall.seats[0].answered, "it was refused")
@@ -254,7 +257,7 @@ class TestSeats:
         tiny = ActLayout((Leaf("observation", (), np.dtype(np.int8)),), Leaf("action", (), np.dtype(np.int64)))
         assert ActWire(tiny).question_bytes < 257  # the least that a client of CURVE introduces itself with
         hall = Hall(shm_dir, tiny, secret=SECRET)
-        hall.seats.append(RemoteSeat(hall.door.address, tiny, 0, secret=SECRET))
+        hall.seats.append(RemoteSeat(hall.listener.address, tiny, 0, secret=SECRET))
         hall.seats[0].ask()
         wait_until(lambda: hall.has_all_asked(hall.seats), "the question came")
         hall.close()
@@ -265,7 +268,7 @@ class TestSeats:
 
     def test_a_taken_port_is_refused(self, hall: Hall) -> None:
         with pytest.raises(ConfigError, match=r"cannot listen for act requests at tcp://127.*Choose another address"):
-            ActDoor(hall.board, 0, hall.door.address)
+            ActListener(hall.board, 0, hall.listener.address)
 
 
 def question(count: int = (1 << LIFE_BITS) + 1, **words: int) -> bytes:
@@ -321,12 +324,12 @@ class TestFrames:
         hostile = hall.dealer()
         hostile.send_multipart(frames)
         hostile.send(question())  # too late to behave
-        hall.until(lambda: hall.door.num_refused == 1, "it was refused")
+        hall.until(lambda: hall.listener.num_refused == 1, "it was refused")
         seat = hall.seat()
         hall.exchange(seat, 1)
         check(seat, 1, num_before=0)
         assert hall.num_answered == 1
-        assert hall.door.num_refused == 1
+        assert hall.listener.num_refused == 1
 
     def test_a_frame_longer_than_any_question_ends_the_connection(self, hall: Hall) -> None:
         hostile = hall.dealer()
@@ -357,18 +360,18 @@ class TestChoices:
 
     def answer(self, hall: Hall) -> None:
         """Echoes what lies on the board."""
-        round = hall.door.next(hall.batcher, 0.0)
+        round = hall.listener.next(hall.batcher, 0.0)
         if round is not None:
             hall.board.action[round.seats] = hall.board.observation[1][round.seats]
             hall.batcher.settle(round, 1)
-            hall.door.reply(round)
+            hall.listener.reply(round)
 
     def is_answered(self, hall: Hall, seat: RemoteSeat) -> bool:
         self.answer(hall)
         return seat.answered
 
     def seat(self, hall: Hall, client: int) -> RemoteSeat:
-        hall.seats.append(RemoteSeat(hall.door.address, PLACES, client))
+        hall.seats.append(RemoteSeat(hall.listener.address, PLACES, client))
         hall.seats[-1].observation[0][...] = (2, 5)
         return hall.seats[-1]
 
@@ -389,11 +392,11 @@ class TestChoices:
         stray.ask()
         with pytest.raises(Refused, match=said):
             wait_until(lambda: self.is_answered(hall, stray), "it was refused")
-        assert hall.door.num_refused == 1
+        assert hall.listener.num_refused == 1
         assert hall.board.asked[0] == 0 and not any(leaf[0].any() for leaf in hall.board.observation)
         for value in (-1, 1):
             good.observation[1][...] = value
             good.ask()
             wait_until(lambda: self.is_answered(hall, good), "the other one was answered")
             assert good.action.tolist() == [value, value]
-        assert hall.door.num_refused == 1
+        assert hall.listener.num_refused == 1

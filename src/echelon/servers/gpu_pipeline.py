@@ -24,8 +24,8 @@ from echelon.transport.act_board import ActBoard
 from echelon.transport.batcher import Round
 
 Array = np.ndarray[Any, Any]
-Tell = Callable[[str], None]
-MAX_STRETCHES = 8  # copies a lane starts for one leaf of a round; a round in more pieces is gathered by the CPU
+Reporter = Callable[[str], None]
+MAX_STRETCHES = 8  # copies a pipeline starts for one leaf of a round; a round in more pieces is gathered by the CPU
 SPIN_S = 200e-6  # how long the GPU is waited for without sleep: most rounds land within what waking up takes
 NUM_WARM_UPS = 3  # calls before a capture: libraries choose their kernels and take their memory
 
@@ -48,7 +48,7 @@ def bucket_of(num_seats: int, most: int) -> int:
 
 @dataclass(slots=True)
 class Timings:
-    """Where the GPU's time went, in milliseconds, over `passes` of the lanes."""
+    """Where the GPU's time went, in milliseconds, over `passes` of the pipelines."""
 
     passes: int = 0
     to_gpu_ms: float = 0.0
@@ -57,13 +57,13 @@ class Timings:
 
 
 @dataclass(slots=True)
-class LaneContext:
-    """How the lanes of one server compute, and what they found out about it."""
+class PipelineContext:
+    """How the pipelines of one server compute, and what they found out about it."""
 
     policy: Policy
     board: ActBoard
     locked: bool  # the board's memory is page-locked
-    tell: Tell
+    report: Reporter
     captures: bool = True  # until the network shows that it cannot be captured
     timings: Timings = field(default_factory=Timings)
 
@@ -90,10 +90,10 @@ class Marks:
         timings.from_gpu_ms += self.computed.elapsed_time(self.end)
 
 
-class Lane:
+class GpuPipeline:
     """The way of one group through the GPU: a stream, buffers, a generator, and a graph per bucket."""
 
-    def __init__(self, passes: LaneContext, seats: range, seed: int) -> None:
+    def __init__(self, passes: PipelineContext, seats: range, seed: int) -> None:
         self.passes, self.model, self.board = passes, passes.policy.model, passes.board
         num_seats = self.num_seats = len(seats)
         self._seats, self.busy = np.asarray(seats), False
@@ -195,7 +195,7 @@ class Lane:
                 reason = str(error).partition("\n")[0]
                 self._generator = torch.Generator(self.model.device).manual_seed(self._generator.initial_seed())
                 self.passes.captures = False
-                self.passes.tell(
+                self.passes.report(
                     "the network cannot be captured in a CUDA graph and is called plainly, which is slower for small "
                     f"batches: {reason} A network that never looks at its numbers on the CPU (.item(), if) can be."
                 )

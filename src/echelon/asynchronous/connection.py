@@ -1,4 +1,4 @@
-"""The line to a learner: one message under way at a time, repeated until it is answered, whoever is lost meanwhile.
+"""The connection to a learner: one message is in flight at a time and is repeated until it is answered.
 
 The worker waits here for its answers. A learner that is gone, or was stopped, is waited for with growing patience, and
 the user is told once when it is lost and once when it is back. One that does not let this worker in (another secret) is
@@ -19,7 +19,7 @@ from echelon.transport.episode_wire import (
     EPISODES,
     LIMITS,
     TASK,
-    FromDoor,
+    FromGateway,
     FromWorker,
     Over,
     Stopped,
@@ -31,8 +31,8 @@ from echelon.transport.episode_wire import (
 
 FIRST_REPEAT_S, MAX_REPEAT_S = 2.0, 15.0  # when an unanswered message is sent again
 WAIT_S = 0.2  # between two looks at a learner that is still starting
-TOLD_AFTER_S = 2.0  # of silence after the first repeat ...
-STARTING_S = 60.0  # ... or of one that said it was still starting: it opens its door soon
+REPORT_AFTER_S = 2.0  # of silence after the first repeat ...
+STARTING_S = 60.0  # ... or of one that said it was still starting: it opens its gateway soon
 QUEUED_MESSAGES = 2
 WINDOW = 4_096  # round trips that are remembered
 
@@ -43,16 +43,16 @@ class RunOver(Exception):
     """The learner has ended its run."""
 
 
-class Line:
-    """Messages to the door of one learner, and its answers."""
+class LearnerConnection:
+    """Messages to the gateway of one learner, and its answers."""
 
     def __init__(
-        self, address: str, name: str, secret: str | None, patience_s: float, tell: Callable[[str], None]
+        self, address: str, name: str, secret: str | None, patience_s: float, report: Callable[[str], None]
     ) -> None:
-        """`name` is the worker's. Gives up on a learner that is silent for `patience_s`; `tell` gets what the user
+        """`name` is the worker's. Gives up on a learner that is silent for `patience_s`; `report` gets what the user
         should know."""
-        self.address, self._patience_s, self._tell = address, patience_s, tell
-        self._is_lost, self._told_after_s, self._is_stopped = False, TOLD_AFTER_S, False
+        self.address, self._patience_s, self._report = address, patience_s, report
+        self._is_lost, self._report_after_s, self._is_stopped = False, REPORT_AFTER_S, False
         self.last_sent = 0.0  # when, by the monotonic clock
         self.round_trips: collections.deque[float] = collections.deque(maxlen=WINDOW)  # seconds to the newest answers
         self._client = Client(
@@ -75,11 +75,11 @@ class Line:
         while True:
             answer = self._await(frames, number)
             if isinstance(answer, Wait):
-                self._told_after_s = STARTING_S
+                self._report_after_s = STARTING_S
                 time.sleep(WAIT_S)
             elif isinstance(answer, kinds):
-                self._tell_back()
-                self._told_after_s = TOLD_AFTER_S
+                self._report_back()
+                self._report_after_s = REPORT_AFTER_S
                 self.round_trips.append(time.monotonic() - start)
                 return answer
             else:
@@ -90,7 +90,7 @@ class Line:
         self.last_sent = time.monotonic()
         self._client.post(EPISODES, [bytearray(HEADER.size), *pack(message)])
 
-    def _await(self, frames: list[Part], number: int) -> FromDoor:
+    def _await(self, frames: list[Part], number: int) -> FromGateway:
         self.last_sent = time.monotonic()
         request = self._client.ask(EPISODES if number else TASK, lambda: frames, number=number)
         while not self._client.wait(request, WAIT_S):
@@ -107,27 +107,27 @@ class Line:
             if isinstance(said, Over):
                 raise RunOver
             if isinstance(said, Stopped):
-                self._tell_stopped()
+                self._report_stopped()
 
     def _check_silence(self, silent_s: float) -> None:
         if silent_s > self._patience_s:
             raise TransportTimeout(
                 f"the learner at {self.address} was silent for {silent_s:.0f} s: {self._client.why_silent()}"
             )
-        if silent_s > self._told_after_s and not self._is_lost:
+        if silent_s > self._report_after_s and not self._is_lost:
             self._is_lost = True
-            self._tell(f"no answer from the learner at {self.address}: {self._client.why_silent()} Trying again.")
+            self._report(f"no answer from the learner at {self.address}: {self._client.why_silent()} Trying again.")
 
-    def _tell_stopped(self) -> None:
+    def _report_stopped(self) -> None:
         """Once, though every message until it is gone is answered so."""
         if not self._is_stopped:
             self._is_lost = self._is_stopped = True
-            self._tell(f"the learner at {self.address} was stopped; trying again until it is resumed")
+            self._report(f"the learner at {self.address} was stopped; trying again until it is resumed")
 
-    def _tell_back(self) -> None:
+    def _report_back(self) -> None:
         if self._is_lost:
             self._is_lost = self._is_stopped = False
-            self._tell(f"the learner at {self.address} is there again")
+            self._report(f"the learner at {self.address} is there again")
 
     def close(self) -> None:
         self._client.close()

@@ -1,7 +1,7 @@
 """The lobby: where the first worker says what its environment observes and does, before a run can be laid out.
 
 For learners whose machine has no environment. Waits for: a worker that arrives and fits; it is told to wait, and finds
-the door at the same address when the run has begun. One that does not fit is refused, and the next is waited for.
+the gateway at the same address when the run has begun. One that does not fit is refused, and the next is waited for.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from echelon import config_io
 from echelon.algorithms.model import Model
 from echelon.config import TrainConfig
 from echelon.errors import ConfigError, Refused
-from echelon.roles.attendance import Knocking
-from echelon.roles.door import check_own, check_protocol, spaces_of
-from echelon.roles.own import StateLayout
+from echelon.roles.gateway import check_protocol, check_user_policy, spaces_of
 from echelon.roles.plan.replay import transition_layout
+from echelon.roles.user_policy import StateLayout
+from echelon.roles.worker_registry import HandshakeReport
 from echelon.schema import Spaces
 from echelon.transport.channel import Message
 from echelon.transport.channel_server import Server
@@ -39,10 +39,13 @@ MAX_BYTES = 1 << 20
 LOOK_S = 1.0
 
 
-def await_spaces(config: TrainConfig, own: StateLayout | None, tell: Callable[[str], None]) -> tuple[Spaces, str]:
-    """The spaces of the first worker that fits, and the address at which it will look for the door."""
+def await_spaces(config: TrainConfig, own: StateLayout | None, report: Callable[[str], None]) -> tuple[Spaces, str]:
+    """The spaces of the first worker that fits, and the address at which it will look for the gateway."""
     task = Task(config_io.to_json(config), own.to_json() if own is not None else None)
-    door, knocking = Server("workers", config.workers.address, secret_from_environment(), MAX_BYTES), Knocking(tell)
+    server, handshakes = (
+        Server("workers", config.workers.address, secret_from_environment(), MAX_BYTES),
+        HandshakeReport(report),
+    )
     found: list[Spaces] = []
 
     def take(asked: Message) -> None:
@@ -50,24 +53,24 @@ def await_spaces(config: TrainConfig, own: StateLayout | None, tell: Callable[[s
             said = from_worker(asked)
             spaces = _spaces_in(said, config)
         except Refused as error:
-            tell(f"a worker was refused: {error}")
+            report(f"a worker was refused: {error}")
             raise
         if not isinstance(said, Sign | Leave):
             answer = Wait() if spaces is not None else Stranger()
-            door.answer(asked, *pack(task if isinstance(said, Ask) else answer))
+            server.answer(asked, *pack(task if isinstance(said, Ask) else answer))
         found.extend([spaces] if spaces is not None else [])
 
-    door.serve(TASK, take)
-    door.serve(EPISODES, take)
+    server.serve(TASK, take)
+    server.serve(EPISODES, take)
     try:
-        tell(f"waiting at {door.address.removeprefix('tcp://')} for the first worker, for its spaces")
+        report(f"waiting at {server.address.removeprefix('tcp://')} for the first worker, for its spaces")
         while not found:
-            if not door.take(1):
-                door.sleep(LOOK_S)
-                knocking.look(door.num_refused_handshakes)
-        return found[0], door.address
+            if not server.take(1):
+                server.sleep(LOOK_S)
+                handshakes.look(server.num_refused_handshakes)
+        return found[0], server.address
     finally:
-        door.close()
+        server.close()
 
 
 def _spaces_in(message: FromWorker, config: TrainConfig) -> Spaces | None:
@@ -76,7 +79,7 @@ def _spaces_in(message: FromWorker, config: TrainConfig) -> Spaces | None:
         check_protocol(message.protocol)
     if not isinstance(message, Arrive):
         return None
-    check_own(message, config)
+    check_user_policy(message, config)
     spaces = spaces_of(message)
     try:
         transition_layout(config, spaces)

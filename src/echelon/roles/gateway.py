@@ -1,6 +1,6 @@
-"""The door: where workers bring their episodes and get the newest weights, in a process of its own.
+"""The gateway: where workers bring their episodes and get the newest weights, in a process of its own.
 
-Waits for: messages of workers. Wakes: the learner, by appending to the door's replay shard. It answers every message at
+Waits for: messages of workers. Wakes: the learner, by appending to its own replay shard. It answers every message at
 once, whatever the learner is at, and the learner never waits for it. If it dies, its successor listens at the same
 address and goes on with what lies in shared memory (`journal`); workers repeat what was not answered.
 """
@@ -17,12 +17,12 @@ import numpy as np
 from echelon import config_io
 from echelon.config import TrainConfig
 from echelon.errors import ConfigError, Refused
-from echelon.roles.attendance import EVER, HEARD_S, Attendance, Knocking
 from echelon.roles.context import Context, Station
 from echelon.roles.handling import Handling
 from echelon.roles.intake import Intake
 from echelon.roles.journal import Entry, Evaluation, Journal
 from echelon.roles.plan.parts import Plan
+from echelon.roles.worker_registry import EVER, HEARD_S, HandshakeReport, WorkerRegistry
 from echelon.schema import Spaces, space_choices, space_leaves
 from echelon.transport.channel import NOTHING, Message
 from echelon.transport.channel_server import Server
@@ -32,7 +32,7 @@ from echelon.transport.episode_wire import (
     TASK,
     Arrive,
     Ask,
-    FromDoor,
+    FromGateway,
     Leave,
     Next,
     Over,
@@ -58,7 +58,7 @@ GOODBYE_S = 2.0  # longer than a worker takes to connect again
 BURST = 16  # messages between two looks at the rest of the world
 
 
-class Bulletin:
+class WeightsCache:
     """The newest weights as they are sent, read once a version."""
 
     def __init__(self, board: WeightsBoard, nbytes: int) -> None:
@@ -79,7 +79,7 @@ class Bulletin:
         return self._version, self._weights if version != self._version else None
 
 
-class EpisodeDoor:
+class Gateway:
     """Deals with one message after the other."""
 
     def __init__(self, context: Context) -> None:
@@ -87,29 +87,29 @@ class EpisodeDoor:
         self.station, self.finished, self.next_report = Station(context), False, 0.0
         plan = Plan(context)
         self.intake, self.tally = Intake(plan.replay), plan.replay.tally()
-        self.bulletin = Bulletin(plan.board(), plan.weights_bytes)
+        self.weights_cache = WeightsCache(plan.board(), plan.weights_bytes)
         self.journal = Journal.at(context.session, self.tally, self.config.workers.evaluation)
         self.journal.recover(self.intake.writer.head)
         self.handling, self.is_over, self.num_logged = Handling(), False, 0
-        self.intake.tell()  # a predecessor may have died before it did
+        self.intake.wake_learner()  # a predecessor may have died before it did
         self._log()
-        tell = functools.partial(self.station.report, "message")
-        self.attendance, self.knocking = Attendance(self.journal, tell), Knocking(tell)
+        report = functools.partial(self.station.report, "message")
+        self.worker_registry, self.handshakes = WorkerRegistry(self.journal, report), HandshakeReport(report)
         self.station.world.serve("over", self._end)
-        own = plan.own_layout.to_json() if self.config.algorithm.is_users else None
+        own = plan.user_layout.to_json() if self.config.algorithm.is_users else None
         self.task = Task(train=config_io.to_json(self.config), own=own)
         file = plan.workers_file
         address = file.read_text() if file.exists() else self.config.workers.address
-        self.door = Server("workers", address, secret_from_environment(), self.intake.max_bytes, QUEUED_MESSAGES)
-        self.door.serve(TASK, self._take_message)
-        self.door.serve(EPISODES, self._take_message)
-        announce(file, self.door.address)
+        self.server = Server("workers", address, secret_from_environment(), self.intake.max_bytes, QUEUED_MESSAGES)
+        self.server.serve(TASK, self._take_message)
+        self.server.serve(EPISODES, self._take_message)
+        announce(file, self.server.address)
         if context.incarnation == 0:
-            tell(f"workers come to {self.door.address.removeprefix('tcp://')} ({self._command()})")
+            report(f"workers come to {self.server.address.removeprefix('tcp://')} ({self._command()})")
 
     def _command(self) -> str:
-        """What starts a worker; a door that is open to all hosts is named by its own."""
-        host, _, port = self.door.address.removeprefix("tcp://").rpartition(":")
+        """What starts a worker; a gateway that is open to all hosts is named by its own."""
+        host, _, port = self.server.address.removeprefix("tcp://").rpartition(":")
         own = " --env ENV --policy MODULE:NAME" if self.config.algorithm.is_users else ""
         return f"echelon worker --learner {sockets.gethostname() if host == '0.0.0.0' else host}:{port}{own}"
 
@@ -122,12 +122,12 @@ class EpisodeDoor:
             self._say_goodbye()
             self.finished = True
             return False
-        worked = self.door.take(BURST)
+        worked = self.server.take(BURST)
         now = time.perf_counter()
         if now >= self.next_report:
-            self._tell(now)
+            self._report(now)
         if not worked:
-            self.door.sleep(timeout_s)
+            self.server.sleep(timeout_s)
             self.station.waited(now)
             return False
         self.station.phases["transfer"] = self.handling.seconds
@@ -141,17 +141,19 @@ class EpisodeDoor:
         frames, deadline = pack(Over() if self.is_over else Stopped()), time.monotonic() + GOODBYE_S
 
         def say(message: Message) -> None:
-            self.door.post(message.connection, EPISODES, *frames)
+            self.server.post(message.connection, EPISODES, *frames)
 
-        self.door.serve(TASK, say)
-        self.door.serve(EPISODES, say)
-        untold, here = set(self.journal.sockets(EVER)), set(self.journal.sockets(HEARD_S))
+        self.server.serve(TASK, say)
+        self.server.serve(EPISODES, say)
+        unnotified, here = set(self.journal.sockets(EVER)), set(self.journal.sockets(HEARD_S))
         while True:
-            untold = {name for name in untold if not (self._say_last(name) and self.door.post(name, EPISODES, *frames))}
-            if not untold & here:
+            unnotified = {
+                name for name in unnotified if not (self._say_last(name) and self.server.post(name, EPISODES, *frames))
+            }
+            if not unnotified & here:
                 return
-            self.door.sleep(0.05)
-            while time.monotonic() < deadline and self.door.take(BURST):
+            self.server.sleep(0.05)
+            while time.monotonic() < deadline and self.server.take(BURST):
                 pass
             if time.monotonic() >= deadline:
                 return
@@ -161,7 +163,7 @@ class EpisodeDoor:
         worker would bring to the next run what is counted in this one."""
         row = self.journal.row_at(name)
         asked = Message(name, EPISODES, False, self.journal.last(row), NOTHING, [])
-        return self.door.answer(asked, *pack(Next(self.journal.evaluates(row), 0, None, self.tally.env_steps)))
+        return self.server.answer(asked, *pack(Next(self.journal.evaluates(row), 0, None, self.tally.env_steps)))
 
     def _take_message(self, asked: Message) -> None:
         """One message, from anybody at all."""
@@ -172,7 +174,7 @@ class EpisodeDoor:
                 self._note(message)
             else:
                 is_episode = isinstance(message, Piece)
-                self.door.answer(asked, *pack(self._answer(message)), copy=False)
+                self.server.answer(asked, *pack(self._answer(message)), copy=False)
         except Refused as error:
             self.handling.refused += 1
             if self.handling.refused <= 5 or self.handling.refused % 100 == 0:
@@ -185,28 +187,28 @@ class EpisodeDoor:
         """What has no answer."""
         if isinstance(message, Leave):
             if self.journal.leave(message.worker):
-                self.attendance.left(message.worker)
+                self.worker_registry.left(message.worker)
         elif self.journal.row_of(message.worker) is not None:
-            self.attendance.heard(message.worker)
+            self.worker_registry.heard(message.worker)
 
-    def _answer(self, message: Ask | Arrive | Piece | Score) -> FromDoor:
+    def _answer(self, message: Ask | Arrive | Piece | Score) -> FromGateway:
         if isinstance(message, Ask):
             check_protocol(message.protocol)
             return self.task
-        if not (self.tally.is_open and self.bulletin.version):
+        if not (self.tally.is_open and self.weights_cache.version):
             return Wait()
         if isinstance(message, Arrive):
             check_protocol(message.protocol)
             self._check_arrival(message)
             is_new = self.journal.row_of(message.worker) is None
             row = self.journal.enter(message.worker)
-            self.attendance.heard(message.worker, is_new=is_new)
-            version, weights = self.bulletin.newer_than(0)
+            self.worker_registry.heard(message.worker, is_new=is_new)
+            version, weights = self.weights_cache.newer_than(0)
             return Welcome(place=row, version=version, weights=weights, env_steps=self.tally.env_steps)
         found = self.journal.row_of(message.worker)
         if found is None:
             return Stranger()
-        self.attendance.heard(message.worker)
+        self.worker_registry.heard(message.worker)
         if message.number > self.journal.last(found):
             self._take(message, found)
         else:
@@ -214,12 +216,12 @@ class EpisodeDoor:
         return self._next(message, found)
 
     def _next(self, message: Piece | Score, row: int) -> Next:
-        version, weights = self.bulletin.newer_than(message.has_version)
+        version, weights = self.weights_cache.newer_than(message.has_version)
         evaluates = self.journal.evaluates(row)
         return Next(evaluates, version, weights, self.tally.env_steps)
 
     def _check_arrival(self, arrival: Arrive) -> None:
-        check_own(arrival, self.config)
+        check_user_policy(arrival, self.config)
         mine, theirs = self.context.spaces, spaces_of(arrival)
         if not same_spaces(mine, theirs):
             raise Refused(
@@ -244,9 +246,9 @@ class EpisodeDoor:
         ended = (value, length) if message.terminated or message.truncated else None
         num_steps = len(message.reward) - message.num_old
         self.journal.begin(Entry(row, message.number, head + len(spans.start), num_steps, ended))
-        self.intake.append(message, spans, self.bulletin.version)
+        self.intake.append(message, spans, self.weights_cache.version)
         self.journal.finish()
-        self.intake.tell()
+        self.intake.wake_learner()
 
     def _log(self) -> None:
         """Tells of evaluations that we have not told of; those of a predecessor may come again."""
@@ -257,21 +259,21 @@ class EpisodeDoor:
             self.station.report("worker_evaluation", number, score)
             self.num_logged = number
 
-    def _tell(self, now: float) -> None:
+    def _report(self, now: float) -> None:
         """How workers are served, for the record."""
         self.next_report = now + REPORT_S
-        self.attendance.look()
-        self.knocking.look(self.door.num_refused_handshakes)
+        self.worker_registry.look()
+        self.handshakes.look(self.server.num_refused_handshakes)
         totals, seconds = self.journal.totals(), self.journal.seconds
         per_hour = 3600.0 * totals["interactions"] / seconds if seconds else 0.0
-        figures = {"workers": self.attendance.num_here, **totals, "interactions_per_hour": per_hour}
-        figures |= {"transitions": self.intake.writer.head, "refused": self.door.num_refused}
+        figures = {"workers": self.worker_registry.num_here, **totals, "interactions_per_hour": per_hour}
+        figures |= {"transitions": self.intake.writer.head, "refused": self.server.num_refused}
         figures |= self.handling.figures()
-        self.station.gauge.show_figures("door", figures)
+        self.station.gauge.show_figures("gateway", figures)
 
     def close(self) -> None:
-        self._tell(time.perf_counter())
-        self.door.close()
+        self._report(time.perf_counter())
+        self.server.close()
         self.station.close()
 
 
@@ -282,12 +284,12 @@ def check_protocol(protocol: int) -> None:
         )
 
 
-def check_own(arrival: Arrive, config: TrainConfig) -> None:
+def check_user_policy(arrival: Arrive, config: TrainConfig) -> None:
     """Raises Refused where only one of both has a policy of the user's own."""
-    is_own = config.algorithm.is_users
-    if arrival.own and not is_own:
+    has_user_policy = config.algorithm.is_users
+    if arrival.own and not has_user_policy:
         raise Refused(f"the learner trains {config.preset}, but the worker brings a policy of its own. Drop it.")
-    if is_own and not arrival.own:
+    if has_user_policy and not arrival.own:
         raise Refused("the learner trains a policy of its user's: give the worker that policy too (policy=...).")
 
 
@@ -308,6 +310,6 @@ def same_spaces(mine: Spaces, theirs: Spaces) -> bool:
     return leaves[0] == leaves[1] and choices[0] == choices[1] and bool(mine.action == theirs.action)
 
 
-def door(config: dict[str, Any]) -> EpisodeDoor:
-    """The entry of a door process."""
-    return EpisodeDoor(Context.from_config(config))
+def gateway(config: dict[str, Any]) -> Gateway:
+    """The entry of a gateway process."""
+    return Gateway(Context.from_config(config))

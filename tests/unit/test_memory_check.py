@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from echelon import room
+from echelon import memory_check
 from echelon.errors import ConfigError
-from echelon.room import Free, check_processes, check_room, free_memory, num_out_of_memory
+from echelon.memory_check import Free, check_fits, check_processes, free_memory, num_out_of_memory
 
 GB = 10**9
 
@@ -19,8 +19,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "self").mkdir()
     (tmp_path / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {8 * GB // 1024} kB\n")
     (tmp_path / "self" / "cgroup").write_text("")
-    monkeypatch.setattr(room, "PROC", tmp_path)
-    monkeypatch.setattr(room, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(memory_check, "PROC", tmp_path)
+    monkeypatch.setattr(memory_check, "GROUPS", tmp_path / "groups")
     return tmp_path
 
 
@@ -48,9 +48,9 @@ def test_the_tightest_group_above_a_process_counts_and_cached_files_do_not(machi
     limit(root / "job", names, str(4 * GB), 3 * GB, f"{prefix}inactive_file {GB}\n")
     limit(root, names, str(2**60), 3 * GB, f"{prefix}inactive_file 0\n")
     assert free_memory().nbytes == 2 * GB and free_memory(machine).nbytes <= 2 * GB
-    check_room(2 * GB, "a buffer", free_memory())
+    check_fits(2 * GB, "a buffer", free_memory())
     with pytest.raises(ConfigError, match=r"a buffer needs 2\.50 GB of memory, where 2\.00 GB are free\. Lower --size"):
-        check_room(5 * GB // 2, "a buffer", free_memory(), "--size")
+        check_fits(5 * GB // 2, "a buffer", free_memory(), "--size")
 
 
 def test_a_container_that_sees_only_its_own_group_is_limited_by_it(machine: Path) -> None:

@@ -1,4 +1,4 @@
-"""The door, stepped by hand: what it takes in, what it refuses, and what it answers."""
+"""The gateway, stepped by hand: what it takes in, what it refuses, and what it answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import toy_envs as toy
-from echelon.asynchronous.lanes import Lanes
+from echelon.asynchronous.open_episodes import OpenEpisodes
 from echelon.config import replace
 from echelon.envs.make import make_group
 from echelon.envs.vector import StepRows
@@ -80,7 +80,7 @@ def test_what_comes_again_is_answered_and_not_taken_again(make_entrance: Any) ->
     assert not entrance.ask(piece(number=1)).evaluates
     for _ in range(3):
         assert entrance.ask(piece(number=2)).evaluates, "the same answer"
-    assert entrance.head == 10 and entrance.door.journal.totals()["repeated"] == 2
+    assert entrance.head == 10 and entrance.gateway.journal.totals()["repeated"] == 2
     score = Score("w", 3, 1, 1, -3.5, 40)
     for _ in range(2):
         assert not entrance.ask(score).evaluates
@@ -88,7 +88,7 @@ def test_what_comes_again_is_answered_and_not_taken_again(make_entrance: Any) ->
     entrance.stage.world.poll(0.0)
     (number, told), *others = entrance.told["worker_evaluation"]
     assert (number, told["return_mean"], told["length_mean"], told["worker"]) == (1, -3.5, 40.0, "w") and not others
-    totals = entrance.door.journal.totals()
+    totals = entrance.gateway.journal.totals()
     assert totals == {"episodes": 3, "evaluations": 1, "interactions": 50, "repeated": 3}
 
 
@@ -96,10 +96,10 @@ def test_a_successor_knows_the_workers_and_what_they_brought(make_entrance: Any)
     entrance = make_entrance()
     entrance.arrive()
     entrance.ask(piece(number=1))
-    address = entrance.door.door.address
-    entrance.door.close()
-    entrance.door = entrance.make_door(incarnation=1)
-    assert entrance.door.door.address == address
+    address = entrance.gateway.server.address
+    entrance.gateway.close()
+    entrance.gateway = entrance.make_gateway(incarnation=1)
+    assert entrance.gateway.server.address == address
     assert isinstance(entrance.ask(piece(number=1)), Next) and entrance.head == 5
     assert isinstance(entrance.ask(piece(number=2)), Next) and entrance.head == 10
 
@@ -114,8 +114,8 @@ def test_a_successor_tells_again_of_the_evaluations_that_may_not_have_been_told(
     told = entrance.told["worker_evaluation"]
     assert [(number, score["return_mean"]) for number, score in told] == [(1, 1.0), (2, 2.0)]
     told.clear()
-    entrance.door.close()
-    entrance.door = entrance.make_door(incarnation=1)
+    entrance.gateway.close()
+    entrance.gateway = entrance.make_gateway(incarnation=1)
     entrance.stage.world.poll(0.0)
     assert [(number, score["return_mean"]) for number, score in told] == [(1, 1.0), (2, 2.0)]
 
@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(make_entrance: Any, me
     answer = entrance.ask(message)
     with pytest.raises(Refused, match=words):
         raise answer
-    assert entrance.head == 5 and entrance.door.journal.totals()["episodes"] == 1
+    assert entrance.head == 5 and entrance.gateway.journal.totals()["episodes"] == 1
     assert entrance.ask(piece(number=3), 0.1) is None, "nothing more is taken from that connection"
     entrance.client.close()
     entrance.client = entrance.connect(b"")  # another process of that worker's
@@ -195,7 +195,7 @@ def test_hostile_frames_cost_the_connection(make_entrance: Any, frames: list[Any
     entrance = make_entrance()
     assert isinstance(entrance.finish(entrance.begin(TASK, frames)), Refused)
     assert entrance.ask(Ask(PROTOCOL), 0.1) is None
-    assert entrance.door.door.num_refused == 1 and entrance.head == 0
+    assert entrance.gateway.server.num_refused == 1 and entrance.head == 0
 
 
 def test_stacked_images_lie_once(make_entrance: Any) -> None:
@@ -222,7 +222,7 @@ def test_priorities_start_with_the_largest_so_far(make_entrance: Any) -> None:
     entrance = make_entrance(**{"replay.prioritized": True})
     entrance.arrive()
     entrance.ask(piece(number=1))
-    entrance.door.tally.raise_top(7.5)
+    entrance.gateway.tally.raise_top(7.5)
     entrance.ask(piece(number=2))
     assert entrance.items()["priority"].tolist() == [1.0] * 5 + [7.5] * 5
 
@@ -241,29 +241,29 @@ def test_the_door_brings_the_transitions_that_an_actor_would(make_entrance: Any,
     flags = [np.zeros(2, np.bool_) for _ in range(3)]
     rows = StepRows([np.zeros((2, 3), np.float32)], np.zeros(2, np.float32), *flags)
     leaf, action = space_leaves(group.spaces.observation), action_leaf(group.spaces.action)
-    lanes, number = Lanes(2, 5, 3, leaf, action), 0
+    episodes, number = OpenEpisodes(2, 5, 3, leaf, action), 0
     group.reset(rows.observation)
-    lanes.begin(np.arange(2), rows.observation)
+    episodes.begin(np.arange(2), rows.observation)
     for _ in range(50):  # four episodes, and two steps of a fifth
         assert actor.step(0.0)
         group.step(np.zeros(2, np.int64), rows)
-        for stretch in lanes.step(np.zeros(2, np.int64), 1, rows):
+        for stretch in episodes.step(np.zeros(2, np.int64), 1, rows):
             number += 1
             names = ("action", "reward", "version", "num_old", "terminated", "truncated")
             fields = {name: getattr(stretch, name) for name in (*names, "episode_return", "episode_length")}
             answer = entrance.ask(piece(number=number, observation=stretch.leaves(set()), **fields))
             assert isinstance(answer, Next), answer
             if stretch.ended:
-                lanes.end(stretch.lane, evaluates=False)
+                episodes.end(stretch.env, evaluates=False)
             else:
-                lanes.go_on(stretch.lane)
+                episodes.go_on(stretch.env)
     mine, theirs = entrance.items(), items_of(stage)
     stage.close()
     for name in ("observation", "next_observation", "reward", "discount", "version", "priority"):
         np.testing.assert_array_equal(mine[name][order(mine)], theirs[name][order(theirs)], err_msg=name)
     tally = stage.plan.replay.tally()
-    assert entrance.door.tally.counts_of(0)[1] == tally.counts_of(0)[1] == 8
-    np.testing.assert_array_equal(entrance.door.tally.ended(0, 0), tally.ended(0, 0))
+    assert entrance.gateway.tally.counts_of(0)[1] == tally.counts_of(0)[1] == 8
+    np.testing.assert_array_equal(entrance.gateway.tally.ended(0, 0), tally.ended(0, 0))
 
 
 def order(items: dict[str, Array]) -> Array:

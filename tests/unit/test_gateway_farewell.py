@@ -1,4 +1,4 @@
-"""The door, when workers leave it or it leaves them; and the bounds of what they do."""
+"""The gateway, when workers leave it or it leaves them; and the bounds of what they do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import toy_envs as toy
 from echelon.errors import Refused
-from echelon.roles import door as door_module
+from echelon.roles import gateway as door_module
 from echelon.roles.intake import action_bounds
 from echelon.transport.episode_wire import EPISODES, Leave, Next, Over, Sign, Stopped, Stranger, pack
 from entrance import piece
@@ -20,24 +20,24 @@ from entrance import piece
 def test_all_workers_are_told_whether_the_run_is_over_or_stopped(make_entrance: Any, calls: Any, word: Any) -> None:
     entrance = make_entrance()
     entrance.arrive()
-    entrance.door.journal.enter("gone for ever")
-    entrance.door.journal._workers["heard"] -= 1e6  # both said nothing for long; one is still connected
+    entrance.gateway.journal.enter("gone for ever")
+    entrance.gateway.journal._workers["heard"] -= 1e6  # both said nothing for long; one is still connected
     for call in calls:
-        entrance.stage.world.post("door-0", call)
-    assert isinstance(entrance.said(), word) and entrance.door.finished
+        entrance.stage.world.post("gateway-0", call)
+    assert isinstance(entrance.said(), word) and entrance.gateway.finished
 
 
 def test_what_is_counted_is_answered_before_the_end_whoever_took_it(
     make_entrance: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A door that dies before it answers leaves that to its successor, which may have no time but for a goodbye."""
+    """A gateway that dies before it answers leaves that to its successor, which may have no time but for a goodbye."""
     entrance = make_entrance()
     entrance.arrive()
     with monkeypatch.context() as patch:
-        patch.setattr(entrance.door.door, "send", lambda *frames, **options: True)
+        patch.setattr(entrance.gateway.server, "send", lambda *frames, **options: True)
         request = entrance.begin(EPISODES, list(pack(piece(number=1))), 1)
         entrance.until(lambda: entrance.head == 5, "it is counted")
-    entrance.stage.world.post("door-0", "stop")
+    entrance.stage.world.post("gateway-0", "stop")
     answer = entrance.finish(request)
     assert isinstance(answer, Next) and answer.weights is None
     assert isinstance(entrance.said(), Stopped)
@@ -46,21 +46,21 @@ def test_what_is_counted_is_answered_before_the_end_whoever_took_it(
 def test_nobody_keeps_a_door_open_by_talking(make_entrance: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_module, "GOODBYE_S", 0.05)
     entrance = make_entrance()
-    entrance.door.journal.enter("coming back")
-    monkeypatch.setattr(entrance.door.door, "take", lambda most: most)
-    entrance.door.station.stop_requested = True
-    entrance.door.step(0.0)
-    assert entrance.door.finished
+    entrance.gateway.journal.enter("coming back")
+    monkeypatch.setattr(entrance.gateway.server, "take", lambda most: most)
+    entrance.gateway.station.stop_requested = True
+    entrance.gateway.step(0.0)
+    assert entrance.gateway.finished
 
 
 def test_workers_that_leave_are_forgotten_and_those_that_show_a_sign_are_not(make_entrance: Any) -> None:
     entrance = make_entrance()
     entrance.arrive()
-    journal, attendance = entrance.door.journal, entrance.door.attendance
+    journal, worker_registry = entrance.gateway.journal, entrance.gateway.worker_registry
     journal._workers["heard"] -= 1e6
-    assert attendance.num_here == 0
+    assert worker_registry.num_here == 0
     entrance.say(Sign("w"))
-    entrance.until(lambda: attendance.num_here == 1, "the sign was seen")
+    entrance.until(lambda: worker_registry.num_here == 1, "the sign was seen")
     for message in (Sign("nobody"), Leave("nobody"), Leave("w")):
         entrance.say(message)
     entrance.until(lambda: journal.sockets(float("inf")) == [], "it is forgotten")

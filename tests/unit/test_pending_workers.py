@@ -9,10 +9,10 @@ import gymnasium as gym
 import numpy as np
 
 import toy_envs as toy
-from echelon.config import OwnConfig, TrainConfig, replace
+from echelon.config import TrainConfig, UserPolicyConfig, replace
 from echelon.errors import Refused
-from echelon.roles.lobby import await_spaces
-from echelon.roles.own import StateLayout
+from echelon.roles.pending_workers import await_spaces
+from echelon.roles.user_policy import StateLayout
 from echelon.schema import Spaces
 from echelon.transport.channel import HEADER
 from echelon.transport.channel_client import Client, PendingRequest
@@ -74,7 +74,7 @@ def wait(config: TrainConfig, own: StateLayout | None, crowd: Crowd, misfits: Cr
 
 def test_the_first_worker_says_what_is_observed_and_done(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(toy.CounterEnv, "dqn", **FIELDS)
-    config = replace(stage.context.train, algorithm=OwnConfig())
+    config = replace(stage.context.train, algorithm=UserPolicyConfig())
     layout = StateLayout.of({"w": np.zeros(3, np.float32)})
     crowd = Crowd([b"x"], SCORE, Ask(PROTOCOL), arrive(stage.context.spaces, own=True))
     spaces, address = await_spaces(config, layout, crowd.tell)

@@ -24,7 +24,7 @@ class Free(NamedTuple):
     remedy: str
 
 
-def check_room(nbytes: int, what: str, free: Free, lower: str = "replay.capacity") -> None:
+def check_fits(nbytes: int, what: str, free: Free, lower: str = "replay.capacity") -> None:
     """Raises ConfigError unless `nbytes` fit, before anything is allocated; `lower` is what needs so many."""
     if nbytes > free.nbytes:
         raise ConfigError(

@@ -27,7 +27,7 @@ WANTED = (
 )
 
 
-class OwnPolicy(Protocol):
+class UserPolicy(Protocol):
     """What a policy of the user's offers; `state_dict` and `load_state_dict` will do for the last two."""
 
     def act(self, observation: Tree, *, explore: bool) -> Any:
@@ -58,12 +58,12 @@ def check_policy(policy: Any, *methods: str) -> None:
 
 def state_of(policy: Any) -> dict[str, Array]:
     """The state of a policy as arrays of its own at this moment (the policy goes on changing its tensors)."""
-    told = policy.state() if callable(getattr(policy, "state", None)) else policy.state_dict()
-    if not isinstance(told, Mapping):
+    state = policy.state() if callable(getattr(policy, "state", None)) else policy.state_dict()
+    if not isinstance(state, Mapping):
         raise ConfigError(
-            f"the state of {type(policy).__name__} is a {type(told).__name__}; it must be a dict of arrays."
+            f"the state of {type(policy).__name__} is a {type(state).__name__}; it must be a dict of arrays."
         )
-    return {str(name): _array(str(name), value) for name, value in told.items()}
+    return {str(name): _array(str(name), value) for name, value in state.items()}
 
 
 def _array(name: str, value: Any) -> Array:

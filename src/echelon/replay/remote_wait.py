@@ -14,7 +14,7 @@ from echelon.transport.shared_memory import Doorbell
 
 
 @dataclass(slots=True)
-class Ear:
+class RemoteWait:
     """What a learner with links listens to while it waits: their answers, and the appends of its own host."""
 
     links: list[Link]
@@ -31,7 +31,7 @@ class Ear:
     def wait(self, timeout_s: float) -> None:
         """Sleeps until something came, at most `timeout_s`; tells the other hosts before how things stand here."""
         for link in self.links:
-            link.tell()
+            link.send_counts()
         if any([link.poll() for link in self.links]) or any(link.has_mail() for link in self.links):
             return
         select.select(self._descriptors, [], [], min(timeout_s, FIRST_REPEAT_S))
