@@ -1,7 +1,7 @@
 """Compares two checkouts of this project on one machine, so that a change that should change nothing is seen to:
 
     python benchmarks/goldens.py OLD NEW [--only hashes,names,folders,examples,figures,kills] [--figures NAME,...]
-        [--pairs 4] [--json FILE]
+        [--kills NAME,...] [--pairs 4] [--json FILE]
 
 OLD and NEW are folders with `src`. One Python runs both: this one, with their `src` on its path. Sections:
 
@@ -11,7 +11,7 @@ OLD and NEW are folders with `src`. One Python runs both: this one, with their `
     examples  OLD's programs run under NEW
     figures   processor time for an environment step, summed over all roles, is at most 1 / 0.97 of OLD's; the median
               round trip of a call with 1 KB is at most 110 %. Needs an otherwise idle machine.
-    kills     a role of each kind is killed: the run goes on, or ends, as it did
+    kills     a process of each kind is killed: the run goes on, or ends, as it did; recovery times of both sides
 
 Prints a line for every comparison as it is made, then a table of what differs, and exits with 1 if anything does. All
 sections take about half an hour on two cores; `figures` with four pairs is most of it.
@@ -42,7 +42,6 @@ COMPARISONS = {  # of the sections without options
     "names": names.compare,
     "folders": folders.compare,
     "examples": examples.compare,
-    "kills": kills.compare,
 }
 WIDTH = 70  # of a cell
 REMIND_S = 20.0
@@ -89,6 +88,8 @@ def compare(section: str, old: Checkout, new: Checkout, options: argparse.Namesp
         if section == "figures":
             chosen_figures = chosen(options.figures, figures.FIGURES, "--figures")
             yield from figures.compare(old, new, tell, chosen_figures, options.pairs)
+        elif section == "kills":
+            yield from kills.compare(old, new, tell, chosen(options.kills, kills.NAMES, "--kills"))
         else:
             yield from COMPARISONS[section](old, new, tell)
 
@@ -120,11 +121,13 @@ def main() -> int:
     parser.add_argument("new", metavar="NEW", type=Path, help="the checkout in question")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated (all)")
     parser.add_argument("--figures", default=",".join(figures.FIGURES), help="figures, comma-separated (all)")
+    parser.add_argument("--kills", default=",".join(kills.NAMES), help="processes to kill, comma-separated (all)")
     parser.add_argument("--pairs", type=int, default=4, help="runs of each side for a figure (4)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every row here")
     options = parser.parse_args()
     sections = chosen(options.only, SECTIONS, "--only")
     chosen(options.figures, figures.FIGURES, "--figures")
+    chosen(options.kills, kills.NAMES, "--kills")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that runs are ended, too
     folder = Path(tempfile.mkdtemp(prefix="goldens-"))
     old = Checkout("OLD", options.old.resolve(), folder / "old")

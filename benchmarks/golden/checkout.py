@@ -185,11 +185,15 @@ class Run:
         before = self.rows[-1]["env_steps"] if self.rows else 0
         return self.until(lambda: any(row["env_steps"] > before for row in self.look()))
 
-    def processes(self) -> dict[str, int]:
-        with contextlib.suppress(OSError, ValueError):  # not there yet, or just being replaced
-            record = json.loads((self.folder / "processes.json").read_text())
-            return {name: entry["pid"] for name, entry in record.items()}
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """What the run says of its processes, by role."""
+        with contextlib.suppress(OSError, ValueError):  # not written yet, or just being replaced
+            record: dict[str, dict[str, Any]] = json.loads((self.folder / "processes.json").read_text())
+            return record
         return {}
+
+    def processes(self) -> dict[str, int]:
+        return {name: entry["pid"] for name, entry in self.entries().items()}
 
     def summary(self) -> dict[str, Any]:
         with contextlib.suppress(OSError):

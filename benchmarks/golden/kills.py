@@ -1,22 +1,31 @@
-"""A role of each kind is killed once while a run trains: what becomes of the run, on both sides."""
+"""A process of each kind is killed while a run trains: what becomes of the run, and how soon it learns again.
+
+A run is killed three times (beyond that, replacements are delayed on purpose) and every case is repeated, so that there
+are percentiles. Recovery is the time from the signal until a row of metrics shows newly learned steps; rows are written
+about once a second. Both sides run simultaneously: use a machine with cores to spare.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from golden.checkout import Checkout, Row, Run, Tell, both, end_all, running
 
 COMMON = ("--device=cpu", "--learner.threads=1", "--seed=1", "--run.checkpoint-interval-s=0.2", "--steps=1000000000")
 NO_EVALUATION = "--evaluation.interval-s=0"
-WORKER = "worker"  # a process of ours, not of the run: nobody starts it again
+WORKER, AGENT = "worker", "agent"  # processes of ours, not of the run: nobody starts them again
+NUM_KILLS, NUM_RUNS = 3, 2
 
 
 @dataclass(frozen=True)
@@ -27,17 +36,23 @@ class Case:
     roles: tuple[str, ...]
     words: tuple[str, ...]
     with_workers: bool = False
+    with_host: bool = False  # a second host joins the run; checkouts from before there were hosts skip it
+
+    @property
+    def num_kills(self) -> int:
+        return 1 if self.roles[0] in (WORKER, AGENT) else NUM_KILLS
 
 
+TWO_HOSTS = ("--engine=hosts", "--hosts=2")
 SMALL_REPLAY = ("--replay.min-size=300",)
 CASES = (
     Case("actor", ("actor-0",), ("train", "impala", "CartPole-v1", NO_EVALUATION)),
     Case("learner", ("learner",), ("train", "impala", "CartPole-v1", NO_EVALUATION)),
-    Case("learner, lock-step", ("learner",), ("train", "ppo", "CartPole-v1", NO_EVALUATION, "--algorithm.epochs=1")),
+    Case("learner in lock-step", ("learner",), ("train", "ppo", "CartPole-v1", NO_EVALUATION, "--algorithm.epochs=1")),
     Case("one of two learners", ("learner-1",), ("train", "impala", "CartPole-v1", NO_EVALUATION, "--learners=2")),
     Case("inference server", ("inference-0",), ("train", "ppo", "CartPole-v1", NO_EVALUATION, "--acting=central")),
-    Case("actor, replay", ("actor-0",), ("train", "apex-dqn", "CartPole-v1", NO_EVALUATION, *SMALL_REPLAY)),
-    Case("learner, replay", ("learner",), ("train", "apex-dqn", "CartPole-v1", NO_EVALUATION, *SMALL_REPLAY)),
+    Case("actor with replay", ("actor-0",), ("train", "apex-dqn", "CartPole-v1", NO_EVALUATION, *SMALL_REPLAY)),
+    Case("learner with replay", ("learner",), ("train", "apex-dqn", "CartPole-v1", NO_EVALUATION, *SMALL_REPLAY)),
     Case(
         "shard server",
         ("shards-0",),
@@ -47,7 +62,24 @@ CASES = (
     Case("fork server", ("forkserver",), ("train", "impala", "CartPole-v1", NO_EVALUATION)),
     Case("gateway", ("door", "gateway"), ("learner", "dqn", "CartPole-v1", *SMALL_REPLAY), with_workers=True),
     Case("worker", (WORKER,), ("learner", "dqn", "CartPole-v1", *SMALL_REPLAY), with_workers=True),
+    Case(
+        "agent",
+        (AGENT,),
+        (
+            "train",
+            "impala",
+            "CartPole-v1",
+            NO_EVALUATION,
+            "--actors=2",
+            "--engine=hosts",
+            "--hosts=2",
+            "--hosts.lease-s=1",
+        ),
+        with_host=True,
+    ),
 )
+
+NAMES = tuple(case.name for case in CASES)
 
 
 @dataclass(frozen=True)
@@ -59,6 +91,7 @@ class Outcome:
     status: str
     restarts: int | None
     left: int  # entries of the run's shared memory folder afterwards
+    recovery_s: tuple[float, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         after = "learned on" if self.learned_on else "did not learn on"
@@ -66,39 +99,60 @@ class Outcome:
         return f"{after}, exit {self.code}, {self.status}, restarts {self.restarts}{left}"
 
 
-def outcome(side: Checkout, case: Case) -> Outcome:
-    """Trains until it learns, kills the role, lets it learn again, stops it as a user does."""
-    name = f"kill-{case.name.replace(', ', '-').replace(' ', '-')}"
-    with tempfile.TemporaryDirectory(prefix="goldens-", dir="/dev/shm") as memory:
-        return _outcome(side, case, name, Path(memory))
+def outcomes(side: Checkout, case: Case) -> list[Outcome]:
+    """Trains until it learns, kills the process and lets it learn again, a few times; stops it as a user does."""
+    if case.with_host and not (side.path / "src" / "echelon" / "hosts").exists():
+        return []
+    name = f"kill-{case.name.replace(' ', '-')}"
+    found = []
+    for number in range(NUM_RUNS):
+        with tempfile.TemporaryDirectory(prefix="goldens-", dir="/dev/shm") as memory:
+            found.append(_outcome(side, case, f"{name}-{number}", Path(memory)))
+    return found
 
 
 def _outcome(side: Checkout, case: Case, name: str, memory: Path) -> Outcome:
-    port = _free_port() if case.with_workers else 0
-    address = (f"--address=127.0.0.1:{port}",) if case.with_workers else ()
-    words = (*case.words, *COMMON, f"--shm-dir={memory}", *address)
+    port = _free_port() if case.with_workers or case.with_host else 0
+    words = [*case.words, *COMMON, f"--shm-dir={memory}"]
+    if case.with_workers:
+        words.append(f"--address=127.0.0.1:{port}")
+    if case.with_host:
+        words.append(f"--hosts.address=tcp://127.0.0.1:{port}")
     with running(side, name, *words) as run:
-        workers = [_start_worker(side, name, port, 0)] if case.with_workers else []
+        others = [_start_worker(side, name, port, 0)] if case.with_workers else []
+        if case.with_host:
+            join = ("host", f"--join=127.0.0.1:{port}", f"--shm-dir={memory}", "--name=other")
+            others.append(side.start([*side.command, *join], side.folder / f"{name}-other-0.txt"))
+        recovery_s: list[float] = []
+        is_killed = run.until_learning() and (not case.with_host or run.until(partial(_has_other_host, run), 60.0))
         try:
-            is_killed = run.until_learning() and _kill(run, case, workers[0].pid if workers else 0)
-            if case.roles == (WORKER,):
-                workers.append(_start_worker(side, name, port, 1))
-            learned = is_killed and all(run.until_learning() for _ in range(5))
+            for _ in range(case.num_kills):
+                begun = time.monotonic()
+                is_killed = is_killed and _kill(run, case, others[0].pid if others else 0)
+                if case.roles == (WORKER,):
+                    others.append(_start_worker(side, name, port, 1))
+                if is_killed and run.until_learning():
+                    recovery_s.append(time.monotonic() - begun)
+            learned = len(recovery_s) == case.num_kills and all(run.until_learning() for _ in range(3))
             if run.process.poll() is None:
                 run.process.send_signal(signal.SIGINT)
             code = run.wait(60.0)
         finally:
-            for number, worker in enumerate(workers):
-                end_all(worker, side.folder / f"{name}-worker-{number}.txt")
+            for number, other in enumerate(others):
+                end_all(other, side.folder / f"{name}-other-{number}.txt")
         summary = run.summary()
     status = summary.get("status", "no summary") if is_killed else f"not killed: {run.output.read_text()[-200:]}"
-    return Outcome(learned, code, status, summary.get("restarts"), len(list(memory.iterdir())))
+    left = len(list(memory.iterdir()))
+    return Outcome(learned, code, status, summary.get("restarts"), left, tuple(recovery_s))
 
 
-def _kill(run: Run, case: Case, worker: int) -> bool:
-    """Kills the role; returns when its successor is there, or the run or the time is over."""
+def _kill(run: Run, case: Case, other: int) -> bool:
+    """Kills the process; returns when its successor runs, or the run or the time is over."""
+    if case.roles == (AGENT,):  # until its lease has passed, the rest of the run learns without its actors
+        os.kill(other, signal.SIGKILL)
+        return run.until(lambda: not _has_other_host(run), 60.0)
     if case.roles == (WORKER,):
-        os.kill(worker, signal.SIGKILL)
+        os.kill(other, signal.SIGKILL)
         return True
     found: dict[str, int] = {}
 
@@ -114,9 +168,13 @@ def _kill(run: Run, case: Case, worker: int) -> bool:
     return True
 
 
+def _has_other_host(run: Run) -> bool:
+    return any(entry.get("host") == "other" for entry in run.entries().values())
+
+
 def _start_worker(side: Checkout, name: str, port: int, number: int) -> subprocess.Popen[str]:
     words = ("worker", f"--learner=127.0.0.1:{port}", "--envs=2", f"--seed={number}")
-    return side.start([*side.command, *words], side.folder / f"{name}-worker-{number}.txt")
+    return side.start([*side.command, *words], side.folder / f"{name}-other-{number}.txt")
 
 
 def _free_port() -> int:
@@ -125,9 +183,17 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def compare(old: Checkout, new: Checkout, tell: Tell) -> Iterator[Row]:
-    for case in CASES:
-        first, second = both(old, new, partial(outcome, case=case))
-        row = Row("kills", case.name, "same" if first == second else "differs", str(first), str(second))
-        tell(f"kills: {case.name}: {row.verdict}: {first}{'' if first == second else f' | {second}'}")
+def recovery(found: list[Outcome]) -> str:
+    """Median and largest of the recovery times."""
+    times = [seconds for outcome in found for seconds in outcome.recovery_s]
+    return f"{statistics.median(times):.1f} s, at most {max(times):.1f} ({len(times)} kills)" if times else "-"
+
+
+def compare(old: Checkout, new: Checkout, tell: Tell, names: Collection[str]) -> Iterator[Row]:
+    for case in [case for case in CASES if case.name in names]:
+        first, second = both(old, new, partial(outcomes, case=case))
+        before, after = (" | ".join(sorted({str(outcome) for outcome in found})) for found in (first, second))
+        verdict: Literal["same", "differs", "added"] = "same" if before == after else "differs" if first else "added"
+        row = Row("kills", case.name, verdict, before, after, f"recovery {recovery(first)} | {recovery(second)}")
+        tell(f"kills: {case.name}: {row.verdict}: {before}{'' if before == after else f' | {after}'}; {row.note}")
         yield row
