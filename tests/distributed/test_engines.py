@@ -190,7 +190,7 @@ def test_who_was_to_be_started_by_a_killed_server_is_told_too(engine: LocalEngin
 def test_a_server_that_fails_by_itself_is_an_error(tmp_path: Path) -> None:
     engine = LocalEngine(str(tmp_path / "session"), preload=["there_is_no_such_module"])
     try:
-        with pytest.raises(RunError, match="left with code 1, and every role with it"):
+        with pytest.raises(RunError, match="left with code 1, and every process with it"):
             wait_until(engine.exits, "the failure is told")
     finally:
         engine.close(0.0)

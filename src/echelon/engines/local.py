@@ -92,10 +92,7 @@ class LocalEngine(OneHost):
             code = self._server.wait()
         how = f"the fork server (process {self._server.pid}) {how_ended(code)}"
         if code >= 0 or -code in CRASHES:
-            raise RunError(
-                f"{how}, and every role with it. Its messages, if any, are above; the run can be resumed from its "
-                "newest checkpoint."
-            )
+            raise RunError(f"{how}, and every process with it. Its messages, if any, are above.")
         self._await_ends(how)
         for name in [*self._pids, *self._asked - set(self._pids)]:
             self._exits.append(Exit(name, self._pids.get(name, 0), -1, int(signal.SIGKILL), ended_with=how))
@@ -112,7 +109,7 @@ class LocalEngine(OneHost):
                 if time.monotonic() > deadline:
                     raise RunError(
                         f"{how}, but {name} (process {pid}) has not ended with it after {END_TIMEOUT_S:g} s: it is "
-                        "stuck in the kernel. The run can be resumed from its newest checkpoint."
+                        "stuck in the kernel."
                     )
                 time.sleep(0.005)
 
