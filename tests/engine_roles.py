@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from echelon.world.node import Node
+
 
 class Counting:
     """Counts to `config["steps"]` into a file; idles for ever with 0."""
@@ -70,3 +72,23 @@ class Parent(Counting):
 
 def refuse(config: dict[str, Any]) -> Counting:
     raise RuntimeError("made wrongly")
+
+
+class Speaking:
+    """Joins a world; when it is asked to, posts `config["num_words"]` words to the host and leaves."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config, self.finished = config, False
+        self.node = Node.join(config["address"], config["name"], timeout_s=60.0)
+        self.node.serve("speak", self._speak)
+
+    def _speak(self) -> None:
+        for number in range(self.config["num_words"]):
+            self.node.post(self.node.host_name, "note", self.config["name"], number, bytes(1000))
+        self.finished = True
+
+    def step(self, timeout_s: float) -> bool:
+        return self.node.poll(timeout_s)
+
+    def close(self) -> None:
+        self.node.close()

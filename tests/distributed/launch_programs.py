@@ -20,7 +20,17 @@ from echelon.errors import EchelonError
 from echelon.world import World, get_world, launch
 from running import MARK, processes_marked
 
-ENDS = ("return", "raise", "kill", "exit with 3", "return what cannot be sent", "exit", "exit at the start")
+ENDS = (
+    "return",
+    "raise",
+    "kill",
+    "kill the fork server",
+    "leave at once",
+    "exit with 3",
+    "return what cannot be sent",
+    "exit",
+    "exit at the start",
+)
 
 
 def name() -> str:
@@ -93,6 +103,11 @@ def end_by(how: str) -> Any:
         raise ValueError("it broke")
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "kill the fork server":
+        os.kill(os.getppid(), signal.SIGKILL)
+        wait_for_ever()
+    if how == "leave at once":
+        os._exit(0)
     sys.exit(3 if how == "exit with 3" else 0)
 
 

@@ -23,7 +23,12 @@ SCRIPT = TESTS / "distributed" / "launch_programs.py"
 WORDS = {  # how one of four members ends -> what launch returns or raises says
     "return": [f"[{', '.join([repr(['0', '1', '2', '3'])] * 4)}]"],  # functions of the script itself were found
     "raise": ["RpcException: '1' (rank 1, process ", ") failed with ValueError: it broke", "in end_by\n    raise Val"],
-    "kill": ["PeerLost: '1' (rank 1, process ", ") was killed by SIGKILL, and the rest stopped."],
+    "kill": ["PeerLost: '1' (rank 1, process ", ") was ended by SIGKILL, and the rest stopped."],
+    "kill the fork server": [
+        "PeerLost: the fork server (process ",
+        ") was ended by SIGKILL, and every member with it.",
+    ],
+    "leave at once": ["PeerLost: '1' (rank 1, process ", ") left with code 0 without a result, and the rest stopped."],
     "exit with 3": ["RpcException: '1' (rank 1, process ", "called exit(3)"],
     "return what cannot be sent": ["what __main__:end() returned in '1' cannot be sent", "builtins.set"],
     "exit": ["[None, None, None, None]"],

@@ -126,8 +126,7 @@ def test_the_dead_are_heard_out_before_they_are_told_of(host: Node, tmp_path: Pa
     """Their last words may still lie in our sockets when their process has ended."""
     told: list[str] = []
     host.serve("last", told.append)
-    watch = MemberWatch(lambda member, why: told.append(why))
-    NodeThread(host, watch, lambda: None, lambda error: None)  # not started: we look in its place
+    watch = MemberWatch(lambda member, why: told.append(why), host.drain)
     code = f"""
 import sys
 from echelon.world.node import Node

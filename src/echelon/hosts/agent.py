@@ -62,6 +62,7 @@ from echelon.transport.session import create_session, start_ticks
 from echelon.transport.shared_memory import SlotRing, WeightsBoard
 from echelon.transport.slot_wire import SLOTS, SlotBytes
 from echelon.version import __version__
+from echelon.world.exits import take_exits
 from echelon.world.node import Node
 
 ASK_AGAIN_S = 0.2  # while the run is not ready
@@ -228,9 +229,8 @@ class Agent:
         self._events.append(Report(function, text))
 
     def _look_at_roles(self) -> None:
-        for gone in self._engine.exits():
+        for gone in take_exits(self._engine, self._node):
             self._roles[gone.name] = None
-            self._node.forget(gone.name, gone.cause)
             self._events.append(self._describe(gone))
         for name, known in self._roles.items():
             pid = self._engine.pid(name)

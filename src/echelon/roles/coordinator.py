@@ -12,7 +12,6 @@ from typing import Any
 
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
-from echelon.engines.process import Exit
 from echelon.errors import EchelonError
 from echelon.roles.context import Context
 from echelon.roles.interrupts import Interrupts
@@ -20,6 +19,7 @@ from echelon.roles.plan.parts import num_evaluations, restored_text, roles_of
 from echelon.roles.supervisor import Supervisor
 from echelon.runs.console import Console, Status
 from echelon.runs.metrics import MetricsWriter
+from echelon.world.exits import take_exits
 from echelon.world.node import Node
 from echelon.world.store_table import StoreTable
 
@@ -28,7 +28,6 @@ REPORTED_ENV_RESTARTS = 5
 CONSOLE_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 5.0
 FAILED_STOP_TIMEOUT_S = 0.5  # of a run that failed: the user waits for the error, which is told when all have left
-LAST_WORDS_S = 2.0  # how long what a role said before it left may be under way
 
 
 class Coordinator:
@@ -141,24 +140,14 @@ class Coordinator:
             self.engine.run(self.world, LOOP_S)
             for function, text in self.engine.reports():
                 self.reported[function](text)
-            if exits := self.engine.exits():
-                self.world.drain(LAST_WORDS_S)
-            for gone in exits:
-                if not self._has_finished(gone):
+            for gone in take_exits(self.engine, self.world):
+                if self.summary is None:  # else the learner left as it should
                     self.supervisor.replace(gone)
             self.supervisor.look()
             if self.interrupts.came:
                 self._ask_to_stop()
             self._show()
         self._show(force=True)
-
-    def _has_finished(self, gone: Exit) -> bool:
-        """Whether it was the learner that left, and as it should: with its summary, which may be under way."""
-        deadline = time.monotonic() + LAST_WORDS_S
-        while gone.name == self.first and gone.code == 0 and self.summary is None and time.monotonic() < deadline:
-            self.world.poll(LOOP_S)
-        self.world.poll(0.0)  # however late it is
-        return self.summary is not None
 
     def _ask_to_stop(self) -> None:
         """Every time round: a learner that is just being replaced hears it when it is there."""

@@ -32,7 +32,6 @@ START_GRACE_S = 120.0  # a role that has not begun yet: imports, compilation, sl
 AWAY_S = 1.0  # between two looks at most so much counts: the rest the supervisor itself was stopped, or held up
 STACK_TIMEOUT_S = 2.0  # a hung role's stack comes at once, or it is stopped or stuck in the kernel
 LEAVE_S = 0.5  # how long learners may take to leave by themselves once one of them is gone: their reasons come with it
-FAREWELL_S = 2.0  # how long the last words of roles that have left may be under way
 LOG_TAIL_BYTES = 6_000
 EXCHANGE = "roles/learners.py"  # in the stack of a learner that waits for the others
 FATAL = {"ConfigError": ConfigError, "EnvError": EnvError, "DivergedError": DivergedError}
@@ -107,7 +106,6 @@ class Supervisor:
 
     def replace(self, gone: Exit) -> None:
         """Starts a role that ended anew, or all that it lives and dies with; raises if that cannot help."""
-        self.world.forget(gone.name, gone.cause)
         if gone.name in self.together:
             self._lose(gone)
         else:
@@ -282,18 +280,9 @@ class Supervisor:
                 elif timeout_s and self.engine.pid(name) is not None:
                     self.engine.signal(name, signal.SIGKILL)  # still starting: it hears nothing
             self.engine.close(timeout_s)
-            self._hear_last_words()
+            self.world.drain()
         finally:
             (self.context.run_dir / PROCESSES).unlink(missing_ok=True)
-
-    def _hear_last_words(self) -> None:
-        """What roles told before they left; the last of it is that they leave."""
-        left = {gone.name for gone in self.engine.exits() if not (gone.code or gone.signal)}
-        deadline = time.monotonic() + FAREWELL_S
-        self.world.poll(0.0)
-        while left & set(self.world.members) and time.monotonic() < deadline:
-            self.world.poll(0.01)
-        self.world.poll(0.0)  # however late it is
 
     def shares(self) -> dict[str, dict[str, float]]:
         """For every role, the share of its time that each phase took."""

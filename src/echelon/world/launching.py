@@ -18,12 +18,13 @@ from echelon.transport.codec import encode
 from echelon.transport.session import create_session
 from echelon.world.address import check_name
 from echelon.world.entrance import HOST_SOCKET, LIMITS, SHM_DIR
+from echelon.world.exits import take_exits
 from echelon.world.functions import MAIN, name_of
 from echelon.world.launched import Script, is_loading
 from echelon.world.messages import Deferred
 from echelon.world.node import Node
 from echelon.world.registry import Registry
-from echelon.world.watch import HEAR_S, write_info
+from echelon.world.watch import write_info
 
 HOST = "launcher:host"  # the name of the launcher's node, which is no member
 PRELOAD = ("torch", "echelon.world.launched", "echelon.world.collective_group")
@@ -47,7 +48,7 @@ def launch(
 
     A member whose function returned serves the others until all have. `exit(0)` in a member ends the world: blocking
     calls of the others raise WorldStopped, and the result of those who did not return is None. A failure stops the
-    rest and is raised here: RpcException with the remote traceback, or PeerLost naming who was killed by which signal.
+    rest and is raised here: RpcException with the remote traceback, or PeerLost naming who was ended by which signal.
     `names` are those of the ranks, "0", "1" and so on by default. Nothing is left behind, whatever ends it.
     """
     if engine != "local":
@@ -112,7 +113,6 @@ class Launch:
             self.close()
             raise
         self._registry = Registry(self._node, len(members), frozenset(members))
-        self._registry.watch.drain = lambda: self._node.drain(HEAR_S)
         self._node.on_lost = self._registry.on_lost
         self._node.serve("task", lambda: self._args)
         self._node.serve("result", self._on_result)
@@ -165,10 +165,8 @@ class Launch:
     def step(self) -> None:
         """Waits a little and deals with what has happened."""
         self._node.poll(LOOK_S, [*self._engine.descriptors, *self._registry.watch.descriptors])
-        if exits := self._engine.exits():
-            self._node.drain(HEAR_S)
-        for left in exits:
-            self._on_exit(left)
+        for gone in take_exits(self._engine, self._node):
+            self._on_exit(gone)
         self._registry.watch.look()
         if self._registry.ended and not self._deadline:
             self._deadline = time.monotonic() + (FAILED_GRACE_S if self._failure else GRACE_S)
@@ -178,23 +176,19 @@ class Launch:
             self._engine.close(TERMINATE_S)
             self._left.update(self._members)
 
-    def _on_exit(self, left: Exit) -> None:
-        self._left.add(left.name)
-        signal_name = signal.Signals(left.signal).name if left.signal else ""
-        if member := self._node.member(left.name):
-            self._registry.forget(member, f"killed by {signal_name}" if left.signal else f"left with code {left.code}")
+    def _on_exit(self, gone: Exit) -> None:
+        self._left.add(gone.name)
         if self._registry.ended:
             return
-        who = self._who(left.name, left.pid)
-        if left.failure is not None:  # it failed before it could say so
-            text = f"{who} failed with {left.failure.kind}: {left.failure.message}"
-            self._fail(RpcException(text, left.failure.kind, left.failure.traceback))
-        elif left.ended_with:
-            self._fail(PeerLost(f"{left.ended_with}, and every member with it."))
-        elif left.signal:
-            self._fail(PeerLost(f"{who} was killed by {signal_name}, and the rest stopped."))
-        elif left.code or left.name not in self._results:
-            self._fail(PeerLost(f"{who} left with code {left.code} and without a result, and the rest stopped."))
+        who = self._who(gone.name, gone.pid)
+        if gone.failure is not None:  # it failed before it could say so
+            text = f"{who} failed with {gone.failure.kind}: {gone.failure.message}"
+            self._fail(RpcException(text, gone.failure.kind, gone.failure.traceback))
+        elif gone.ended_with:
+            self._fail(PeerLost(f"{gone.ended_with}, and every member with it."))
+        elif gone.signal or gone.code or gone.name not in self._results:
+            what = "" if gone.signal or gone.name in self._results else " without a result"
+            self._fail(PeerLost(f"{who} {gone.cause}{what}, and the rest stopped."))
 
     def results(self) -> list[Any]:
         """What the function returned in each rank; raises what ended the launch otherwise."""

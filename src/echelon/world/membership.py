@@ -77,7 +77,7 @@ class Membership:
         self._departed = threading.Condition()
         entered = enter(entrance)
         self._node, self._registry, self._info = entered.node, entered.registry, entered.info
-        self._watch = self._registry.watch if self._registry else MemberWatch(self._on_host_death)
+        self._watch = self._registry.watch if self._registry else MemberWatch(self._on_host_death, self._node.drain)
         self._thread = NodeThread(self._node, self._watch, self._on_tick, self._on_broken)
         self._switchboard = Switchboard(self._thread, self._info, self.scope, LIMITS)
         self._node.on_lost = self._on_lost

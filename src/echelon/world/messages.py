@@ -14,6 +14,7 @@ from echelon.transport.codec import Buffer, Limits, decode, encode
 from echelon.world.directory import Member
 from echelon.world.endpoint import Arrival, Endpoint
 
+LAST_WORDS_S = 2.0  # how long what a dead process sent may take from this host's sockets to us
 MAX_ECHOES = 8  # where others never cease to speak
 
 
@@ -130,12 +131,12 @@ class Messenger:
         """Waits no longer for what `begin` began."""
         self._pending.pop(pending.number, None)
 
-    def drain(self, timeout_s: float) -> None:
+    def drain(self) -> None:
         """Serves what had reached this process before now, also of those who are dead by now.
 
         It writes to itself until nothing but its own word comes: ZeroMQ reads a little of each socket in turn.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + LAST_WORDS_S
         for _ in range(MAX_ECHOES):
             if self._endpoint.closed or time.monotonic() >= deadline:
                 return

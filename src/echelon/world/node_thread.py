@@ -20,7 +20,7 @@ from echelon.transport.channel import print_error
 from echelon.transport.channel_callee import wait_for
 from echelon.world.messages import PendingCall
 from echelon.world.node import Node
-from echelon.world.watch import HEAR_S, MemberWatch
+from echelon.world.watch import MemberWatch
 
 TICK_S = 0.5  # how often it looks around when nothing happens
 
@@ -54,7 +54,6 @@ class NodeThread:
         """`on_broken` is told, in this thread, of an error that the node does not survive; it shall `fail` the rest."""
         self.node = node
         self._watch, self._on_tick, self._on_broken = watch, on_tick, on_broken
-        watch.drain = lambda: node.drain(HEAR_S)
         self._tasks: deque[Callable[[], None]] = deque()
         self._tickets: set[Ticket] = set()
         self._make_error: Callable[[], BaseException] | None = None  # that of every call, once they fail

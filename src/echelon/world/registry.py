@@ -28,7 +28,7 @@ class Registry:
 
     def __init__(self, node: Node, size: int, children: frozenset[str] = frozenset()) -> None:
         self._node, self._size, self._children = node, size, children
-        self.watch = MemberWatch(self.forget)
+        self.watch = MemberWatch(self.forget, node.drain)
         self.ended = ""  # why the world has ended
         self._by_rank: dict[int, str] = {}
         self._complete = False

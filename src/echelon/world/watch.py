@@ -24,7 +24,6 @@ from echelon.world.directory import Member
 
 NONCE = "nonce"
 BEAT_S, SILENCE_S = 2.0, 10.0
-HEAR_S = 1.0  # how long the last words of the dead may take from this host's sockets to us
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +88,9 @@ def _network() -> str:
 class MemberWatch:
     """Watches members from the thread that polls `descriptors` and calls `look` now and then."""
 
-    def __init__(self, on_death: Callable[[Member, str], None]) -> None:
-        self._on_death = on_death
-        self.drain: Callable[[], None] = lambda: None  # takes in what the dead said last, before they are told of
+    def __init__(self, on_death: Callable[[Member, str], None], drain: Callable[[], None] = lambda: None) -> None:
+        """`drain` takes in what the dead sent last, before `on_death` is called for them."""
+        self._on_death, self._drain = on_death, drain
         self._poller = select.poll()
         self._by_descriptor: dict[int, Member] = {}
         self._heard: dict[Member, float] = {}  # those who must be heard of, and when they were
@@ -136,7 +135,7 @@ class MemberWatch:
                 self._drop(descriptor)
                 self._ended.append(member)
         if self._ended:
-            self.drain()
+            self._drain()
         while self._ended:
             member = self._ended.pop(0)
             self._on_death(member, f"its process {member.pid} has ended")
