@@ -89,6 +89,8 @@ class RemoteSeat:
         request = self._request
         if request is None:
             return True
+        if not self.client.has_heard:  # no longer than until it is given up
+            timeout_s = min(timeout_s, max(0.0, self._connect_by - time.monotonic()))
         try:
             if self.client.wait(request, timeout_s):
                 self._take(request)
