@@ -18,6 +18,11 @@ from hypothesis import settings
 
 import toy_envs as toy
 import warm
+from call_peers import ends as ends
+from call_peers import form as form
+from call_peers import make_ends as make_ends
+from call_peers import make_peers as make_peers
+from call_peers import peers as peers
 from echelon.cli.main import main
 from echelon.config import replace
 from echelon.engines import local
