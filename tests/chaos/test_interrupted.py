@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: once in good order, twice at once; `resume` goes on where the run stopped."""
+"""Ctrl-C, SIGTERM, a reader that leaves: once in good order, twice at once; `resume` goes on where the run stopped."""
 
 from __future__ import annotations
 
@@ -54,6 +54,22 @@ def test_so_do_other_ways_to_say_it(runs: Runs, how: str) -> None:
     else:
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
     assert_stopped(run)
+
+
+def test_so_does_a_reader_that_leaves(runs: Runs) -> None:
+    """As `echelon train … | head` does; what is said then goes to stderr."""
+    run_dir = runs.folder / "run"
+    words = ["--actor.envs=8", "--steps=1000000000", f"--run-dir={run_dir}", f"--shm-dir={runs.shm_dir}"]
+    head = ("bash", "-c", 'set -o pipefail; "$@" | head -n 3', "bash")
+    run = Running(run_dir, runs.shm_dir, "train", "impala", "CartPole-v1", *words, before=head, fresh=True)
+    runs.started.append(run)
+    assert run.code() == 141, run.text()
+    *_, title, last = run.text().splitlines()
+    assert str(run_dir) in title
+    assert last == "echelon: nobody reads the output, so the run stops: writing the final checkpoint"
+    run.assert_nothing_left()
+    assert run.summary()["status"] == "stopped"
+    assert run.summary()["env_steps"] == checkpointed_steps(run)
 
 
 def test_twice_leaves_at_once(runs: Runs) -> None:

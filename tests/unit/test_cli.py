@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +64,35 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
     assert code == 0
     out = capsys.readouterr().out
     assert f"echelon {command}" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],  # more than a pipe takes at once
+        ["doctor"],
+        ["bench", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_whose_output_nobody_reads_ends_quietly(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONPATH": str(Path(echelon.__file__).parents[1])}
+    with open(writer, "wb") as output:
+        command = [sys.executable, "-m", "echelon.cli.main", *arguments]  # a fresh one: it ends as a shell sees it
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=environment, timeout=90.0)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_another_pipe_that_broke_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(arguments: list[str]) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("echelon.cli.doctor.run", fail)
+    with pytest.raises(BrokenPipeError):
+        main(["doctor"])
 
 
 def test_the_help_of_train_names_every_field_and_preset(capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,6 +153,17 @@ def test_an_output_that_went_away_does_not_end_the_run(moment: str, live: bool, 
     assert (sys.stdout, sys.stderr) == streams
 
 
+def test_messages_that_nobody_reads_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    output = Fragile()
+    console = Console("impala", Path("runs/x"), output, clock=Clock())
+    console.message("read")
+    assert not console.is_unread
+    output.error = BrokenPipeError(32, "Broken pipe")
+    console.message("not read")
+    console.message("nor this")
+    assert console.is_unread and capsys.readouterr().err == "echelon: not read\nechelon: nor this\n"
+
+
 def test_an_ascii_output_gets_what_it_can_carry() -> None:
     raw = io.BytesIO()
     console = Console("impala · x", Path("runs/x"), io.TextIOWrapper(raw, encoding="ascii"), clock=Clock())

@@ -1,16 +1,23 @@
-"""`echelon`: a subcommand for each thing to do; exit code 2 for a mistake of the user's, 1 for a failed run."""
+"""`echelon`: a subcommand for each thing to do; exit code 2 for a mistake of the user's, 1 for a failed run.
+
+141 where the reader of the output left (`echelon … | head`), as of a program that SIGPIPE ends.
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any, TextIO
 
 from echelon.errors import ConfigError, DivergedError, EchelonError
 
+NOT_READ = 128 + signal.SIGPIPE
 COMMANDS = {
     "train": "train a policy: echelon train PRESET ENV",
     "resume": "go on with a run: echelon resume RUN",
@@ -29,12 +36,39 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ConfigError(f"{message}. `{self.prog} --help` shows what there is.")
 
+    def print_help(self, file: Any = None) -> None:
+        """Raises where nobody reads it: argparse itself would not, or only when the interpreter ends."""
+        print(self.format_help(), end="", file=file, flush=True)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as with `python -m`: modules beside the user are found
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        print(end="", flush=True)
+        return code
+    except BrokenPipeError:
+        if not (broken := [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]):
+            raise  # it is another pipe
+        for stream in broken:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())  # takes what is still buffered when the interpreter ends
+        return NOT_READ
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether `stream` is a pipe whose reader left."""
+    poller = select.poll()
+    try:
+        poller.register(stream, 0)
+    except (TypeError, ValueError, OSError):  # closed from the start, or no file
+        return False
+    return any(events & select.POLLERR for _, events in poller.poll(0))
+
+
+def _run(arguments: list[str]) -> int:
     try:
         if not arguments or arguments[0] in ("-h", "--help"):
             print(_overview())

@@ -144,7 +144,7 @@ class Coordinator:
                 if self.summary is None:  # else the learner left as it should
                     self.supervisor.replace(gone)
             self.supervisor.look()
-            if self.interrupts.came:
+            if self.interrupts.came or self.console.is_unread:
                 self._ask_to_stop()
             self._show()
         self._show(force=True)
@@ -153,7 +153,9 @@ class Coordinator:
         """Every time round: a learner that is just being replaced hears it when it is there."""
         if not self.stopping:
             self.stopping = True
-            self.console.message("stopping: writing the final checkpoint (interrupt again to leave at once)")
+            unread = "nobody reads the output, so the run stops: writing the final checkpoint"
+            asked = "stopping: writing the final checkpoint (interrupt again to leave at once)"
+            self.console.message(unread if self.console.is_unread else asked)
         if self.first in self.world.members:
             self.world.post(self.first, "stop")
 

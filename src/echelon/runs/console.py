@@ -1,7 +1,8 @@
 """What a user sees while a run trains: a live panel on a terminal, a line every few seconds anywhere else.
 
 Nothing here runs by itself: the caller's `update` draws, at most REFRESH_HZ times a second, so there is no thread. A
-terminal that goes away silences the console; it never ends the run.
+terminal that goes away silences the console; it never ends the run. If it is the reader of a pipe that leaves, the
+console says so (`is_unread`), and has messages on stderr from then on.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class Console:
         self._clock = clock
         self._head = f"{title} -> {run_dir}"
         self._silent = False
+        self.is_unread = False  # the reader of the pipe left
         self._live: Live | None = None
         if self._output.isatty() if live is None else live:
             self._next_s = clock()
@@ -116,6 +118,9 @@ class Console:
         elif not self._silent:
             with self._guard():
                 self._live.console.print(Text(text))
+        if self.is_unread:
+            with contextlib.suppress(OSError):  # both may go to one pipe
+                write_text(sys.stderr, f"echelon: {text}")
 
     def close(self) -> None:
         """Take the panel away; the terminal is as before. May be called twice."""
@@ -134,8 +139,9 @@ class Console:
     def _guard(self) -> Iterator[None]:
         try:
             yield
-        except OSError:  # the reader of a pipe left, or the terminal closed
+        except OSError as error:  # the reader of a pipe left, or the terminal closed
             self._silent = True
+            self.is_unread = isinstance(error, BrokenPipeError)
 
 
 def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> None:
