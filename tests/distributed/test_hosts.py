@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hosts import FAR, NEAR, as_another_host, made_hosts
-from running import DEADLINE_S, Running, processes_marked, train_shortly, wait_until
+from running import DEADLINE_S, Running, parent_of, processes_marked, train_shortly, wait_until
 
 SECRET = "a secret for the tests of two hosts"
 Words = tuple[str, ...]
@@ -115,8 +115,8 @@ def test_roles_and_fork_servers_of_either_host_are_replaced(site: Site) -> None:
     pid = head.kill("actor-2")  # its number is that of this machine, too
     assert head.pid("actor-2", besides=pid)
     far_actors_act(head)
-    children = [one for one in processes_marked(agent.mark) if one != agent.process.pid]
-    server = min(children)
+    server = parent_of(head.pid("actor-2"))
+    assert server in processes_marked(agent.mark)
     os.kill(server, signal.SIGKILL)
     head.until(lambda: f"the fork server (process {server}) was ended by SIGKILL" in head.text(), "it is told")
     far_actors_act(head)
