@@ -33,11 +33,12 @@ class Site:
         words = [f"--{name}={value}" for name, value in settings.items()]
         return self._start("run", "head", "train", preset, "CartPole-v1", *words, before=before)
 
-    def agent(self, head: Running, before: Words = (), name: str = "second") -> Running:
+    def agent(self, head: Running, before: Words = (), name: str = "second", *, fresh: bool = False) -> Running:
         head.until(lambda: "host --join " in head.text(), "agents may join")
         join = head.text().partition("host --join ")[2].split()[0]
         memory = self.memory(name)
-        return self._start(name, name, "host", f"--join={join}", f"--name={name}", f"--shm-dir={memory}", before=before)
+        words = ("host", f"--join={join}", f"--name={name}", f"--shm-dir={memory}")
+        return self._start(name, name, *words, before=before, fresh=fresh)
 
     def resume(self, head: Running, hosts: int, steps: int) -> Running:
         return self._start(
@@ -49,8 +50,8 @@ class Site:
         memory.mkdir(exist_ok=True)
         return memory
 
-    def _start(self, output: str, memory: str, *words: str, before: Words) -> Running:
-        self.started.append(Running(self.folder / output, self.memory(memory), *words, before=before))
+    def _start(self, output: str, memory: str, *words: str, before: Words, fresh: bool = False) -> Running:
+        self.started.append(Running(self.folder / output, self.memory(memory), *words, before=before, fresh=fresh))
         return self.started[-1]
 
     def close(self) -> None:
@@ -74,6 +75,10 @@ def gone(agent: Running) -> None:
 def far_actors_act(head: Running, num_actors: int = 4) -> None:
     for index in (2, 3):
         head.until_acting(index, num_actors)
+
+
+def loaded_libraries(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
 
 
 def test_two_hosts_learn_what_one_does(site: Site, tmp_path: Path) -> None:
@@ -128,10 +133,12 @@ def test_roles_and_fork_servers_of_either_host_are_replaced(site: Site) -> None:
     gone(agent)
 
 
-def test_an_agent_that_is_interrupted_gives_its_actors_back_at_once(site: Site) -> None:
+def test_an_agent_works_without_torch_and_interrupted_gives_its_actors_back_at_once(site: Site) -> None:
     head = site.head("impala")
-    agent = site.agent(head)
+    agent = site.agent(head, fresh=True)
     far_actors_act(head)
+    assert "libtorch" in loaded_libraries(head.pid("learner")), "torch would be seen"
+    assert "libtorch" not in loaded_libraries(agent.process.pid), "torch costs an agent memory and a second"
     agent.process.send_signal(signal.SIGINT)
     head.until(lambda: "host second left: it was stopped" in head.text(), "it says goodbye")
     gone(agent)

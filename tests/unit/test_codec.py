@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import math
 import random
+import subprocess
+import sys
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -17,7 +19,8 @@ from hypothesis import strategies as st
 
 from echelon.errors import ConfigError, Refused
 from echelon.transport.codec import Limits, decode, encode
-from echelon.transport.extensions import ARRAY, ARRAY_DTYPES, BYTES, SCALAR, TENSOR_DTYPES, TUPLE
+from echelon.transport.extensions import ARRAY, ARRAY_DTYPES, BYTES, SCALAR, TUPLE
+from echelon.transport.tensors import DTYPES as TENSOR_DTYPES
 
 pack = msgspec.msgpack.encode
 Ext = msgspec.msgpack.Ext
@@ -237,6 +240,32 @@ def test_a_bottomless_header_is_refused() -> None:
         decode([b"\x91" * 1_000_000])
     with pytest.raises(Refused, match="32 containers"):
         decode([b"\x91" * 33 + b"\xc0"])
+
+
+WITHOUT_TORCH = """
+import sys
+from collections import OrderedDict
+import numpy as np
+from echelon.errors import ConfigError
+from echelon.transport.codec import decode, encode
+
+message = OrderedDict(array=np.arange(3), scalar=np.float32(2.0), others=[1, (None, "a")])
+there = decode([bytes(frame) for frame in encode(message)])
+assert there["array"].tolist() == [0, 1, 2] and there["scalar"] == 2.0 and there["others"] == [1, (None, "a")]
+try:
+    encode(object())
+except ConfigError:
+    pass
+assert "torch" not in sys.modules
+frames = [bytes.fromhex(frame) for frame in sys.argv[1:]]
+tensor = decode(frames)
+assert tensor.tolist() == [1.0, 2.5] and [bytes(frame) for frame in encode(tensor)] == frames
+"""
+
+
+def test_torch_is_imported_with_the_first_tensor() -> None:
+    frames = [bytes(frame).hex() for frame in encode(torch.tensor([1.0, 2.5]))]
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *frames], check=True, timeout=60)
 
 
 @given(st.lists(st.binary(max_size=200), max_size=4))

@@ -10,14 +10,15 @@ knows best where it wants it. An OrderedDict (a `state_dict()`) arrives as a dic
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import torch
 
 from echelon.errors import ConfigError, Refused
 from echelon.transport.extensions import (
@@ -27,8 +28,6 @@ from echelon.transport.extensions import (
     MAX_LAYOUT_BYTES,
     SCALAR,
     TENSOR,
-    TENSOR_DTYPES,
-    TENSOR_NAMES,
     TUPLE,
     ArrayHeader,
     Ext,
@@ -39,6 +38,9 @@ from echelon.transport.extensions import (
     scalar_tag,
     tag_of,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 Buffer = bytes | memoryview
 INLINE_BYTES = 1024  # bytes objects up to this size stay in the header
@@ -59,6 +61,7 @@ _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
 _TUPLE, _BYTES = Ext(TUPLE, b""), Ext(BYTES, b"")
 _LEAVES = frozenset((type(None), bool, int, float, str, bytes))
+_tensors: ModuleType | None = None  # echelon.transport.tensors, once it is needed
 
 
 def encode(message: object, limits: Limits = DEFAULT_LIMITS) -> list[Buffer]:
@@ -131,13 +134,16 @@ class _Writer:
             return self._dict(value, depth + 1) if kind is dict else self._items(value, depth + 1)
         if kind is bytes:
             return value if len(value) <= INLINE_BYTES else self._refer(_BYTES, value)
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
+        if kind is np.ndarray:
+            return self._array(value)
+        tensors = _tensors or _find_tensors()
+        if tensors is not None and isinstance(value, tensors.Tensor):
+            return tensors.pack(value, self.buffers, self.limits.total_bytes)
         if isinstance(value, np.generic):
             return scalar_tag(value)
         if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
             return self._array(value)
-        if kind is OrderedDict or kind is torch.Size:
+        if kind is OrderedDict or (tensors is not None and kind is tensors.Size):
             return self.plain(dict(value) if kind is OrderedDict else tuple(value), depth)
         raise Unsayable(
             f"is a {kind.__module__}.{kind.__qualname__}, which the wire does not carry. Use None, bool, int, "
@@ -171,18 +177,6 @@ class _Writer:
         if not (array.flags.c_contiguous and array.dtype.isnative):
             array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
         return self._refer(tag, array.reshape(-1).view(np.uint8).data)
-
-    def _tensor(self, tensor: torch.Tensor) -> Ext:
-        if (dtype := TENSOR_NAMES.get(tensor.dtype)) is None:
-            dtype = check_dtype(str(tensor.dtype).removeprefix("torch."), TENSOR_DTYPES)
-        if tensor.layout != torch.strided or tensor.is_meta:
-            raise Unsayable(f"is a {tensor.layout} tensor on {tensor.device}; send a dense one with data.")
-        tag = tag_of(TENSOR, dtype, tuple(tensor.shape), tensor.itemsize, self.limits.total_bytes)
-        if tensor.requires_grad or not tensor.is_cpu or tensor.is_neg() or not tensor.is_contiguous():
-            tensor = tensor.detach().cpu().resolve_neg().contiguous()
-        if dtype == "bfloat16":
-            tensor = tensor.view(torch.int16)  # numpy has none
-        return self._refer(tag, tensor.numpy().reshape(-1).view(np.uint8).data)
 
     def _refer(self, tag: Ext, buffer: Buffer) -> Ext:
         self.buffers.append(buffer)
@@ -245,13 +239,8 @@ class _Reader:
         return array if len(form.shape) == 1 else array.reshape(form.shape)
 
     def _tensor(self, form: ArrayHeader) -> torch.Tensor:
-        frame = self._sized(form)
-        if not form.nbytes:
-            return torch.empty(form.shape, dtype=form.dtype)
-        tensor = torch.frombuffer(frame, dtype=form.dtype)
-        if tensor.data_ptr() % form.itemsize:
-            tensor = tensor.clone()
-        return tensor if len(form.shape) == 1 else tensor.view(form.shape)
+        tensor: torch.Tensor = (_tensors or _load_tensors()).unpack(self._sized(form), form)
+        return tensor
 
     def _sized(self, form: ArrayHeader) -> bytearray | memoryview:
         """The next frame, or a copy: writable, and exactly as long as `form` says."""
@@ -261,6 +250,19 @@ class _Reader:
         if form.name == "bool" and np.frombuffer(frame, np.uint8).max(initial=0) > 1:
             raise Refused("an array was refused: it is bool, but a byte of it is neither 0 nor 1.")
         return bytearray(frame) if self.copy or isinstance(frame, bytes) or frame.readonly else frame
+
+
+def _find_tensors() -> ModuleType | None:
+    """What packs tensors; None in a process without torch, where nothing is one."""
+    return _load_tensors() if "torch" in sys.modules else None
+
+
+def _load_tensors() -> ModuleType:
+    global _tensors
+    from echelon.transport import tensors
+
+    _tensors = tensors
+    return tensors
 
 
 def _check_int(value: int) -> int:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from echelon.errors import Refused
 
@@ -25,16 +24,6 @@ ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
         *("float16", "float32", "float64"),
     )
 }
-TENSOR_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "bfloat16", "float32", "float64"),
-    )
-}
-
-
-TENSOR_NAMES = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
 MAX_LAYOUT_BYTES = 16 + 10 * MAX_RANK  # of a dtype and a shape as msgpack
 
 
@@ -83,14 +72,20 @@ class ArrayHeader:
 def array_header(code: int, data: bytes, most_bytes: int) -> ArrayHeader:
     """What `data`, from the wire, says of a frame."""
     layout = _unpack_layout(data)
-    what, dtypes = ("an array", ARRAY_DTYPES) if code == ARRAY else ("a tensor", TENSOR_DTYPES)
-    dtype: Any = dtypes.get(layout.dtype)
+    what = "an array" if code == ARRAY else "a tensor"
+    dtype: Any = (ARRAY_DTYPES if code == ARRAY else _tensor_dtypes()).get(layout.dtype)
     if dtype is None:
         raise Refused(f"{what} was refused: dtype {layout.dtype[:40]!r} is not on the list.")
     if problem := _shape_problem(layout.shape, dtype.itemsize, most_bytes):
         raise Refused(f"{what} of shape {layout.shape[:MAX_RANK]} was refused: {problem}.")
     nbytes = math.prod(layout.shape) * dtype.itemsize
     return ArrayHeader(layout.dtype, dtype, tuple(layout.shape), dtype.itemsize, nbytes)
+
+
+def _tensor_dtypes() -> Mapping[str, Any]:
+    from echelon.transport.tensors import DTYPES
+
+    return DTYPES
 
 
 @functools.lru_cache(maxsize=1024)
