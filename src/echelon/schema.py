@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
-import torch
 
 from echelon.errors import ConfigError
 from echelon.layout import ArrayField, Leaf, place, size_of, views_of
+
+if TYPE_CHECKING:
+    import torch
 
 Tree = Any  # an array or tensor, or a dict / tuple of trees
 

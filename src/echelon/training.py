@@ -77,8 +77,8 @@ def resume(
 
     With `learners`, that many go on where others were before; with `hosts`, its actors are on that many.
     """
-    from echelon.roles.learner import progress, stop_reason
-    from echelon.runs.checkpoint import load_checkpoint, newest_intact
+    from echelon.roles.stopping import progress, stop_reason
+    from echelon.runs.checkpoint import load_parts, newest_intact
     from echelon.runs.folder import RunFolder
 
     if epochs is not None:
@@ -89,7 +89,7 @@ def resume(
     found = newest_intact(folder.checkpoints)
     if found is None:
         raise ConfigError(f"{run_dir} has no checkpoint to go on from. Train anew with another --run-dir.")
-    tree = load_checkpoint(found[0])
+    tree = load_parts(found[0], ("counters", "wall_s", "generation", "epoch"))
     counters, wall_s = tree["counters"], tree["wall_s"]
     if steps or minutes or episodes or until_return is not None:
         config = replace(config, stop=StopConfig(steps, minutes, until_return, episodes))

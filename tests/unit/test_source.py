@@ -14,7 +14,8 @@ from echelon.config import TrainConfig, replace
 from echelon.errors import DivergedError
 from echelon.roles.plan.layouts import window
 from echelon.roles.queue_source import QueueSource
-from echelon.roles.source import RETURN_WINDOW, Counters
+from echelon.roles.source import Counters
+from echelon.roles.stopping import RETURN_WINDOW
 from echelon.schema import Spaces, TrajectorySchema
 from echelon.transport.shared_memory import SlotRing
 

@@ -12,8 +12,7 @@ import pytest
 
 import echelon
 from echelon.config import StopConfig, replace
-from echelon.roles.learner import progress, stop_reason
-from echelon.roles.source import RETURN_WINDOW
+from echelon.roles.stopping import RETURN_WINDOW, progress, stop_reason
 from echelon.runs.metrics import read_metrics
 from toy_envs import CounterEnv
 

@@ -10,49 +10,22 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 
-from echelon.config import StopConfig
 from echelon.errors import DivergedError, TransportError, diverged
 from echelon.roles.context import Context, Station
 from echelon.roles.learner_record import LearnerRecord
 from echelon.roles.meeting import Meeting
 from echelon.roles.plan.parts import Plan
-from echelon.roles.source import RETURN_WINDOW, Counters, Offer, SharedSource
+from echelon.roles.source import Counters, Offer, SharedSource
+from echelon.roles.stopping import progress, stop_reason
 from echelon.roles.update import AnyBatch, LossAccount
 from echelon.runs.checkpoint import find_weights, load_checkpoint, newest_intact
 
 WARM_UP_S = 2.0  # after the first batch; not part of the steady rate
-
-
-def stop_reason(
-    stop: StopConfig, env_steps: int, returns: Collection[float], elapsed_s: float, episodes: int = 0
-) -> str:
-    """Why the run is over, or "" while it is not."""
-    if stop.steps and env_steps >= stop.steps:
-        return "steps"
-    if stop.episodes and episodes >= stop.episodes:
-        return "episodes"
-    if stop.minutes and elapsed_s >= 60 * stop.minutes:
-        return "minutes"
-    target = stop.until_return
-    solved = target is not None and len(returns) >= RETURN_WINDOW and sum(returns) / len(returns) >= target
-    return "return" if solved else ""
-
-
-def progress(stop: StopConfig, env_steps: int, elapsed_s: float, episodes: int = 0) -> float:
-    """The part of the way to the end that is behind the run, by whichever of its limits is nearest."""
-    fractions = [0.0]
-    if stop.steps:
-        fractions.append(env_steps / stop.steps)
-    if stop.episodes:
-        fractions.append(episodes / stop.episodes)
-    if stop.minutes:
-        fractions.append(elapsed_s / (60 * stop.minutes))
-    return min(max(fractions), 1.0)
 
 
 class Rate:

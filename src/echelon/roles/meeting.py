@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from echelon.algorithms.peers import Peers
-from echelon.roles.source import RETURN_WINDOW, Counters, Offer, SharedSource
+from echelon.roles.source import Counters, Offer, SharedSource
+from echelon.roles.stopping import RETURN_WINDOW
 
 COUNTED = ("env_steps", "episodes", "dropped", "lag_sum", "lag_steps")  # added up
 OTHERS = ("is_over", "elapsed_s", "lag_max", "return_max", "num_ended")

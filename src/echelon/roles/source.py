@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from echelon.roles.context import Station
+from echelon.roles.stopping import RETURN_WINDOW
 from echelon.roles.update import Acknowledge
-
-RETURN_WINDOW = 100  # episodes
 
 
 @dataclass(slots=True)

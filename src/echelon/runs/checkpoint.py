@@ -19,20 +19,21 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors
-import safetensors.torch
-import torch
 
 from echelon.disk import put_folder, sync
 from echelon.errors import ConfigError
 from echelon.runs.packing import Packed, as_bytes, pack, unpack
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = 1
 TENSORS, STATE = "tensors.safetensors", "state.json"
@@ -102,7 +103,7 @@ class _Content:
     @classmethod
     def of(cls, tree: Any) -> _Content:
         packed = pack(tree)
-        return cls(safetensors.torch.save(packed.tensors), _canonical(packed.structure))
+        return cls(_tensor_files().save(packed.tensors), _canonical(packed.structure))
 
 
 def _put(folder: Path, content: _Content, step: int, keep: int) -> None:
@@ -126,8 +127,17 @@ def load_checkpoint(path: Path) -> Any:
     """The tree saved at `path`, tensors on the CPU; damage raises ConfigError and names the previous checkpoint."""
     structure, raw = _verified(path)
     try:
-        return unpack(Packed(structure, safetensors.torch.load(raw)))
+        return unpack(Packed(structure, _tensor_files().load(raw)))
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise _damaged(path, path / STATE, f"its content does not decode ({error!r})") from error
+
+
+def load_parts(path: Path, names: Collection[str]) -> dict[str, Any]:
+    """Those parts of the tree saved at `path`, as far as it has them; no tensor is in them, so this needs no torch."""
+    structure, _ = _verified(path)
+    try:
+        return {name: unpack(Packed(structure[name])) for name in names if name in structure}
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise _damaged(path, path / STATE, f"its content does not decode ({error!r})") from error
 
 
@@ -174,7 +184,7 @@ def save_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapp
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        _write_file(temporary, safetensors.torch.save(copies, dict(metadata)))
+        _write_file(temporary, _tensor_files().save(copies, dict(metadata)))
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -184,7 +194,8 @@ def save_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapp
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file, on the CPU."""
     try:
-        return safetensors.torch.load(path.read_bytes())
+        tensors: dict[str, torch.Tensor] = _tensor_files().load(path.read_bytes())
+        return tensors
     except (OSError, safetensors.SafetensorError) as error:
         raise _unreadable_weights(path, error) from error
 
@@ -209,6 +220,13 @@ def weights_metadata(path: Path) -> dict[str, str]:
             return dict(file.metadata() or {})
     except (OSError, safetensors.SafetensorError) as error:
         raise _unreadable_weights(path, error) from error
+
+
+def _tensor_files() -> Any:
+    """Files of torch's tensors; imported when one is read or written, as a coordinator does neither."""
+    import safetensors.torch
+
+    return safetensors.torch
 
 
 def _write(folder: Path, content: _Content, step: int) -> None:

@@ -9,9 +9,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from echelon.errors import ConfigError
 from echelon.runs.events import EventWriter
 
@@ -101,7 +98,7 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, np.ndarray | np.generic | torch.Tensor):
+    if hasattr(value, "tolist"):
         return plain(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return None

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,14 @@ def unpack(packed: Packed) -> Any:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of `tensor` in row-major order, as a flat uint8 tensor on the CPU."""
+    import torch
+
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    import torch
+
     match value:
         case torch.Tensor():  # copied: tied or sliced tensors share memory, and training goes on
             return {"$tensor": _keep(tensors, path, value.detach().to("cpu", copy=True).contiguous())}
