@@ -51,6 +51,11 @@ def processes_marked(mark: str) -> list[int]:
     return found
 
 
+def has_torch(pid: int) -> bool:
+    """Whether a process has loaded torch."""
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
 def parent_of(pid: int) -> int:
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -51,6 +52,13 @@ def evidence(facts: Any) -> Any:
     """`facts` (..., 5) and 27 sums of them, each with other weights."""
     weights = np.arange(1, 28 * 5 + 1, dtype=np.float32)[: 27 * 5].reshape(27, 5) % 7
     return np.concatenate([facts, facts @ weights.T], -1).astype(np.float32)
+
+
+class UnmakeableEnv(CounterEnv):
+    """Cannot even be made."""
+
+    def __init__(self) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
 
 
 class SlowEnv(CounterEnv):

@@ -1,10 +1,11 @@
 """Train, resume and evaluate: what the command line does, as functions.
 
-Nothing heavy is imported at the top: the fork server imports torch while this process does.
+Nothing heavy is imported at the top: a process that has no role in it never needs torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 import sys
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from echelon.roles.interrupts import Interrupts
     from echelon.roles.user_objects import UserObjects
     from echelon.runs.folder import RunFolder
+    from echelon.world.node import Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +152,28 @@ def run(
     engine: InlineEngine | LocalEngine | None = None
     try:
         engine = make_engine(config, session, has_objects=user_objects is not None)
-        from echelon.process_state import preserve_state
-        from echelon.roles.plan.preparation import prepare
+        from echelon.roles.plan.preparation import prepare, world_address
+        from echelon.world.node import Node
 
-        with preserve_state():
+        with _preserved(engine), contextlib.closing(Node.host(world_address(config, session))) as world:
+            world.serve("message", report)
             start = began - past.wall_s
-            context, choice = prepare(config, session, engine, past.generation, start, report, user_objects)
+            context, choice = prepare(config, session, engine, world, past.generation, start, report, user_objects)
             acting = {"asked": config.acting.mode, "mode": choice.mode, "why": choice.reason}
-            return _train_in(context, engine, past, acting, output)
+            return _train_in(context, engine, world, past, acting, output)
     finally:
         if engine is not None:
             engine.close(0.0)
         shutil.rmtree(session, ignore_errors=True)
+
+
+def _preserved(engine: InlineEngine | LocalEngine) -> contextlib.AbstractContextManager[None]:
+    """Puts the settings of the caller's process back, where a learner changes them."""
+    if not engine.is_here("learner"):
+        return contextlib.nullcontext()
+    from echelon.process_state import preserve_state
+
+    return preserve_state()
 
 
 def _unscheduled(config: TrainConfig) -> list[str]:
@@ -178,7 +190,12 @@ def _unscheduled(config: TrainConfig) -> list[str]:
 
 
 def _train_in(
-    context: Context, engine: InlineEngine | LocalEngine, past: Past, acting: dict[str, str], output: TextIO
+    context: Context,
+    engine: InlineEngine | LocalEngine,
+    world: Node,
+    past: Past,
+    acting: dict[str, str],
+    output: TextIO,
 ) -> RunResult:
     from echelon import config_io
     from echelon.roles.interrupts import Interrupts
@@ -191,7 +208,7 @@ def _train_in(
     with folder.held(), Interrupts() as interrupts:  # to the end: a run's record is whole whenever the user stops it
         folder.write_config(config_json)
         (folder.path / SUMMARY).unlink(missing_ok=True)  # of the part that is being gone on with
-        figures = {**_coordinate(context, engine, folder, past, output, interrupts), "acting": acting}
+        figures = {**_coordinate(context, engine, world, folder, past, output, interrupts), "acting": acting}
         folder.write_summary(figures)
     final_summary(figures, output)
     return RunResult(figures["status"], folder.path, figures)
@@ -200,6 +217,7 @@ def _train_in(
 def _coordinate(
     context: Context,
     engine: InlineEngine | LocalEngine,
+    world: Node,
     folder: RunFolder,
     past: Past,
     output: TextIO,
@@ -209,10 +227,8 @@ def _coordinate(
     from echelon.roles.coordinator import Coordinator
     from echelon.runs.console import Console
     from echelon.runs.metrics import MetricsWriter
-    from echelon.world.node import Node
 
     console = Console(title(context.train), context.run_dir, output)
-    world = Node.host(context.address)
     metrics = MetricsWriter(folder.path, append=past.generation > 0)
     coordinator = Coordinator(context, engine, world, console, metrics, interrupts)
     coordinator.row = past.row
@@ -226,7 +242,6 @@ def _coordinate(
         raise
     finally:
         console.close()
-        world.close()
         metrics.close()
     return _summary(context, coordinator, figures)
 

@@ -26,6 +26,13 @@ def test_stopped_actor_is_taken_for_hung_and_replaced(runs: Runs) -> None:
     run.assert_nothing_left()
 
 
+def test_environment_that_crashes_when_it_is_made_is_told(runs: Runs) -> None:
+    run = runs.train(env="unruly:UnmakeableEnv")
+    assert run.code() == 1, run.text()
+    assert "the process that makes an environment to see its spaces was ended by SIGSEGV" in run.text()
+    assert not run.run_dir.exists()
+
+
 def test_hung_environment_shows_its_stack(runs: Runs, tmp_path: Path) -> None:
     kwargs = json.dumps({"flag": str(tmp_path / "hung")})
     run = runs.train(env="unruly:HangingEnv", **{"supervision.hang_timeout_s": 8, "env-kwargs": kwargs})

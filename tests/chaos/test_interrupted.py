@@ -10,7 +10,7 @@ import pytest
 
 from echelon.roles.interrupts import ECHO_S
 from echelon.runs.checkpoint import load_checkpoint, newest_intact
-from running import Running, Runs
+from running import Running, Runs, has_torch
 
 
 def checkpointed_steps(run: Running) -> int:
@@ -31,12 +31,14 @@ def assert_stopped(run: Running) -> int:
     return int(summary["env_steps"])
 
 
-def test_once_stops_in_good_order_and_resumes(runs: Runs) -> None:
+def test_once_stops_in_good_order_and_resumes_in_a_coordinator_without_torch(runs: Runs) -> None:
     run = runs.train(fresh=True)
     run.until_learning()
+    assert has_torch(run.pid("learner")) and not has_torch(run.pid("coordinator"))
     run.process.send_signal(signal.SIGINT)
     done, rows = assert_stopped(run), len(run.rows())
-    again = runs.resume(done + 10_000)
+    again = runs.resume(done + 10_000, fresh=True)
+    assert not has_torch(again.pid("coordinator"))
     assert again.code() == 0, again.text()
     again.assert_nothing_left()
     assert again.rows()[rows]["env_steps"] >= done  # the first thing it tells: it goes on from there

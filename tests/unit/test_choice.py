@@ -19,7 +19,8 @@ from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.errors import ConfigError
 from echelon.presets import preset
-from echelon.roles.calibration import RESULT, Calibration, CallCost, Clock, Measured, round_rows
+from echelon.roles.calibration import Calibration, Clock
+from echelon.roles.context import Context
 from echelon.roles.plan import choice
 from echelon.roles.plan.choice import (
     ASK_S,
@@ -33,6 +34,9 @@ from echelon.roles.plan.choice import (
     Shape,
     forecast,
 )
+from echelon.roles.plan.findings import CALIBRATED, PREPARED, CallCost, Measured, Prepared
+from echelon.roles.plan.layouts import round_rows
+from echelon.roles.preparation import Preparation
 from running import DEADLINE_S
 from stage import Stage
 from unruly import SlowEnv
@@ -193,7 +197,7 @@ def calibrate(stage: Stage) -> Measured:
     role = Calibration(stage.context)
     stage.roles.append(role)
     assert role.step(0.0) and role.finished
-    return Measured.read(stage.context.session / RESULT)
+    return Measured.read(stage.context.session / CALIBRATED)
 
 
 @pytest.mark.parametrize("core", ["none", "gru"])
@@ -238,25 +242,32 @@ def test_slow_environments_are_not_all_stepped(make_stage: Callable[..., Stage])
 # Choosing.
 
 
+def prepared(stage: Stage, context: Context | None = None) -> Prepared:
+    context = context or stage.context
+    role = Preparation(context.train, context.session, "", 0, context.spaces)
+    role.step(0.0)
+    return Prepared.read(context.session / PREPARED)
+
+
 @pytest.mark.parametrize("mode", ["local", "central"])
 def test_what_was_asked_for_is_what_is_chosen(make_stage: Callable[..., Stage], mode: str) -> None:
     stage = make_stage(**{**AUTO, "acting.mode": mode})
-    assert choice.choose_acting(stage.context, InlineEngine(), stage.plan.model).mode == mode
+    assert choice.choose_acting(stage.context, InlineEngine(), prepared(stage)).mode == mode
 
 
 def test_one_process_acts_locally(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(**{**AUTO, "acting.mode": "auto"})
-    found = choice.choose_acting(stage.context, InlineEngine(), stage.plan.model)
+    found = choice.choose_acting(stage.context, InlineEngine(), prepared(stage))
     assert found.mode == "local" and "one process" in found.reason
 
 
 def test_who_makes_first_priorities_acts_locally(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(name="apex-dqn", **{**AUTO, "acting.mode": "auto", "replay.capacity": 10_000})
-    found = choice.choose_acting(stage.context, InlineEngine(), stage.plan.model)
+    found = choice.choose_acting(stage.context, InlineEngine(), prepared(stage))
     assert found.mode == "local" and "first priorities" in found.reason
     context = replace(stage.context, train=changed(stage.context.train, **{"acting.value": True}))
     with pytest.raises(ConfigError, match=r"acting\.value=true, but the networks of apex-dqn judge actions"):
-        choice.choose_acting(context, InlineEngine(), stage.plan.model)
+        choice.choose_acting(context, InlineEngine(), prepared(stage))
 
 
 @pytest.mark.parametrize(
@@ -273,7 +284,7 @@ def test_what_central_acting_could_not_do_is_refused_whatever_would_be_chosen(
     stage = make_stage(**{**AUTO, "acting.mode": "auto"})
     context = replace(stage.context, train=changed(stage.context.train, **fields))
     with pytest.raises(ConfigError, match=message):
-        choice.choose_acting(context, InlineEngine(), stage.plan.model)
+        choice.choose_acting(context, InlineEngine(), prepared(stage, context))
 
 
 class Misbehaving(toy.CounterEnv):
@@ -318,7 +329,7 @@ def test_environments_that_fail_in_the_calibration_cost_only_the_choice(
     name = f"{Path(__file__)}:Misbehaving"
     stage = make_stage(name, **{**AUTO, "acting.mode": "auto", "env.kwargs": {"how": how}})
     monkeypatch.setattr(choice, "LIMIT_S", 1.0 if how < 0 else DEADLINE_S)
-    found = choice.choose_acting(stage.context, engine, stage.plan.model)
+    found = choice.choose_acting(stage.context, engine, prepared(stage))
     assert found.mode == "local"
     assert re.search(reason, found.reason), found.reason
     assert "\n" not in found.reason
@@ -329,8 +340,8 @@ def test_a_calibration_in_a_process_of_its_own_chooses(
 ) -> None:
     stage = make_stage("CartPole-v1", **{**AUTO, "acting.mode": "auto", "engine": "local"})
     monkeypatch.setattr(choice, "LIMIT_S", DEADLINE_S)
-    found = choice.choose_acting(stage.context, engine, stage.plan.model)
+    found = choice.choose_acting(stage.context, engine, prepared(stage))
     assert "steps/s against" in found.reason  # which, a busy machine may decide
     assert not engine.exits() and engine.pid(choice.CALIBRATION) is None
     monkeypatch.setattr(choice, "forecast", lambda *given: Forecast(1.0, 2.0))
-    assert choice.choose_acting(stage.context, engine, stage.plan.model).mode == "central"
+    assert choice.choose_acting(stage.context, engine, prepared(stage)).mode == "central"

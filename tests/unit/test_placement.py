@@ -121,10 +121,12 @@ def test_the_threads_of_a_learner_are_recorded_and_kept(tmp_path: Path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
-        fields = {"actor.num_actors": 1, "actor.envs": 128, "network.hidden": (256, 256), "stop.steps": 1}
-        fields |= {"run.dir": str(tmp_path / "run"), "evaluation.interval_s": 0.0, "acting.mode": "local"}
-        config = replace(preset("impala", "CartPole-v1"), **fields, **{"env.vector": "vector_entry_point"})
-        echelon.train(replace(config, **{"learner.batch": 2}), output=io.StringIO())
-    assert recorded() == 3
-    resume(tmp_path / "run", steps=20_000, output=io.StringIO())
-    assert recorded() == 3, "on a machine with fewer cores too"
+        fields = {"actor.num_actors": 1, "actor.envs": 2, "network.hidden": (512, 512), "stop.steps": 1}
+        fields |= {"run.dir": str(tmp_path / "run"), "evaluation.interval_s": 0.0, "engine": "inline"}
+        echelon.train(
+            replace(preset("impala", "CartPole-v1"), **fields, **{"learner.device": "cpu"}), output=io.StringIO()
+        )
+    assert recorded() == 4
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    resume(tmp_path / "run", steps=200, output=io.StringIO())
+    assert recorded() == 4, "on a machine with fewer cores too"

@@ -26,7 +26,7 @@ class HostedEngine(LocalEngine):
 
     def run(self, world: MessageLoop, timeout_s: float) -> None:
         """Steps the roles here for about `timeout_s`, or until one has finished; then hears what came to `world`."""
-        self._inline.run(world, timeout_s)
+        (self._inline.run if self._inline.has_roles else super().run)(world, timeout_s)
 
     def exits(self) -> list[Exit]:
         return self._inline.exits() + super().exits()

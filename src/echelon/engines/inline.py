@@ -28,6 +28,10 @@ class InlineEngine(OneHost):
         del name
         return True
 
+    @property
+    def has_roles(self) -> bool:
+        return bool(self._roles)
+
     def start(self, spec: ProcessSpec) -> None:
         self._roles[spec.name] = make_role(spec)
 

@@ -8,65 +8,33 @@ Shapes: K environments of an actor, G groups that central acting steps them in.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from echelon.algorithms.model import Model, Policy
-from echelon.config import EnvConfig, TrainConfig
+from echelon.config import EnvConfig
 from echelon.envs.loop import LoopGroup
 from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
 from echelon.roles.context import Context
 from echelon.roles.placement import pick_device, server_threads
-from echelon.roles.plan.layouts import num_groups, num_passes
+from echelon.roles.plan.findings import CALIBRATED, CallCost, Measured
+from echelon.roles.plan.layouts import num_groups, num_passes, round_rows
 from echelon.roles.plan.parts import Plan
 from echelon.roles.plan.placement import learner_device
 from echelon.schema import Tree, map_tree, space_leaves, unflatten
 
-RESULT = "calibration.json"
 CALIBRATION_SEED = 1 << 23  # an actor number that no actor has
 MEASURE_S = 0.04  # time for each thing that is measured, where a few calls do not take longer
 MIN_CALLS, MAX_CALLS = 3, 25
 WHOLE_S = 0.5  # environments that take longer than this for a few steps of all are measured one alone
 LEARN_FORWARDS = 4  # a pass of learning costs about as much as this many forward passes
 SHORT_S = 0.002  # a forward pass that is over sooner is measured over a trajectory's rows
-
-
-@dataclass(frozen=True, slots=True)
-class CallCost:
-    """Seconds of one call: by the clock, and of processors, all threads together."""
-
-    wall_s: float
-    cpu_s: float
-
-    def times(self, factor: float) -> CallCost:
-        return CallCost(self.wall_s * factor, self.cpu_s * factor)
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What was found."""
-
-    whole: CallCost  # a step of an actor's environments as local acting has them, all in one group
-    part: CallCost  # a step of one of the groups of central acting
-    act: CallCost  # the actions of K environments, on one thread
-    round: CallCost  # the actions of a server's round
-    learn: CallCost  # learning from one step
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> Measured:
-        return cls(**{name: CallCost(**cost) for name, cost in json.loads(path.read_text()).items()})
 
 
 class Clock:
@@ -183,7 +151,7 @@ class Calibration:
         del timeout_s
         whole, part = self._environments()
         act, round = self._acting()
-        Measured(whole, part, act, round, self._learn(act)).write(self.context.session / RESULT)
+        Measured(whole, part, act, round, self._learn(act)).write(self.context.session / CALIBRATED)
         self.finished = True
         return True
 
@@ -241,16 +209,6 @@ class Calibration:
     def close(self) -> None:
         for trial in self._trials:
             trial.group.close()
-
-
-def round_rows(config: TrainConfig) -> int:
-    """Rows of a round in which every actor of a server asks for one of its groups."""
-    acting, actor = config.acting, config.actor
-    rows = actor.envs // num_groups(config)
-    if not acting.batch:
-        return rows
-    most = rows * -(-actor.num_actors // acting.servers)
-    return max(rows, min(most, acting.max_batch // rows * rows)) if acting.max_batch else most
 
 
 def calibration(config: dict[str, Any]) -> Calibration:

@@ -15,7 +15,7 @@ from echelon.engines.local import LocalEngine
 from echelon.errors import EchelonError
 from echelon.roles.context import Context
 from echelon.roles.interrupts import Interrupts
-from echelon.roles.plan.parts import num_evaluations, restored_text, roles_of
+from echelon.roles.plan.start import num_evaluations, restored_text, roles_of
 from echelon.roles.supervisor import Supervisor
 from echelon.runs.console import Console, Status
 from echelon.runs.metrics import MetricsWriter

@@ -31,17 +31,14 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from echelon.algorithms.model import Model
 from echelon.config import TrainConfig, replace
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, ProcessSpec
 from echelon.errors import ConfigError
-from echelon.roles.calibration import RESULT, Measured, round_rows
 from echelon.roles.context import Context
-from echelon.roles.placement import pick_device
-from echelon.roles.plan.layouts import act_layout, num_groups
-from echelon.roles.plan.placement import learner_device
+from echelon.roles.plan.findings import CALIBRATED, Measured, Prepared
+from echelon.roles.plan.layouts import act_layout, num_groups, round_rows
 
 CALIBRATION = "calibration"
 LIMIT_S = 30.0  # a calibration that is not over by then is ended
@@ -144,14 +141,8 @@ def _rate(seconds: float) -> float:
     return 1.0 / seconds if seconds else math.inf
 
 
-def choose_acting(context: Context, engine: InlineEngine | LocalEngine, model: Model) -> Choice:
-    """What `acting.mode` stands for: itself, or where it is `auto` what suits the run.
-
-    ConfigError where the run could not have central acting as it is configured, even if local acting would be chosen.
-    """
-    config = context.train
-    if config.experience == "replay" and config.acting.value:
-        raise ConfigError(f"acting.value=true, but the networks of {config.preset} judge actions. Leave it at false.")
+def settled(config: TrainConfig) -> Choice | None:
+    """What `acting.mode` stands for where nothing has to be measured or looked up."""
     if config.has_workers:
         return Choice("local", "every worker chooses its own actions")
     if config.experience == "gradients":
@@ -162,24 +153,33 @@ def choose_acting(context: Context, engine: InlineEngine | LocalEngine, model: M
         return Choice(config.acting.mode, "as asked for")
     if config.experience == "replay" and config.replay.prioritized:
         return Choice("local", "actors judge what they do, for the first priorities of their transitions")
+    return None
+
+
+def choose_acting(context: Context, engine: InlineEngine | LocalEngine, prepared: Prepared) -> Choice:
+    """What `acting.mode` stands for: itself, or where it is `auto` what suits the run.
+
+    ConfigError where the run could not have central acting as it is configured, even if local acting would be chosen.
+    """
+    config = context.train
+    if config.experience == "replay" and config.acting.value:
+        raise ConfigError(f"acting.value=true, but the networks of {config.preset} judge actions. Leave it at false.")
+    choice = settled(config)
+    if choice is not None:
+        return choice
     config = replace(config, acting=replace(config.acting, mode="central"))
     context = dataclasses.replace(context, train=config)
     act_layout(context)
-    num_parameters = model.parameters.numel()
-    on_cpu = {
-        pick_device(config.acting.device, num_parameters, "--acting.device"),
-        learner_device(config, num_parameters),
-    } == {"cpu"}
     if isinstance(engine, InlineEngine):
         return Choice("local", "one process does everything, so there is nobody to share a forward pass with")
-    if config.learner.max_lag == 0 and on_cpu:
+    if config.learner.max_lag == 0 and prepared.on_cpu:
         return Choice("local", "learner.max_lag=0 repeats exactly, which central acting cannot")
     gone = _calibrate(context, engine)
     if gone is None or gone.code or gone.signal:
         how = f"was not over within {LIMIT_S:g} s" if gone is None else _first_line(gone.cause)
         return Choice("local", f"the calibration {how}")
-    measured = Measured.read(context.session / RESULT)
-    shape = Shape.of(config, len(os.sched_getaffinity(0)), model.nbytes)
+    measured = Measured.read(context.session / CALIBRATED)
+    shape = Shape.of(config, len(os.sched_getaffinity(0)), prepared.weights_bytes)
     forecasted = forecast(shape, measured)
     return Choice(forecasted.mode, reason_text(shape, measured, forecasted))
 

@@ -74,6 +74,16 @@ def num_groups(config: TrainConfig) -> int:
     return groups
 
 
+def round_rows(config: TrainConfig) -> int:
+    """Rows of a round in which every actor of a server asks for one of its groups."""
+    acting, actor = config.acting, config.actor
+    rows = actor.envs // num_groups(config)
+    if not acting.batch:
+        return rows
+    most = rows * -(-actor.num_actors // acting.servers)
+    return max(rows, min(most, acting.max_batch // rows * rows)) if acting.max_batch else most
+
+
 def act_layout(context: Context) -> ActLayout:
     """The board of act requests of a run with central acting."""
     config, spaces = context.train, context.spaces

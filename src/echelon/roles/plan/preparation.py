@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
+from dataclasses import replace as replace_fields
 from pathlib import Path
 
+from echelon import config_io
 from echelon.config import TrainConfig, replace
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
-from echelon.envs.make import probe_spaces
-from echelon.errors import ConfigError
+from echelon.engines.process import INHERITED, ProcessSpec
+from echelon.errors import ConfigError, RunError
 from echelon.hosts.engine import HostsEngine, streams_of_hosts
 from echelon.memory_check import check_fits, check_processes, free_memory
 from echelon.names import absolute, describe_callable, text_of
 from echelon.roles.context import Context
-from echelon.roles.pending_workers import await_spaces
-from echelon.roles.placement import pick_device
 from echelon.roles.plan.choice import Choice, choose_acting
-from echelon.roles.plan.layouts import minibatch_samples
-from echelon.roles.plan.parts import Plan, roles_of
-from echelon.roles.plan.placement import learner_threads
+from echelon.roles.plan.findings import PREPARED, USER_LAYOUT, Prepared
+from echelon.roles.plan.memory import PreparedMemory
+from echelon.roles.plan.replay import ReplayPlan
+from echelon.roles.plan.start import roles_of
+from echelon.roles.supervisor import FATAL
 from echelon.roles.user_objects import UserObjects
-from echelon.roles.user_policy import StateLayout, state_of
-from echelon.runs.checkpoint import find_weights
 from echelon.runs.folder import check_new, default_run_dir
-from echelon.schema import Spaces
 from echelon.transport.secret import check_secret, secret_from_environment
+from echelon.world.node import Node
+
+PREPARATION = "preparation"
+LOOK_S = 0.05
+AnyEngine = InlineEngine | LocalEngine
 
 
 def prepare(
     config: TrainConfig,
     session: Path,
-    engine: InlineEngine | LocalEngine,
+    engine: AnyEngine,
+    world: Node,
     generation: int,
     started_at: float,
     report: Callable[[str], None],
@@ -46,12 +50,10 @@ def prepare(
         config = replace(config, env=replace(config.env, id=describe_callable(config.env.id)))
     if config.has_workers:
         check_secret(config.workers.address, secret_from_environment())
-    own = (
-        StateLayout.of(state_of(user_objects.policy))
-        if user_objects is not None and user_objects.policy is not None
-        else None
-    )
-    spaces, config = _find_spaces(config, own, user_objects, report)
+    own = _describe_user_policy(config, session, user_objects)
+    prepared = _find_out(config, session, engine, world, generation, user_objects)
+    learner = replace(config.learner, threads=prepared.threads)
+    config = replace(config, learner=learner, workers=replace(config.workers, address=prepared.address))
     short = text if ".py:" not in text else Path(text).name.replace(".py:", "-")
     run_dir = Path(config.run.dir) if config.run.dir else default_run_dir(config.preset, short)
     if generation == 0:
@@ -62,77 +64,99 @@ def prepare(
         incarnation=0,
         generation=generation,
         train=config,
-        spaces=spaces,
-        state_shapes=(),
+        spaces=prepared.spaces,
+        state_shapes=prepared.state_shapes,
         session=session,
-        address=f"ipc://{session}/world" if config.engine != "inline" else f"inproc://{session.name}",
+        address=world.host_address,
         run_dir=run_dir.absolute(),
         started_at=started_at,
         shares_process=config.engine == "inline",
         user_objects=user_objects,
     )
-    if own is not None:
-        Plan(context).user_layout_file.write_text(json.dumps(own.to_json()))
-        choice = Choice("local", "the policy is the user's own")
-    else:
-        context, choice = _choose(context, engine, report)
-    _make_memory(context, report)
+    if config.experience == "replay":
+        ReplayPlan(context).check()
+    choice = own or _choose(context, engine, prepared, report)
+    context = replace_fields(context, train=replace(config, acting=replace(config.acting, mode=choice.mode)))
+    memory = PreparedMemory(context, prepared)
+    _make(memory, report)
     if isinstance(engine, HostsEngine):
-        plan, streams = Plan(context), streams_of_hosts(config.actor.num_actors, config.hosts.count)
-        engine.gather(plan.assignment(), streams, plan.carrier_file, report)
+        streams = streams_of_hosts(config.actor.num_actors, config.hosts.count)
+        engine.gather(memory.assignment(), streams, memory.carrier_file, report)
     return context, choice
 
 
-def _find_spaces(
-    config: TrainConfig, own: StateLayout | None, user_objects: UserObjects | None, report: Callable[[str], None]
-) -> tuple[Spaces, TrainConfig]:
-    """What is observed and done, and the configuration with the address that workers know by then."""
-    if config.algorithm.is_users and own is None:
-        raise ConfigError(
-            f"{config.run.dir or 'this run'} trains a policy of its user's own: run the program that brings it "
-            "(AsyncLearningNode, with resume=True to go on)."
-        )
-    if user_objects is not None and user_objects.spaces is not None:
-        return user_objects.spaces, config
-    if config.has_workers and config.workers.spaces == "worker":
-        spaces, address = await_spaces(config, own, report)
-        return spaces, replace(config, workers=replace(config.workers, address=address))
-    return probe_spaces(config.env), config
+def world_address(config: TrainConfig, session: Path) -> str:
+    """Where the coordinator's world is."""
+    return f"ipc://{session}/world" if config.engine != "inline" else f"inproc://{session.name}"
 
 
-def _choose(
-    context: Context, engine: InlineEngine | LocalEngine, report: Callable[[str], None]
-) -> tuple[Context, Choice]:
-    """Checks what depends on the model, and chooses who acts and with how many threads the learner learns."""
-    config, model = context.train, Plan(context).model
-    threads = learner_threads(config, model.parameters.numel(), minibatch_samples(config))
-    config = replace(config, learner=replace(config.learner, threads=threads))
-    context = dataclasses.replace(context, train=config)
-    if config.run.init_from and context.generation == 0:
-        model.load_weights(find_weights(config.run.init_from), config.run.init_from)
-    if config.experience == "replay":
-        Plan(context).replay.check()
-    choice = choose_acting(context, engine, model)
+def _describe_user_policy(config: TrainConfig, session: Path, user_objects: UserObjects | None) -> Choice | None:
+    """Writes down how the state of the user's own policy lies in memory, if there is one; it acts where workers are."""
+    if user_objects is None or user_objects.policy is None:
+        if config.algorithm.is_users:
+            raise ConfigError(
+                f"{config.run.dir or 'this run'} trains a policy of its user's own: run the program that brings it "
+                "(AsyncLearningNode, with resume=True to go on)."
+            )
+        return None
+    from echelon.roles.user_policy import StateLayout, state_of
+
+    layout = StateLayout.of(state_of(user_objects.policy))
+    (session / USER_LAYOUT).write_text(json.dumps(layout.to_json()))
+    return Choice("local", "the policy is the user's own")
+
+
+def _find_out(
+    config: TrainConfig,
+    session: Path,
+    engine: AnyEngine,
+    world: Node,
+    generation: int,
+    user_objects: UserObjects | None,
+) -> Prepared:
+    """What the preparation finds, wherever the engine runs it."""
+    spaces = user_objects.spaces if user_objects is not None else None
+    values = {
+        "train": config if engine.is_here(PREPARATION) else config_io.to_json(config),
+        "session": str(session),
+        "address": world.host_address,
+        "generation": generation,
+        "spaces": spaces.to_json() if spaces is not None else None,
+    }
+    engine.start(ProcessSpec(PREPARATION, "echelon.roles.preparation:preparation", values, INHERITED))
+    while not (exits := engine.exits()):
+        engine.run(world, LOOK_S)
+    world.poll(0.0)
+    [gone] = exits
+    if gone.failure is not None and gone.failure.expected:
+        raise FATAL.get(gone.failure.kind, RunError)(gone.failure.message)
+    if not (session / PREPARED).exists():  # it crashed, or the environment made it exit
+        more = f"\n{gone.failure.traceback}" if gone.failure is not None else ""
+        raise RunError(f"the process that makes an environment to see its spaces {gone.cause}{more}")
+    return Prepared.read(session / PREPARED)
+
+
+def _choose(context: Context, engine: AnyEngine, prepared: Prepared, report: Callable[[str], None]) -> Choice:
+    """Who acts; checks what depends on that."""
+    config = context.train
+    choice = choose_acting(context, engine, prepared)
     if choice.mode != config.acting.mode and not config.has_workers:
         report(f"acting: {choice.mode} ({choice.reason})")
-    if choice.mode == "central":
-        pick_device(config.acting.device, model.parameters.numel(), "--acting.device")
-        if config.acting.transport == "tcp":
-            check_secret(config.acting.address, secret_from_environment())
+    if choice.mode == "central" and config.acting.transport == "tcp":
+        check_secret(config.acting.address, secret_from_environment())
     if config.experience == "replay" and config.replay.transport == "tcp":
         check_secret(config.replay.address, secret_from_environment())
-    config = replace(config, acting=replace(config.acting, mode=choice.mode))
-    return dataclasses.replace(context, train=config, state_shapes=model.network.state_shapes), choice
+    return choice
 
 
-def _make_memory(context: Context, report: Callable[[str], None]) -> None:
-    plan = Plan(context)
+def _make(memory: PreparedMemory, report: Callable[[str], None]) -> None:
+    context = memory.context
     if not context.shares_process:
         elsewhere = context.train.actor.num_actors - actors_at_head(context.train)
         check_processes(len(roles_of(context.train)) - elsewhere, free_memory())
     sizes = "--envs-per-actor, --actor.trajectory or --actor.slots"
-    check_fits(plan.shared_bytes(), "the run's shared memory", free_memory(context.session.parent), sizes)
-    for text in plan.make():
+    check_fits(memory.shared_bytes(), "the run's shared memory", free_memory(context.session.parent), sizes)
+    for text in memory.make():
         report(text)
 
 

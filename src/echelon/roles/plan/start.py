@@ -1,9 +1,9 @@
-"""What a run needs before torch is there: its engine, its title, and whether it can end. The fork server imports torch
-while the caller does, so nothing heavy is imported at the top."""
+"""What a run is before it starts: its engine, roles, title, and whether it can end. Nothing here needs torch."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.config import TrainConfig
@@ -15,6 +15,7 @@ from echelon.hosts.engine import HostsEngine
 from echelon.names import text_of
 
 PRELOAD = (
+    "echelon.roles.preparation",
     "echelon.roles.learner",
     "echelon.roles.learners",
     "echelon.roles.actor",
@@ -28,7 +29,58 @@ PRELOAD = (
     "echelon.roles.central_acting",
     COMPILER,
 )
-PRELOAD_WITH_WORKERS = ("echelon.roles.learner", "echelon.roles.episode_source", "echelon.roles.gateway", COMPILER)
+PRELOAD_WITH_WORKERS = (
+    "echelon.roles.preparation",
+    "echelon.roles.pending_workers",
+    "echelon.roles.learner",
+    "echelon.roles.episode_source",
+    "echelon.roles.gateway",
+    COMPILER,
+)
+
+EVALUATOR_NICE = 10
+NUM_EVALUATIONS = 10  # of workers, whose mean is shown; a worker's is a single episode
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """A process of the run: `kind` is the module of its role, and the function in it that makes it."""
+
+    name: str
+    kind: str
+    index: int = 0
+    nice: int = 0
+
+
+def roles_of(config: TrainConfig) -> list[RoleSpec]:
+    """The processes of a run, in the order in which they are started."""
+    roles = [RoleSpec(name, "learner", index) for index, name in enumerate(config.learner_names)]
+    if config.has_workers:
+        return [*roles, RoleSpec("gateway", "gateway")]
+    if config.engine == "hosts":
+        roles.append(RoleSpec("carrier", "carrier"))
+    if config.algorithm.experience == "replay" and config.replay.transport == "tcp":
+        roles.append(RoleSpec("shards-0", "shards"))
+    if config.acting.mode == "central":
+        roles += [RoleSpec(f"inference-{index}", "inference", index) for index in range(config.acting.servers)]
+    roles += [RoleSpec(f"actor-{index}", "actor", index) for index in range(config.actor.num_actors)]
+    if config.evaluation.interval_s > 0:
+        roles.append(RoleSpec("evaluator", "evaluator", nice=EVALUATOR_NICE))
+    return roles
+
+
+def num_evaluations(config: TrainConfig) -> int:
+    """How many of the newest evaluations the shown return is the mean of."""
+    return NUM_EVALUATIONS if config.has_workers else 1
+
+
+def restored_text(config: TrainConfig, place: str, steps: int, updates: int) -> str:
+    """What to say of learners that go on from `place`, with `steps` and `updates` since then lost."""
+    who = "the learners go on" if config.learner.num_learners > 1 else "the learner goes on"
+    again = f"{updates:,} updates"
+    if config.algorithm.experience != "replay":  # where steps count when they are made, and stay
+        again = f"{max(steps, 0):,} steps and {again}"
+    return f"{who} from {place}" + (f"; {again} since then are learned anew" if updates > 0 else "")
 
 
 def make_engine(config: TrainConfig, session: Path, *, has_objects: bool) -> InlineEngine | LocalEngine:

@@ -1,0 +1,99 @@
+"""The preparation: a process that finds out, before a run starts, what only its environment and its model can say.
+
+It makes an environment for its spaces, or waits for the first worker that brings them; then the model, for its sizes.
+What it found is in the session folder when it ends. The engine runs it as it runs roles: in a process of its own the
+coordinator needs neither torch nor the packages of the environment, and outlives an environment that crashes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from echelon import config_io
+from echelon.algorithms.model import Model
+from echelon.config import TrainConfig
+from echelon.envs.make import probe_spaces
+from echelon.roles.context import COORDINATOR
+from echelon.roles.gradient_slots import GradientSchema
+from echelon.roles.placement import pick_device
+from echelon.roles.plan.choice import settled
+from echelon.roles.plan.findings import PREPARED, USER_LAYOUT, Prepared
+from echelon.roles.plan.layouts import minibatch_samples, num_gradients
+from echelon.roles.plan.placement import learner_device, learner_threads
+from echelon.roles.user_policy import StateLayout
+from echelon.runs.checkpoint import find_weights
+from echelon.schema import Spaces, TrajectorySchema
+from echelon.world.node import Node
+
+
+class Preparation:
+    """Finds out once, and is finished."""
+
+    def __init__(self, train: TrainConfig, session: Path, address: str, generation: int, spaces: Spaces | None) -> None:
+        """`spaces` are given where the user's program brings them; `address` is that of the run's world."""
+        self.train, self.session, self.address, self.generation = train, session, address, generation
+        self.spaces, self.finished = spaces, False
+
+    def step(self, timeout_s: float) -> bool:
+        del timeout_s
+        found = self._own() if self.train.algorithm.is_users else self._ours()
+        found.write(self.session / PREPARED)
+        self.finished = True
+        return True
+
+    def _own(self) -> Prepared:
+        """With a policy of the user's own."""
+        layout = StateLayout.from_json(json.loads((self.session / USER_LAYOUT).read_text()))
+        spaces, address = self._find_spaces(layout)
+        return Prepared(spaces, address, self.train.learner.threads, weights_bytes=layout.nbytes)
+
+    def _ours(self) -> Prepared:
+        train = self.train
+        spaces, address = self._find_spaces(None)
+        model = Model(train.network, spaces, train.algorithm, seed=train.seed)
+        num_parameters, shapes = model.parameters.numel(), model.network.state_shapes
+        threads = learner_threads(train, num_parameters, minibatch_samples(train))
+        devices = {learner_device(train, num_parameters)}
+        choice = settled(train)
+        if choice is None or choice.mode == "central":
+            devices.add(pick_device(train.acting.device, num_parameters, "--acting.device"))
+        if train.run.init_from and self.generation == 0:
+            model.load_weights(find_weights(train.run.init_from), train.run.init_from)
+        slots: TrajectorySchema | GradientSchema = TrajectorySchema(
+            spaces, train.actor.trajectory, train.actor.envs, shapes
+        )
+        if train.algorithm.slots == "gradients":
+            slots = GradientSchema.of(train.actor, num_gradients(train), model)
+        on_cpu = devices == {"cpu"}
+        return Prepared(spaces, address, threads, on_cpu, shapes, model.nbytes, slots.nbytes)
+
+    def _find_spaces(self, own: StateLayout | None) -> tuple[Spaces, str]:
+        """What is observed and done, and the address that workers know by then."""
+        workers = self.train.workers
+        if self.spaces is not None:
+            return self.spaces, workers.address
+        if not (self.train.has_workers and workers.spaces == "worker"):
+            return probe_spaces(self.train.env), workers.address
+        from echelon.roles.pending_workers import await_spaces
+
+        with contextlib.closing(Node.join(self.address, "preparation")) as node:
+            return await_spaces(self.train, own, functools.partial(node.post, COORDINATOR, "message"))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def preparation(config: dict[str, Any]) -> Preparation:
+    """The entry of a preparation process."""
+    train, spaces = config["train"], config["spaces"]
+    return Preparation(
+        train if isinstance(train, TrainConfig) else config_io.from_json(train),
+        Path(config["session"]),
+        config["address"],
+        config["generation"],
+        Spaces.from_json(spaces) if spaces else None,
+    )
