@@ -9,8 +9,6 @@ from echelon.cli.main import Parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    from echelon.training import evaluate
-
     parser = Parser(prog="echelon eval", description="Play greedy episodes with a run's newest weights.")
     parser.add_argument("run", metavar="RUN", help="the run folder")
     parser.add_argument("--episodes", type=int, default=10, metavar="N", help="how many (default 10)")
@@ -18,6 +16,8 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--env", metavar="ENV", help="in place of the run's: an id, module:factory or envpool:ID")
     parser.add_argument("--json", action="store_true", help="print JSON")
     known = parser.parse_args(list(arguments))
+    from echelon.training import evaluate
+
     score = evaluate(known.run, episodes=known.episodes, seed=known.seed, env=known.env)
     if known.json:
         print(json.dumps(score))

@@ -11,8 +11,6 @@ from echelon.fields import require_address
 
 
 def run(arguments: Sequence[str]) -> int:
-    from echelon.hosts.agent import take_part
-
     parser = Parser(
         prog="echelon host",
         description="Lend this host to a run: `echelon train PRESET ENV --engine hosts --hosts N` says where to join, "
@@ -22,6 +20,8 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--name", default="", metavar="NAME", help="what the run calls this host (default: its name)")
     parser.add_argument("--shm-dir", default="/dev/shm", metavar="DIR", help="where shared memory lives")
     known = parser.parse_args(list(arguments))
+    from echelon.hosts.agent import take_part
+
     address: str = known.join if known.join.startswith("tcp://") else f"tcp://{known.join}"
     require_address(address, "--join")
     report = functools.partial(print, file=sys.stdout, flush=True)

@@ -22,12 +22,13 @@ OPTIONS = {
 
 
 def run(arguments: Sequence[str]) -> int:
-    from echelon.training import train
-
     about = "Learn from the episodes that workers bring (`echelon worker --learner HOST:PORT`)."
     parser = make_parser("echelon learner", about, arguments, OPTIONS, REPLAY_PRESETS, {"address": DEFAULT_ADDRESS})
     _refuse_actors(arguments)
-    train(parse_config(parser, with_address(arguments), OPTIONS))
+    config = parse_config(parser, with_address(arguments), OPTIONS)
+    from echelon.training import train
+
+    train(config)
     return 0
 
 

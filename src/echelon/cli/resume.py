@@ -17,8 +17,6 @@ def whole(text: str) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    from echelon.training import resume
-
     parser = Parser(prog="echelon resume", description="Go on with a run from its newest checkpoint.")
     parser.add_argument("run", metavar="RUN", help="the run folder")
     parser.add_argument("--steps", type=whole, default=0, metavar="TOTAL", help="new total of environment steps")
@@ -29,6 +27,8 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--learners", type=whole, default=None, metavar="N", help="learner processes from now on")
     parser.add_argument("--hosts", type=whole, default=None, metavar="N", help="hosts from now on, this one among them")
     known = parser.parse_args(list(arguments))
+    from echelon.training import resume
+
     resume(
         known.run,
         steps=known.steps,

@@ -125,8 +125,9 @@ def _take_fields(arguments: Sequence[str], options: Options) -> tuple[list[str],
 
 
 def run(arguments: Sequence[str]) -> int:
+    parser = make_parser("echelon train", "Train a policy; all that it leaves lies in the run folder.", arguments)
+    config = parse_config(parser, arguments)
     from echelon.training import train
 
-    parser = make_parser("echelon train", "Train a policy; all that it leaves lies in the run folder.", arguments)
-    train(parse_config(parser, arguments))
+    train(config)
     return 0

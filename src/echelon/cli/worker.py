@@ -10,9 +10,6 @@ from echelon.errors import ConfigError
 
 
 def run(arguments: Sequence[str]) -> int:
-    from echelon.asynchronous.worker import AsyncWorker
-    from echelon.names import resolve
-
     parser = Parser(
         prog="echelon worker",
         description="Step environments with a learner's newest policy and bring it their episodes, until its run is "
@@ -39,6 +36,9 @@ def run(arguments: Sequence[str]) -> int:
         help="give a silent learner up after S seconds (default: never)",
     )
     known = parser.parse_args(list(arguments))
+    from echelon.asynchronous.worker import AsyncWorker
+    from echelon.names import resolve
+
     made = {name: resolve(text) for name in ("env_wrapper", "policy") if (text := getattr(known, name))}
     for name, target in made.items():
         if not callable(target):
