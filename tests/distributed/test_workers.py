@@ -1,4 +1,4 @@
-"""A learner and its workers as processes: they come, go and die, and every episode counts once."""
+"""A learner and its workers as processes: workers join, leave and die, and every episode counts once."""
 
 from __future__ import annotations
 
@@ -52,31 +52,31 @@ class Worker:
             raise AssertionError(f"the worker did not leave:\n{self.text()}") from None
 
     def episodes(self) -> int:
-        """That it brought to a run that was stopped, which it waits for until it is told to end."""
-        wait_until(lambda: "was stopped; trying again until it is resumed" in self.text(), "the worker waits")
+        """Ends a worker that waits for a stopped run to be resumed; returns the number of episodes it sent."""
+        wait_until(lambda: "was stopped; retrying until it is resumed" in self.text(), "the worker waits")
         self.process.terminate()
         assert self.code() == 130, self.text()
-        return self.user_objects("leaving")
+        return self.num_sent("leaving")
 
     def lost_and_found(self) -> tuple[int, int]:
-        """How often it said that no learner answers, and that it is there again."""
+        """Returns how often it reported that the learner does not reply, and that it is back."""
         text = self.text()
-        return text.count("Trying again"), text.count("is there again")
+        return text.count("Retrying"), text.count("is back")
 
-    def user_objects(self, why: str) -> int:
-        found = re.search(rf"{why}; (\d+) episodes came from here", self.text())
+    def num_sent(self, why: str) -> int:
+        found = re.search(rf"{why}; (\d+) episodes sent", self.text())
         assert found, self.text()
         return int(found[1])
 
 
 class Site:
-    """A place where a learner and workers are started; all of them end with the test."""
+    """Starts a learner and workers; ends all of them with the test."""
 
     def __init__(self, runs: Runs) -> None:
         self.runs, self.workers = runs, list[Worker]()
 
     def learner(self, preset: str = "dqn", *, before: tuple[str, ...] = (), **options: Any) -> Running:
-        """On CartPole-v1; `before` are words to put before the command."""
+        """Starts a learner on CartPole-v1; `before` are words to put before the command."""
         options = {"address": "127.0.0.1:0", **FIELDS, **options}
         words = [f"--{name}={value}" for name, value in options.items()]
         folder, shm = self.runs.folder, self.runs.shm_dir
@@ -118,14 +118,14 @@ def until_episodes(run: Running, more: int) -> None:
 
 
 def finish(run: Running, since: int = 0) -> dict[str, Any]:
-    """Ends a run as a user does, and looks at its record from row `since` on."""
+    """Ends a run as a user does, and checks its metrics from row `since` on."""
     run.process.send_signal(signal.SIGINT)
     assert run.code() == 0, run.text()
     run.assert_nothing_left()
     rows = run.rows()[since:]
     for name in ("env_steps", "episodes", "version"):
         values = [row[name] for row in rows]
-        assert values == sorted(values), f"{name} never goes back"
+        assert values == sorted(values), f"{name} never decreases"
     return run.summary()
 
 
@@ -133,11 +133,11 @@ def evaluations_of(run: Running) -> list[dict[str, Any]]:
     return [row for row in read_metrics(run.run_dir) if row["kind"] == "evaluation"]
 
 
-def check_counts(run: Running, summary: dict[str, Any], user_objects: int) -> None:
+def check_counts(run: Running, summary: dict[str, Any], num_sent: int) -> None:
     """Nothing is lost and nothing counted twice."""
     workers = summary["workers"]
-    assert workers["episodes"] == user_objects
-    assert workers["evaluations"] <= int(0.25 * user_objects) <= workers["evaluations"] + 3, "but those under way"
+    assert workers["episodes"] == num_sent
+    assert workers["evaluations"] <= int(0.25 * num_sent) <= workers["evaluations"] + 3, "except those in flight"
     rows = evaluations_of(run)
     assert len(rows) == workers["evaluations"]
     newest = [row["return_mean"] for row in rows[-10:]]
@@ -153,18 +153,19 @@ def free_port() -> int:
 
 
 def test_workers_come_and_go_and_one_is_killed(site: Site) -> None:
-    """One waits for the learner to come, one brings three episodes, one dies in the middle; the run is then killed as a
-    whole, and what the first had in hand goes to the run that is resumed. That is stopped, and resumed to its end."""
+    """One worker waits for the learner to start, one sends three episodes, one dies in the middle. Then the whole run
+    is killed, and the first worker sends its unsent steps to the resumed run. That is stopped, and resumed to its end.
+    """
     port = free_port()
     early = site.worker(f"127.0.0.1:{port}", "--envs", "3")
-    wait_until(lambda: "Trying again" in early.text(), "the early worker says that nobody is there")
+    wait_until(lambda: "Retrying" in early.text(), "the early worker reports that there is no learner")
     run = site.learner(address=f"127.0.0.1:{port}", episodes=10**6)
     few = site.worker(f"127.0.0.1:{port}", "--episodes", "3")
     doomed = site.worker(f"127.0.0.1:{port}")
     assert few.code() == 0, few.text()
-    assert few.user_objects("leaving") == 3
+    assert few.num_sent("leaving") == 3
     wait_until(lambda: "CartPole-v1, dqn" in early.text(), "the early worker found the learner")
-    assert "is there again" in early.text()
+    assert "is back" in early.text()
     run.until(lambda: re.search(r"worker \w+ left", run.text()), "one has left")
     run.until(lambda: run.text().count(" came (") >= 3, "all three came")
     run.until(lambda: run.rows() and run.rows()[-1].get("workers", {}).get("workers") == 2, "two are left")
@@ -175,7 +176,7 @@ def test_workers_come_and_go_and_one_is_killed(site: Site) -> None:
     run.process.kill()
     run.process.wait()
     wait_until(lambda: early.lost_and_found()[0] > num_lost, "the worker misses the learner")
-    wait_until(lambda: not processes_marked(run.mark), "nobody writes another checkpoint")
+    wait_until(lambda: not processes_marked(run.mark), "no other checkpoint is written")
     seen, scored = len(run.rows()), len(evaluations_of(run))
     restored = max(int(found.name.removeprefix("step_")) for found in (run.run_dir / "checkpoints").glob("step_*"))
     again = Running(run.run_dir, run.shm_dir, "resume", str(run.run_dir))
@@ -184,14 +185,14 @@ def test_workers_come_and_go_and_one_is_killed(site: Site) -> None:
     until_episodes(again, 3)
     summary = finish(again, since=seen)
     scores = evaluations_of(again)[scored:]
-    wait_until(lambda: "was stopped; trying again until it is resumed" in early.text(), "the worker waits")
+    wait_until(lambda: "was stopped; retrying until it is resumed" in early.text(), "the worker waits")
     last = Running(run.run_dir, run.shm_dir, "resume", str(run.run_dir), f"--episodes={episodes_of(again) + 3}")
     site.runs.started.append(last)
     assert last.code() == 0, last.text()
     assert early.code() == 0, early.text()
-    assert early.user_objects("the run is over") >= summary["workers"]["episodes"] > 0
+    assert early.num_sent("the run is over") >= summary["workers"]["episodes"] > 0
     steps = summary["workers"]["interactions"] - sum(row["length_mean"] for row in scores)
-    assert restored < summary["env_steps"] <= restored + steps, "what came before counts on, what is evaluated does not"
+    assert restored < summary["env_steps"] <= restored + steps, "earlier episodes count, evaluations do not"
 
 
 @pytest.mark.parametrize(("role", "preset"), [("gateway", "apex-dqn"), ("learner", "dqn")])
@@ -240,14 +241,14 @@ def run_own(site: Site, epochs: int, how: str) -> str:
     try:
         done = warm.run([*command, *arguments], env=environment, timeout=2 * DEADLINE_S)
     finally:
-        for pid in processes_marked(mark):  # its worker, should it have failed
+        for pid in processes_marked(mark):  # its worker, if the test failed
             os.kill(pid, signal.SIGKILL)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_a_policy_of_the_users_own_learns_is_saved_and_goes_on(site: Site) -> None:
-    """It is never asked for anything but to act, to learn, and for its state; spaces come from the first worker."""
+    """Only its `act`, `update` and state are used; the spaces are those of the first worker."""
     text = run_own(site, 10, "new")
     assert "waiting at" in text and "result finished 40 40 saved 5:20 10:40" in text and "worker left with 0" in text
     text = run_own(site, 15, "resume")
@@ -269,9 +270,9 @@ def test_a_worker_on_another_host_outlives_a_cut_cable(
     worker = site.worker(site.address(run), before=far)
     until_episodes(run, 3)
     assert as_another_host(*near, "ip", "link", "set", "cable0", "down").returncode == 0
-    wait_until(lambda: "Trying again" in worker.text(), "the worker misses the learner")
+    wait_until(lambda: "Retrying" in worker.text(), "the worker misses the learner")
     assert as_another_host(*near, "ip", "link", "set", "cable0", "up").returncode == 0
-    wait_until(lambda: "is there again" in worker.text(), "the worker found the learner")
+    wait_until(lambda: "is back" in worker.text(), "the worker found the learner")
     until_episodes(run, 3)
     summary = finish(run)
     check_counts(run, summary, worker.episodes())

@@ -1,4 +1,4 @@
-"""What a learner and its workers are given and refuse, without processes."""
+"""Learner and workers without processes: what they accept and refuse."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_commands_tell_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None
         (["learner", "sac", "Pendulum-v1"], "give --episodes E, --steps N"),
         (["learner", "ppo", "CartPole-v1", "--episodes", "1"], "ppo learns from what its newest weights did"),
         (["worker"], "--learner"),
-        (["worker", "--learner", "nowhere"], "'nowhere' is no address of a learner. Write HOST:PORT"),
+        (["worker", "--learner", "nowhere"], "'nowhere' is not the address of a learner. Write HOST:PORT"),
         (["worker", "--learner", "10.1.2.3:4444"], "there is no secret"),
         (["learner", "sac", "Pendulum-v1", "--episodes", "1", "--address", "0.0.0.0:0"], "there is no secret"),
         (["worker", "--learner", "127.0.0.1:1", "--policy", "math:pi"], "is 3.14159"),
@@ -180,7 +180,7 @@ def test_a_node_of_an_own_policy_takes_spaces_from_its_first_worker() -> None:
 
 def test_a_node_keeps_its_port() -> None:
     node = AsyncLearningNode(Plain(), server_address=("127.0.0.1", 0))
-    with socket.socket() as other, pytest.raises(OSError):  # a listener of somebody else's
+    with socket.socket() as other, pytest.raises(OSError):  # a listener of another process
         other.bind(node.address)
     with socket.socket() as door:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -193,7 +193,7 @@ def test_a_node_keeps_its_port() -> None:
 
 def test_a_node_refuses_what_cannot_be() -> None:
     for policy, options, words in (
-        ("sac", {}, r'is a name; give what it stands for: echelon.preset\("sac", ENV\)'),
+        ("sac", {}, r'is a name; pass a configuration: echelon.preset\("sac", ENV\)'),
         (object(), {}, r"object lacks update\(\), its state: a policy of your own has act"),
         (Plain(), {"save_freq": 3}, "save_freq=3"),
         (Plain(), {"save_func": print}, "save_freq=None"),
@@ -208,7 +208,7 @@ def test_a_node_refuses_what_cannot_be() -> None:
             make_node(policy, **options)
 
 
-# Policies of the user's own.
+# User policies.
 
 
 def test_the_state_of_a_policy_crosses_as_named_arrays() -> None:
@@ -226,7 +226,7 @@ def test_the_state_of_a_policy_crosses_as_named_arrays() -> None:
     state = state_of(module)
     with torch.no_grad():
         module.weight += 1.0
-    assert not np.array_equal(state["weight"], module.weight.detach().numpy()), "as it was when it was asked for"
+    assert not np.array_equal(state["weight"], module.weight.detach().numpy()), "a snapshot of the time of the request"
 
 
 def test_states_that_cannot_travel_are_refused() -> None:
@@ -264,7 +264,7 @@ def test_an_own_policy_acts_for_one_environment_at_a_time() -> None:
     assert acting.version == 4 and policy.weight[0, 0] == 1.0
     observation = [np.ones((2, 4), np.float32)]
     assert acting.act(observation, np.array([True, False]), 0).tolist() == [0, 1]
-    with pytest.raises(Refused, match="where its layout has"):
+    with pytest.raises(Refused, match="but its layout has"):
         acting.load(memory[:-1], 5)
     policy.act = lambda observation, *, explore: np.zeros(2)  # type: ignore[method-assign]
     with pytest.raises(EnvError, match=r"Plain.act returned \(2,\) of float64"):
@@ -301,7 +301,7 @@ def test_a_worker_is_greedy_where_it_evaluates() -> None:
     evaluates = np.array([False, True, False, True])
     for _ in range(200):
         strayed += acting.act([np.zeros((4, 4), np.float32)], evaluates, 0) != 1
-    assert strayed[0] > 10 and not strayed[evaluates].any(), "the first stands at the top of the ladder"
+    assert strayed[0] > 10 and not strayed[evaluates].any(), "the first is at the top of the ladder"
     assert acting.act([np.zeros((4, 4), np.float32)], np.ones(4, np.bool_), 0).tolist() == [1] * 4
     acting.load(memory, 7)
     assert acting.version == 7 and float(model.network.get_parameter("advantage_head.bias").data[1]) == 0.0
@@ -324,7 +324,7 @@ def test_addresses_of_learners() -> None:
     assert address_of(("127.0.0.1", 4444)) == address_of("127.0.0.1:4444") == "tcp://127.0.0.1:4444"
     assert address_of("tcp://learner:1") == "tcp://learner:1"
     for bad in ("learner", "learner:", ":1", "learner:0", "learner:70000", "learner:x"):
-        with pytest.raises(ConfigError, match="is no address of a learner"):
+        with pytest.raises(ConfigError, match="is not the address of a learner"):
             address_of(bad)
 
 
@@ -333,7 +333,7 @@ def test_a_worker_refuses_a_policy_that_cannot_act() -> None:
         AsyncWorker("127.0.0.1:1", policy=nn.Linear(2, 2))
 
 
-# What is told.
+# Console output.
 
 
 def test_three_figures_are_told() -> None:
@@ -357,7 +357,7 @@ def test_three_figures_are_told() -> None:
 
 def test_the_rate_of_lumps_is_taken_over_many() -> None:
     rate, short = Rate(EpisodeSource.rate_window_s), Rate()
-    for second in range(0, 60, 5):  # an episode of 500 steps, learned from in 20 batches
+    for second in range(0, 60, 5):  # an episode of 500 steps, with 20 updates
         for batch in range(20):
             rate.note(second + 0.1 * batch, 500 * second // 5)
             short.note(second + 0.1 * batch, 500 * second // 5)

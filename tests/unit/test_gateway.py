@@ -256,7 +256,7 @@ def test_the_door_brings_the_transitions_that_an_actor_would(make_entrance: Any,
             if stretch.ended:
                 episodes.end(stretch.env, evaluates=False)
             else:
-                episodes.go_on(stretch.env)
+                episodes.continue_episode(stretch.env)
     mine, theirs = entrance.items(), items_of(stage)
     stage.close()
     for name in ("observation", "next_observation", "reward", "discount", "version", "priority"):

@@ -1,4 +1,4 @@
-"""Pieces of episodes: their transitions are those that single steps make, however the episode is cut."""
+"""Pieces of episodes: their transitions equal those of single steps, however the episode is split."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GAMMA = 0.97
 
 
 def step_by_step(reward: Array, n_step: int, terminated: bool, truncated: bool) -> list[tuple[Any, ...]]:
-    """Start, stop, reward and discount of the transitions that `NStep` makes of one environment."""
+    """Returns start, stop, reward and discount of the transitions that `NStep` makes from one environment."""
     window, found = NStep(1, n_step, GAMMA), []
     for t in range(len(reward)):
         last = t == len(reward) - 1
@@ -65,11 +65,11 @@ def test_a_stack_that_goes_on_brings_one_frame() -> None:
     stacks = np.lib.stride_tricks.sliding_window_view(frames, 4, axis=0).transpose(0, 3, 1, 2)
     stacks = np.concatenate([np.repeat(stacks[:1, :1], 4, 1), stacks])  # as after a reset: one frame four times
     folded = fold(np.ascontiguousarray(stacks))
-    assert len(folded.frames) == 1 + 4 + 9, "the reset's, those of the first that does not follow it, one each"
+    assert len(folded.frames) == 1 + 4 + 9, "the reset has one, the next stack shares none, then one per step"
 
 
 class Stream:
-    """A lane's pieces, put together again."""
+    """The pieces of one environment, joined again."""
 
     def __init__(self, n_step: int) -> None:
         self.n_step, self.transitions = n_step, list[tuple[Any, ...]]()
@@ -89,7 +89,7 @@ class Stream:
 @settings(max_examples=40)
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 6), st.integers(0, 1000))
 def test_an_episode_in_pieces_has_the_transitions_of_the_whole(length: int, n_step: int, extra: int, seed: int) -> None:
-    """However small the pieces are; their steps are all there, once."""
+    """This holds however small the pieces are; every step is there exactly once."""
     max_steps = n_step + extra
     reward = np.random.default_rng(seed).normal(size=length).astype(np.float32)
     episodes = OpenEpisodes(
@@ -110,13 +110,13 @@ def test_an_episode_in_pieces_has_the_transitions_of_the_whole(length: int, n_st
                 assert stretch.episode_return == pytest.approx(float(reward.astype(np.float64).sum()))
             else:
                 first = t + 1 - min(n_step - 1, len(stretch.reward))
-                episodes.go_on(0)
+                episodes.continue_episode(0)
     assert sum(stream.lengths) == length
     assert sorted(stream.transitions) == step_by_step(reward, n_step, False, True)
 
 
 def test_lanes_keep_apart_what_trains_and_what_evaluates() -> None:
-    """An evaluation keeps no steps, a reset row belongs to nobody, an environment that begins anew loses its own."""
+    """An evaluation keeps no steps, a reset row belongs to no episode, a replaced environment loses its steps."""
     episodes = OpenEpisodes(3, 4, 1, [Leaf("o", (), np.dtype(np.float32))], Leaf("a", (), np.dtype(np.int64)))
     rows = StepRows([np.zeros(3, np.float32)], np.ones(3, np.float32), *(np.zeros(3, np.bool_) for _ in range(3)))
     episodes.begin(np.arange(3), rows.observation)

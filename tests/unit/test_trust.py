@@ -1,4 +1,4 @@
-"""What a worker does and does not do because a learner, or whoever plays one, says so."""
+"""What a worker does, and refuses to do, at the request of a real or malicious learner."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Answers = Callable[[FromWorker], list[FromGateway]]
 
 @contextlib.contextmanager
 def learner(answers: Answers) -> Iterator[tuple[str, list[FromWorker]]]:
-    """Somebody who plays the learner: the address, and what was said there."""
+    """Runs a fake learner; yields its address and the messages that it received."""
     server, heard, ended = Server("workers", "tcp://127.0.0.1:0", None, 1 << 20), list[FromWorker](), threading.Event()
 
     def take(asked: Message) -> None:
@@ -87,7 +87,7 @@ def task(**changes: Any) -> Task:
 
 
 def work(asked: Task, **options: Any) -> tuple[str, list[FromWorker]]:
-    """What a worker tells, and what it says, whose learner asks for this and is over as soon as it arrives."""
+    """Runs a worker whose learner ends when the worker registers; returns the worker's output and messages."""
     output = io.StringIO()
 
     def answers(message: FromWorker) -> list[FromGateway]:
@@ -104,7 +104,7 @@ def test_a_learner_runs_no_code_of_its_choice_on_a_worker(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"asks for env.id='os:system', code that .* with --env .*--trust-learner"):
         work(asked)
     assert not made.exists()
-    told, heard = work(asked, env="CartPole-v1")  # what the worker names itself
+    told, heard = work(asked, env="CartPole-v1")  # named on the worker
     assert any(isinstance(message, Arrive) for message in heard) and "the run is over; 0 episodes" in told
 
 
@@ -158,8 +158,8 @@ def test_a_stopped_learner_is_waited_for_and_told_of_once() -> None:
         assert isinstance(connection.ask(Ask(PROTOCOL), Task), Task)
         connection.close()
     assert [text.partition(address)[2] for text in told] == [
-        " was stopped; trying again until it is resumed",
-        " is there again",
+        " was stopped; retrying until it is resumed",
+        " is back",
     ]
 
 
@@ -169,13 +169,13 @@ def test_a_worker_says_goodbye_whatever_ends_it() -> None:
         worker = AsyncWorker(address, env="No-v0", output=output)
         with pytest.raises(ConfigError, match="no environment that gymnasium knows"):
             worker.work()
-        wait_until(lambda: any(isinstance(message, Leave) for message in heard), "it said goodbye")
-    assert "leaving; 0 episodes came from here" in output.getvalue()
+        wait_until(lambda: any(isinstance(message, Leave) for message in heard), "the worker sent Leave")
+    assert "leaving; 0 episodes sent" in output.getvalue()
 
 
 @pytest.mark.parametrize("is_starting", [False, True])
 def test_a_learner_that_is_still_starting_is_given_time(monkeypatch: pytest.MonkeyPatch, is_starting: bool) -> None:
-    """Between its waiting and its gateway nobody listens for some seconds, which is no cause for alarm."""
+    """After it replied Wait, nothing listens for some seconds until its gateway opens; that is not reported."""
     monkeypatch.setattr(connection_module, "REPORT_AFTER_S", 0.0)
     told: list[str] = []
     words: list[FromGateway] = [Wait()] if is_starting else []
@@ -188,7 +188,7 @@ def test_a_learner_that_is_still_starting_is_given_time(monkeypatch: pytest.Monk
 
 
 def test_a_worker_shows_signs_of_life_during_a_long_episode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "SIGN_S", 0.0)
+    monkeypatch.setattr(worker_module, "HEARTBEAT_S", 0.0)
     spaces = Spaces(gym.spaces.Box(-np.inf, np.inf, (4,), np.float32), gym.spaces.Discrete(2))
     weights = ModelActing(preset("dqn", "CartPole-v1"), spaces, 0, 1, 0).mirror.memory
     answers: dict[type, FromGateway] = {Ask: task(), Arrive: Welcome(0, 1, weights, 0), Piece: Over()}

@@ -1,4 +1,4 @@
-"""How a worker chooses actions: with a copy of the learner's model, or with a policy object of the user's.
+"""How a worker chooses actions: with a copy of the learner's model, or with the user's policy object.
 
 Shapes: K environments.
 """
@@ -19,28 +19,28 @@ from echelon.roles.user_policy import StateLayout, load_state
 from echelon.schema import Spaces, Tree, action_leaf, unflatten
 
 Array = np.ndarray[Any, Any]
-NUM_RUNGS = 256  # of a ladder of exploration that any number of workers shares
+NUM_RUNGS = 256  # of the exploration ladder that any number of workers shares
 
 
 class WorkerActing(Protocol):
-    """What chooses the actions of a worker."""
+    """Chooses the actions of a worker."""
 
     version: int
 
     def load(self, weights: Array, version: int) -> None:
-        """Takes over the weights of `version`, as the learner's board holds them."""
+        """Loads the weights of `version`, in the format of the learner's board."""
 
     def act(self, observation: list[Array], evaluates: Array, env_steps: int) -> Array:
-        """Actions (K, ...) for leaves (K, ...), greedy where a row `evaluates`; the run has made `env_steps`."""
+        """Returns actions (K, ...) for leaves (K, ...), greedy where `evaluates`; `env_steps` are those of the run."""
 
     def to_env(self, action: Array) -> Array:
-        """What the environments receive for `action`."""
+        """Converts `action` to the actions of the environments."""
 
 
 def rungs(place: int, num_envs: int) -> list[int]:
-    """The rungs of the exploration ladder for the environments of the worker at `place`.
+    """Returns the rungs of the exploration ladder for the environments of the worker number `place`.
 
-    Bit-reversed numbers (van der Corput's sequence) spread any number of workers over the whole ladder.
+    Bit-reversed numbers (the van der Corput sequence) spread any number of workers over the whole ladder.
     """
     bits = NUM_RUNGS.bit_length() - 1
     numbers = [(place * num_envs + env) % NUM_RUNGS for env in range(num_envs)]
@@ -48,7 +48,7 @@ def rungs(place: int, num_envs: int) -> list[int]:
 
 
 class ModelActing:
-    """A copy of the model, built from the learner's configuration."""
+    """Acts with a copy of the model, built from the learner's configuration."""
 
     def __init__(self, config: TrainConfig, spaces: Spaces, place: int, num_envs: int, seed: int) -> None:
         torch.set_num_threads(1)
@@ -87,7 +87,7 @@ class ModelActing:
 
 
 class UserActing:
-    """The user's policy, asked for one environment at a time."""
+    """Acts with the user's policy, one environment at a time."""
 
     def __init__(self, policy: Any, layout: StateLayout, spaces: Spaces) -> None:
         self.version, self.policy, self.layout, self.space = 0, policy, layout, spaces.observation
@@ -95,7 +95,7 @@ class UserActing:
 
     def load(self, weights: Array, version: int) -> None:
         if weights.shape != (self.layout.nbytes,) or weights.dtype != np.uint8:
-            raise Refused(f"the learner's state is {weights.nbytes} bytes where its layout has {self.layout.nbytes}.")
+            raise Refused(f"the learner's state is {weights.nbytes} bytes, but its layout has {self.layout.nbytes}.")
         load_state(self.policy, self.layout.unpack(weights))
         self.version = version
 
@@ -110,7 +110,7 @@ class UserActing:
                     f"{self.action_space} takes {self.leaf.shape} of {self.leaf.dtype}."
                 )
             action[row] = one
-        if isinstance(self.action_space, gym.spaces.Box):  # what was done is what is learned from
+        if isinstance(self.action_space, gym.spaces.Box):  # the learner must get the action that was executed
             action = np.clip(action, self.action_space.low, self.action_space.high)
         return action
 

@@ -1,8 +1,8 @@
-"""The connection to a learner: one message is in flight at a time and is repeated until it is answered.
+"""The connection to a learner: one request is in flight at a time, and it is repeated until the reply arrives.
 
-The worker waits here for its answers. A learner that is gone, or was stopped, is waited for with growing patience, and
-the user is told once when it is lost and once when it is back. One that does not let this worker in (another secret) is
-an error.
+The worker waits here for replies. If the learner dies or is stopped, the connection retries with growing intervals; it
+reports once that the learner is lost and once that it is back. A learner that refuses this worker because of a
+different secret raises an error.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from echelon.transport.episode_wire import (
     socket_name,
 )
 
-FIRST_REPEAT_S, MAX_REPEAT_S = 2.0, 15.0  # when an unanswered message is sent again
-WAIT_S = 0.2  # between two looks at a learner that is still starting
-REPORT_AFTER_S = 2.0  # of silence after the first repeat ...
-STARTING_S = 60.0  # ... or of one that said it was still starting: it opens its gateway soon
+FIRST_REPEAT_S, MAX_REPEAT_S = 2.0, 15.0  # intervals after which a request without a reply is sent again
+WAIT_S = 0.2  # between two requests to a learner that is still starting
+REPORT_AFTER_S = 2.0  # of silence before the learner is reported as lost ...
+STARTING_S = 60.0  # ... or if it replied that it is still starting: it opens its gateway soon
 QUEUED_MESSAGES = 2
-WINDOW = 4_096  # round trips that are remembered
+WINDOW = 4_096  # round trips that are recorded
 
 T = TypeVar("T")
 
@@ -44,17 +44,17 @@ class RunOver(Exception):
 
 
 class LearnerConnection:
-    """Messages to the gateway of one learner, and its answers."""
+    """Sends requests to the gateway of one learner, and receives its replies."""
 
     def __init__(
         self, address: str, name: str, secret: str | None, patience_s: float, report: Callable[[str], None]
     ) -> None:
-        """`name` is the worker's. Gives up on a learner that is silent for `patience_s`; `report` gets what the user
-        should know."""
+        """`name` is the worker's. Gives up on a learner that is silent for `patience_s`; `report` shows messages to
+        the user."""
         self.address, self._patience_s, self._report = address, patience_s, report
         self._is_lost, self._report_after_s, self._is_stopped = False, REPORT_AFTER_S, False
-        self.last_sent = 0.0  # when, by the monotonic clock
-        self.round_trips: collections.deque[float] = collections.deque(maxlen=WINDOW)  # seconds to the newest answers
+        self.last_sent = 0.0  # time of the last message, by the monotonic clock
+        self.round_trips: collections.deque[float] = collections.deque(maxlen=WINDOW)  # seconds, of the newest replies
         self._client = Client(
             "the learner",
             address,
@@ -66,9 +66,9 @@ class LearnerConnection:
         )
 
     def ask(self, message: FromWorker, *kinds: type[T]) -> T:
-        """The answer to `message`, one of `kinds`.
+        """Sends `message` and returns the reply, one of `kinds`.
 
-        Raises RunOver when the run has ended, Refused when the learner does not want this worker.
+        Raises RunOver if the run has ended, Refused if the learner refuses this worker.
         """
         frames, number = [bytearray(HEADER.size), *pack(message)], getattr(message, "number", 0)
         start = time.monotonic()
@@ -85,8 +85,8 @@ class LearnerConnection:
             else:
                 raise Refused(f"the learner at {self.address} answered with a {type(answer).__name__}.")
 
-    def say(self, message: FromWorker) -> None:
-        """Sends what has no answer; it is lost with a learner that is not there."""
+    def post(self, message: FromWorker) -> None:
+        """Sends a message without a reply; it is lost if the learner is down."""
         self.last_sent = time.monotonic()
         self._client.post(EPISODES, [bytearray(HEADER.size), *pack(message)])
 
@@ -101,12 +101,12 @@ class LearnerConnection:
         return from_door(request.answer[1:])
 
     def _take_posts(self) -> None:
-        """What the learner says of its end."""
+        """Handles messages of the learner about its end."""
         while self._client.posts:
-            said = from_door(self._client.posts.popleft()[1:])
-            if isinstance(said, Over):
+            message = from_door(self._client.posts.popleft()[1:])
+            if isinstance(message, Over):
                 raise RunOver
-            if isinstance(said, Stopped):
+            if isinstance(message, Stopped):
                 self._report_stopped()
 
     def _check_silence(self, silent_s: float) -> None:
@@ -116,28 +116,28 @@ class LearnerConnection:
             )
         if silent_s > self._report_after_s and not self._is_lost:
             self._is_lost = True
-            self._report(f"no answer from the learner at {self.address}: {self._client.why_silent()} Trying again.")
+            self._report(f"no reply from the learner at {self.address}: {self._client.why_silent()} Retrying.")
 
     def _report_stopped(self) -> None:
-        """Once, though every message until it is gone is answered so."""
+        """Reports once that the learner was stopped; until it exits, it replies so to every message."""
         if not self._is_stopped:
             self._is_lost = self._is_stopped = True
-            self._report(f"the learner at {self.address} was stopped; trying again until it is resumed")
+            self._report(f"the learner at {self.address} was stopped; retrying until it is resumed")
 
     def _report_back(self) -> None:
         if self._is_lost:
             self._is_lost = self._is_stopped = False
-            self._report(f"the learner at {self.address} is there again")
+            self._report(f"the learner at {self.address} is back")
 
     def close(self) -> None:
         self._client.close()
 
 
 def address_of(learner: str | tuple[str, int]) -> str:
-    """A learner's address as sockets take it, from host:port, tcp://host:port or (host, port)."""
+    """Returns a learner's address as tcp://host:port, from host:port, tcp://host:port or (host, port)."""
     if isinstance(learner, tuple):
         learner = f"{learner[0]}:{learner[1]}"
     host, _, port = learner.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
-        raise ConfigError(f"{learner!r} is no address of a learner. Write HOST:PORT, as the learner tells it.")
+        raise ConfigError(f"{learner!r} is not the address of a learner. Write HOST:PORT, as the learner prints it.")
     return f"tcp://{host}:{port}"

@@ -1,4 +1,4 @@
-"""A learner with workers, from Python: one process learns and keeps the replay, workers anywhere bring episodes."""
+"""A learner with workers, from Python: one process learns and has the replay, workers on any host send episodes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from echelon.transport.secret import numeric
 
 
 class Reservation:
-    """A port that is kept for a listener of this host: bound, and open to whoever listens there next with it."""
+    """Reserves a port for a listener of this host: it is bound with SO_REUSEADDR, so the listener can bind it too."""
 
     def __init__(self, host: str, port: int) -> None:
         host = numeric(f"tcp://{host}:0").removeprefix("tcp://").removesuffix(":0")
         self._socket = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM)
-        self._socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)  # as the listener does: both may bind
+        self._socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)  # the listener sets it too
         try:
             self._socket.bind((host, port))
         except OSError as error:
@@ -36,7 +36,7 @@ class Reservation:
 
 
 class AsyncLearningNode:
-    """Learns from the episodes that workers bring to `server_address`; `learn` does it."""
+    """Learns from the episodes that workers send to `server_address`; call `learn` to run it."""
 
     def __init__(
         self,
@@ -58,23 +58,26 @@ class AsyncLearningNode:
         resume: bool = False,
         output: TextIO | None = None,
     ) -> None:
-        """`policy` is a configuration (`echelon.preset("sac", "Pendulum-v1")`), or an object of the user's own with
-        `act`, `update` and a state (see docs/workers.md). One epoch is an episode that is learned from: `update_steps`
-        updates of `batch_size` transitions, then new weights. A part `eval_freq` of all episodes is an evaluation.
-        `save_func(epoch=, policy=)` is called every `save_freq` epochs. `spaces` of the first worker are taken where
-        neither these nor an environment says more. `discount` and `n_step` are for a policy of one's own; a preset has
-        them. Learning begins with `min_size` transitions (None: the preset's; one batch for a policy of one's own).
-        `resume` goes on with the run in `run_dir`.
+        """Reserves `server_address`; learning starts in `learn`.
+
+        `policy` is a configuration (`echelon.preset("sac", "Pendulum-v1")`), or a user policy: an object with `act`,
+        `update` and a state (see docs/workers.md). One epoch is one training episode: `update_steps` updates of
+        `batch_size` transitions, then new weights are published. A fraction `eval_freq` of all episodes are
+        evaluations. `save_func(epoch=, policy=)` is called every `save_freq` epochs. Without `spaces` and without an
+        environment, those of the first worker are used. `discount` and `n_step` are for a user policy; a preset has its
+        own. Learning starts with `min_size` transitions (None: the preset's; for a user policy, one batch). `resume`
+        resumes the run in `run_dir`.
         """
         if (save_func is None) != (save_freq is None) or (save_freq is not None and save_freq < 1):
             raise ConfigError(
-                f"save_freq={save_freq} counts epochs from one save_func to the next: give both, from 1 up."
+                f"save_freq={save_freq} is the number of epochs between calls of save_func: set both, save_freq at "
+                "least 1."
             )
         if resume and not run_dir:
-            raise ConfigError("resume=True goes on with a run: name its folder with run_dir.")
+            raise ConfigError("resume=True resumes a run: name its folder with run_dir.")
         own = None if isinstance(policy, TrainConfig) else policy
         if isinstance(policy, str):
-            raise ConfigError(f'policy={policy!r} is a name; give what it stands for: echelon.preset("{policy}", ENV).')
+            raise ConfigError(f'policy={policy!r} is a name; pass a configuration: echelon.preset("{policy}", ENV).')
         if own is not None:
             check_policy(own, "update")
         base = policy if isinstance(policy, TrainConfig) else _own_config(discount, n_step)
@@ -103,7 +106,7 @@ class AsyncLearningNode:
             raise
 
     def learn(self) -> RunResult:
-        """Learns for as many epochs as it was given, or until it is interrupted."""
+        """Learns for `epochs` epochs, or until it is interrupted."""
         try:
             if self._resume:
                 folder, episodes = self.config.run.dir, self.config.stop.episodes
@@ -113,7 +116,7 @@ class AsyncLearningNode:
             self.close()
 
     def close(self) -> None:
-        """Gives its port up; `learn` does it at its end."""
+        """Releases the port; `learn` calls this at its end."""
         self._reserved.close()
 
 

@@ -1,4 +1,4 @@
-"""The episodes under way in a worker's environments, one each, until they are sent.
+"""The current episodes of a worker's environments, one per environment, until they are sent.
 
 Shapes: K environments, L steps of a piece.
 """
@@ -19,27 +19,27 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Steps of one episode that are ready to be sent; its arrays are the env's until it goes on."""
+    """Steps of one episode that are ready to be sent; its arrays are views, valid until the environment's next step."""
 
     env: int
     observation: list[Array]  # leaves (L + 1, ...)
     action: Array
     reward: Array
     version: Array
-    num_old: int  # steps at its start that were sent before
+    num_old: int  # steps at the start that were sent before
     terminated: bool
     truncated: bool
     episode_return: float  # up to here
     episode_length: int
     evaluates: bool
-    first_version: int  # of the weights that the episode began with
+    first_version: int  # version of the weights at the start of the episode
 
     @property
     def ended(self) -> bool:
         return self.terminated or self.truncated
 
     def leaves(self, stacks: set[int]) -> list[Any]:
-        """The observations as they are sent: the leaves in `stacks`, stacks of images, frame by frame."""
+        """Returns the observations as they are sent: leaves in `stacks`, which are image stacks, as single frames."""
         sent: list[Any] = list(self.observation)
         for place in stacks:
             frames, numbers = fold(sent[place])
@@ -48,11 +48,11 @@ class Stretch:
 
 
 class OpenEpisodes:
-    """What happens in K environments; `max_steps` of one episode are kept at most, then they must be sent."""
+    """Records the steps of K environments; at most `max_steps` of an episode are kept, then they must be sent."""
 
     def __init__(self, num_envs: int, max_steps: int, n_step: int, leaves: list[Leaf], action: Leaf) -> None:
         self.num_envs, self.max_steps, self.n_step = num_envs, max_steps, n_step
-        # Pages that no episode reaches are never touched, so they take no memory.
+        # Memory pages that no episode reaches are never touched, so they are not allocated.
         self._observation = [np.zeros((num_envs, max_steps + 1, *leaf.shape), leaf.dtype) for leaf in leaves]
         self._action = np.zeros((num_envs, max_steps, *action.shape), action.dtype)
         self._reward = np.zeros((num_envs, max_steps), np.float32)
@@ -63,14 +63,14 @@ class OpenEpisodes:
         self.evaluates = np.zeros(num_envs, np.bool_)
 
     def begin(self, envs: Array, observation: list[Array]) -> None:
-        """Episodes begin in `envs` with these rows of `observation` (K, ...)."""
+        """Starts episodes in `envs` with their rows of `observation` (K, ...)."""
         for kept, leaf in zip(self._observation, observation, strict=True):
             kept[envs, 0] = leaf[envs]
         self._t[envs] = self._num_old[envs] = self._lengths[envs] = 0
         self._returns[envs] = 0.0
 
     def step(self, action: Array, version: int, rows: StepRows) -> list[Stretch]:
-        """Takes in one step of every environment; returns what has to be sent before the next."""
+        """Records one step of every environment; returns the steps that must be sent before the next one."""
         going = np.flatnonzero(rows.valid)
         kept = going[~self.evaluates[going]]
         t = self._t[kept]
@@ -107,11 +107,11 @@ class OpenEpisodes:
         )
 
     def end(self, env: int, *, evaluates: bool) -> None:
-        """What `env` had is sent, and its episode is over; the next one `evaluates` or not."""
+        """Ends the episode of `env` after its steps were sent; `evaluates`: whether the next one is an evaluation."""
         self._t[env], self.evaluates[env] = 0, evaluates
 
-    def go_on(self, env: int) -> None:
-        """What `env` had is sent, and its episode goes on: it keeps the steps that the next piece starts with."""
+    def continue_episode(self, env: int) -> None:
+        """Continues the episode of `env` after its steps were sent; keeps those with which the next piece starts."""
         length = int(self._t[env])
         keep = overlap(self.n_step, length)
         for memory in self._observation:

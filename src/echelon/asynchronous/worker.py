@@ -1,9 +1,9 @@
-"""A worker: steps its environments with the newest policy, and brings their episodes to a learner.
+"""A worker: steps its environments with the newest policy, and sends their episodes to a learner.
 
-It asks the learner what is trained, makes the environments and the policy, and then sends one episode after the other;
-every answer brings newer weights, if there are any, and says whether the next episode is an evaluation. It waits for
-answers, which the gateway gives at once, and for a learner that is gone. If it dies, what it had not sent is lost, and
-nothing else.
+It requests the task from the learner, creates the environments and the policy, and then sends one episode after the
+other. Every reply contains newer weights, if there are any, and whether the next episode is an evaluation. The worker
+waits for replies, which the gateway sends immediately, and for a learner that is down. If the worker dies, only the
+steps that it has not sent are lost.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from echelon.transport.episode_wire import (
 from echelon.transport.secret import secret_from_environment
 
 Wrapper = Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]
-SAME = ("preset", "env", "network", "algorithm", "replay", "workers")  # what a worker is made by
-SIGN_S = 20.0  # a worker whose episode takes longer says that it is alive
+SAME = ("preset", "env", "network", "algorithm", "replay", "workers")  # sections that define a worker's task
+HEARTBEAT_S = 20.0  # time without a message after which a worker sends a heartbeat
 
 
 class TaskChanged(Exception):
-    """Another run trains at the learner's address by now."""
+    """The learner at this address now trains a different task."""
 
 
 class AsyncWorker:
-    """Collects episodes for the learner at `learner_address`; `work` does it."""
+    """Collects episodes for the learner at `learner_address`; call `work` to run it."""
 
     def __init__(
         self,
@@ -72,10 +72,13 @@ class AsyncWorker:
         trust_learner: bool = False,
         output: TextIO | None = None,
     ) -> None:
-        """`buffer_size` steps are sent at once at most. `env` (an id, a factory or an EnvConfig) takes the place of the
-        learner's; `env_wrapper` wraps each single environment; `envs` are stepped together. `policy` is an object of
-        the user's own, where the learner trains one. A learner that is silent for `patience_s` is given up. Only with
-        `trust_learner` an environment, wrapper or network is imported that the learner names and others wrote.
+        """Creates a worker; it connects in `work`.
+
+        A message has at most `buffer_size` steps. `env` (an id, a factory or an EnvConfig) replaces the learner's
+        environment; `env_wrapper` wraps each single environment; `envs` environments are stepped together. `policy` is
+        the user's policy object, if the learner trains one. The worker gives up on a learner that is silent for
+        `patience_s`. Only with `trust_learner` does it import a third-party environment, wrapper or network that the
+        learner names.
         """
         if buffer_size < 1 or envs < 1:
             raise ConfigError(f"buffer_size={buffer_size} and envs={envs} must each be at least 1.")
@@ -84,9 +87,9 @@ class AsyncWorker:
         self.buffer_size, self.env, self.env_wrapper, self.num_envs = buffer_size, env, env_wrapper, envs
         self.policy, self.name, self.trust_learner = policy, secrets.token_hex(8), trust_learner
         self.seed = secrets.randbits(31) if seed is None else seed
-        self.num_episodes = 0  # in the learner's hands
+        self.num_episodes = 0  # acknowledged by the learner
         self._output = output or sys.stdout
-        self._number = 0  # of messages
+        self._number = 0  # of the last message
         self.connection = LearnerConnection(
             address_of(learner_address), self.name, secret_from_environment(), patience_s, self.report
         )
@@ -96,26 +99,26 @@ class AsyncWorker:
 
     @preserve_settings()
     def work(self, episodes: int = 0) -> int:
-        """Works until the run is over, or `episodes` are in the learner's hands; returns how many are."""
+        """Works until the run is over or the learner has acknowledged `episodes` (0: no limit); returns the count."""
         why = "leaving"
         try:
             while True:
                 task = self.connection.ask(Ask(PROTOCOL), Task)
-                stage = TaskRunner(self, task)
+                runner = TaskRunner(self, task)
                 try:
                     while not episodes or self.num_episodes < episodes:
-                        stage.step()
+                        runner.step()
                     return self.num_episodes
                 except TaskChanged:
-                    self.report("the learner trains something else by now; beginning anew")
+                    self.report("the learner now trains a different task; starting again")
                 finally:
-                    stage.close()
+                    runner.close()
         except RunOver:
             why = "the run is over"
             return self.num_episodes
         finally:
-            self.connection.say(Leave(self.name))
-            self.report(f"{why}; {self.num_episodes} episodes came from here")
+            self.connection.post(Leave(self.name))
+            self.report(f"{why}; {self.num_episodes} episodes sent")
             self.connection.close()
 
     def next_number(self) -> int:
@@ -146,8 +149,8 @@ class TaskRunner:
             flags = [np.zeros(num_envs, np.bool_) for _ in range(3)]
             self.observation = [np.zeros((num_envs, *leaf.shape), leaf.dtype) for leaf in leaves]
             self.rows = StepRows(self.observation, np.zeros(num_envs, np.float32), *flags)
-            self.env_steps = 0  # of the run, as far as is known here
-            self.acting = self._make_acting(self._arrive())
+            self.env_steps = 0  # of the whole run, by the last reply
+            self.acting = self._make_acting(self._register())
             worker.report(
                 f"at {self.connection.address.removeprefix('tcp://')}, {text_of(self.env.id)}, {config.preset}"
             )
@@ -164,10 +167,10 @@ class TaskRunner:
         if env is not None:
             return replace(config, id=env, kwargs={}, wrappers=())
         if not config.id:
-            raise ConfigError("the learner names no environment: give the worker one (env=..., or --env).")
+            raise ConfigError("the learner names no environment: pass one to the worker (env=..., or --env).")
         return config
 
-    def _arrive(self) -> Welcome:
+    def _register(self) -> Welcome:
         spaces, own = self.group.spaces.to_json(), self.worker.policy is not None
         welcome = self.connection.ask(Arrive(PROTOCOL, self.worker.name, spaces, own), Welcome)
         self.env_steps = welcome.env_steps
@@ -184,29 +187,29 @@ class TaskRunner:
         return acting
 
     def step(self) -> None:
-        """One step of every environment; sends what has to be sent."""
+        """Steps every environment once; sends finished episodes and full pieces."""
         episodes, acting = self.episodes, self.acting
         action = acting.act(self.observation, episodes.evaluates, self.env_steps)
         self.group.step(acting.to_env(action), self.rows)
         self.env_steps += int((self.rows.valid & ~episodes.evaluates).sum())
         for stretch in episodes.step(action, acting.version, self.rows):
-            evaluates = self._bring(stretch)
+            evaluates = self._send(stretch)
             if stretch.ended:
                 self.worker.num_episodes += 1
                 episodes.end(stretch.env, evaluates=evaluates)
             else:
-                episodes.go_on(stretch.env)
-        if time.monotonic() - self.connection.last_sent > SIGN_S:
-            self.connection.say(Sign(self.worker.name))
+                episodes.continue_episode(stretch.env)
+        if time.monotonic() - self.connection.last_sent > HEARTBEAT_S:
+            self.connection.post(Sign(self.worker.name))
 
-    def _bring(self, stretch: Stretch) -> bool:
-        """Puts steps into the learner's hands, once, however often it takes; whether an evaluation comes next."""
+    def _send(self, stretch: Stretch) -> bool:
+        """Sends steps until the learner acknowledges them, which counts them once; returns whether to evaluate next."""
         number = self.worker.next_number()
         while True:
             answer = self.connection.ask(self._message(stretch, number), Next, Stranger)
             if isinstance(answer, Next):
                 break
-            self._arrive_again()
+            self._register_again()
         self.env_steps = answer.env_steps
         if answer.weights is not None:
             self.acting.load(answer.weights, answer.version)
@@ -232,12 +235,12 @@ class TaskRunner:
             episode_length=length,
         )
 
-    def _arrive_again(self) -> None:
-        """The learner was started anew: if it trains the same, what this worker has is as good as before."""
+    def _register_again(self) -> None:
+        """Registers with a restarted learner; raises TaskChanged if the learner trains a different task."""
         task = self.connection.ask(Ask(PROTOCOL), Task)
         if task.own != self.task.own or any(task.train[part] != self.task.train[part] for part in SAME):
             raise TaskChanged
-        welcome = self._arrive()
+        welcome = self._register()
         self.acting.load(welcome.weights, welcome.version)
 
     def close(self) -> None:
