@@ -1,4 +1,4 @@
-"""What tests of frames need in one process: a group of one, servers that keep what they get, tiny linear models."""
+"""Parts for frame tests in one process: a group of one, servers that record what they receive, tiny linear models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class LocalGroup:
-    """A group with one member, which nobody calls."""
+    """A group with one member, so no remote calls."""
 
     def get_cur_name(self) -> str:
         return "alone"
@@ -18,14 +18,14 @@ class LocalGroup:
         return ["alone"]
 
     def register(self, key: str, service: Any) -> None:
-        """Nobody calls it."""
+        """Does nothing: there are no remote callers."""
 
     def check_world(self, what: str) -> None:
-        """It has no end."""
+        """Never raises: this world does not end."""
 
 
 class ModelKeeper:
-    """A model server: counts pushes and hands out the last one."""
+    """A model server that counts pushes and returns the last one."""
 
     def __init__(self) -> None:
         self.pushed: list[dict[str, Tensor]] = []
@@ -43,7 +43,7 @@ class ModelKeeper:
 
 
 class GradKeeper:
-    """A gradient server that keeps the gradients and steps nothing."""
+    """A gradient server that records gradients and makes no optimizer steps."""
 
     def __init__(self) -> None:
         self.pushed: list[Tensor] = []
@@ -109,7 +109,7 @@ class ActionCritic(nn.Module):
 
 
 def item(state: list[float], action: float, reward: float, next_state: list[float], **ends: Any) -> dict[str, Any]:
-    """A step as users store it; an integer action is a choice."""
+    """Returns a step as users store it; an integer action is discrete."""
     kind = torch.int64 if isinstance(action, int) else torch.float32
     return {
         "state": {"state": torch.tensor([state])},

@@ -47,7 +47,7 @@ CONFIGS: dict[type[Frame], dict[str, Any]] = {
 
 
 def episode(frame: Frame) -> list[dict[str, Any]]:
-    """Steps whose action every frame can take."""
+    """Returns steps with an action that every frame accepts."""
     choice = torch.tensor([[0.5]]) if isinstance(frame, DDPGApex) else torch.tensor([[1]])
     state = {"state": torch.ones(1, 2)}
     step = {"state": state, "action": {"action": choice}, "next_state": state, "reward": 1.0, "terminal": False}

@@ -1,4 +1,4 @@
-"""The programs of examples/spmd and examples/ported: as they are run, to their own end, and nothing left."""
+"""The programs of examples/spmd and examples/ported: each runs to its end and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from running import DEADLINE_S, MARK, TESTS, processes_marked, wait_until
 EXAMPLES = TESTS.parent / "examples" / "spmd"
 PORTED = TESTS.parent / "examples" / "ported"
 FRAMES_PAGE = TESTS.parent / "docs" / "frames.md"
-EASIER = {  # what of the program's text is changed so that it is solved after some episodes
+EASIER = {  # replacements in the program's text, so that it is solved after a few episodes
     "a3c": ("solved_reward, solved_repeat = 190, 5", "solved_reward, solved_repeat = 6, 3"),
     "dqn_apex": ("solved_reward, solved_repeat = 190, 5", "solved_reward, solved_repeat = 6, 3"),
     "impala": ("solved_reward, solved_repeat = 190, 5", "solved_reward, solved_repeat = 6, 3"),
@@ -43,7 +43,7 @@ class Ended:
 
 
 def changed(path: Path, folder: Path, *changes: tuple[str, str]) -> Path:
-    """A copy of a program with some of its text changed."""
+    """Returns a copy of a program with parts of its text changed."""
     text = path.read_text()
     for old, new in changes:
         assert text.count(old) == 1, f"{path} does not say {old!r} once"
@@ -72,7 +72,7 @@ def test_an_example_that_is_not_solved_in_time_fails(tmp_path: Path) -> None:
     "name", ["dqn_apex", *(pytest.param(name, marks=pytest.mark.full) for name in ("a3c", "impala", "ddpg_apex"))]
 )
 def test_a_script_for_machin_runs_under_torch_multiprocessing(name: str, tmp_path: Path) -> None:
-    """The first worker that is done ends the world by `exit(0)`, while learners learn on."""
+    """The first worker that is done ends the world by `exit(0)` while the learners still learn."""
     old, new = EASIER[name]
     soon = {"dqn_apex": ("() < 500", "() < 20"), "ddpg_apex": ("() < 500", "() < 20"), "impala": ("() < 5", "() < 2")}
     changes = [(old, new.replace(", 3", ", 15")), *([soon[name]] if name in soon else [])]

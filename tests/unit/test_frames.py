@@ -91,9 +91,11 @@ def test_a3c_entropy_is_kept_up_by_a_positive_weight_and_a_negative_one_is_refus
     with torch.no_grad():
         frame.actor.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
         frame.critic.weight.zero_()
-    frame.store_episode([item([1.0, 0.0], 0, 0.0, [0.0, 0.0], terminated=True)])  # no advantage: only entropy is left
+    frame.store_episode(
+        [item([1.0, 0.0], 0, 0.0, [0.0, 0.0], terminated=True)]
+    )  # no advantage: only the entropy remains
     frame.update()
-    assert actor.pushed[0][0] > 0.0  # descending makes the likelier action less likely
+    assert actor.pushed[0][0] > 0.0  # a gradient step makes the more probable action less probable
     with pytest.raises(ConfigError, match=r"entropy_weight=0\.01"):
         a3c(entropy_weight=-0.01)
 
@@ -107,7 +109,7 @@ def test_a3c_takes_steps_one_by_one_and_cuts_a_rollout_at_an_update() -> None:
 
 # IMPALA.
 
-UNIFORM = math.log(0.5)  # what an actor with zero weights thinks of any action
+UNIFORM = math.log(0.5)  # the log-probability of any action for an actor with zero weights
 
 
 def test_impala_learns_from_the_last_step_of_an_episode() -> None:

@@ -40,7 +40,7 @@ def ddpg(**options: Any) -> tuple[DDPGApex, ModelKeeper]:
 
 
 def priorities_of(frame: DQNApex | DDPGApex) -> list[float]:
-    """(|x| + epsilon)**alpha of the first item, from what the buffer weighs."""
+    """Returns (|x| + epsilon)**alpha of the first item, from the mass of the buffer."""
     mass = frame.replay_buffer._member.look()["mass"]
     return [mass[0], mass[1]]
 
@@ -51,7 +51,7 @@ def test_dqn_takes_a_double_q_step_and_keeps_the_error_as_priority() -> None:
         frame.qnet_target.weight.copy_(torch.tensor([[5.0, 0.0], [0.0, 4.0]]))
     frame.store_transition(item([1.0, 0.0], 0, 1.0, [1.0, 1.0]))
     frame.update()
-    # Next values: online (1, 2) chooses action 1, the target says 4. y = 1 + 0.5 * 4 = 3 against Q = 1.
+    # Next values: online (1, 2) chooses action 1, whose target value is 4. y = 1 + 0.5 * 4 = 3 against Q = 1.
     assert near(frame.qnet.weight, [[1.0 + 0.1 * 2 * 2.0, 0.0], [0.0, 2.0]])
     assert near(frame.qnet_target.weight, [[5.0 + 0.25 * (1.4 - 5.0), 0.0], [0.0, 3.5]])
     assert priorities_of(frame) == pytest.approx([(2.0 + 1e-2) ** 0.6, 1], rel=1e-4)
@@ -60,7 +60,7 @@ def test_dqn_takes_a_double_q_step_and_keeps_the_error_as_priority() -> None:
 
 def test_dqn_bootstraps_from_a_truncated_step_only() -> None:
     for ends, future in (({"terminal": True}, 0.0), ({"terminated": False, "truncated": True}, 2.0)):
-        frame, _ = dqn()  # the target starts as a copy: online and target say (1, 2) of the next state
+        frame, _ = dqn()  # the target starts as a copy: both value the next state at (1, 2)
         frame.store_transition(item([1.0, 0.0], 0, 1.0, [1.0, 1.0], **ends))
         frame.update()
         assert near(frame.qnet.weight[0, 0], 1.0 + 0.2 * (1.0 + 0.5 * future - 1.0))
@@ -128,9 +128,9 @@ def test_ddpg_takes_a_step_of_critic_and_actor() -> None:
     frame.update()
     # Targets start as copies: next action 0, next value 2. y = 1 + 0.5 * 2 = 2 against Q(s, a=2) = 1 + 3 * 2 = 7.
     assert near(frame.critic.weight, [1.0 - 0.02 * 5.0, 2.0]) and near(frame.critic.slope, 3.0 - 0.02 * 5.0 * 2.0)
-    # The actor climbs with the new slope 2.8, and its loss leaves the critic alone.
+    # The actor ascends with the new slope 2.8, and its loss does not change the critic.
     assert near(frame.actor.weight, [1.0 + 0.1 * 2.8, 0.0])
-    # The priority is the error of the action taken, 5; that of the policy's own action 1 would be 2.
+    # The priority is the error of the action taken, 5; that of the policy's current action 1 would be 2.
     assert priorities_of(frame) == pytest.approx([(5.0 + 1e-2) ** 0.6, 1], rel=1e-4)
     assert near(frame.actor_target.weight, [1.0 + 0.005 * 0.28, 0.0]) and len(server.pushed) == 1
 

@@ -1,4 +1,4 @@
-"""Configurations of frames: what they hold, and what is refused before anything starts."""
+"""Configurations of frames: their contents, and the errors that are raised before anything starts."""
 
 from __future__ import annotations
 
@@ -32,32 +32,36 @@ def test_a_generated_configuration_has_every_keyword_and_keeps_what_was_given(fr
 
 
 class Alone(SimpleNamespace):
-    """A world of one, whose module is this one."""
+    """A world of one, entered by this module."""
 
     name, rank, world_size, members = "alone", 0, 1, ("alone",)
     scope = SimpleNamespace(entrance=__name__)
 
 
 class QNet(nn.Linear):
-    """What a bare name finds."""
+    """The class that the bare name refers to."""
 
 
 @pytest.mark.parametrize(
     ("frame", "section", "message"),
     [
         (DQNApex, {"models": ["QNet"]}, "have 1, 2 and 2 entries; it needs 2 of each, for QNet, QNet"),
-        (DQNApex, {"models": ["QNet", "Nothing"]}, "'Nothing' is no class of Module. Give the class, the name of one"),
+        (DQNApex, {"models": ["QNet", "Nothing"]}, "'Nothing' is not a subclass of Module. Pass the class"),
         (DQNApex, {"models": [f"{__name__}.QNet", f"{__name__}.Missing"]}, 'has no "Missing"'),
-        (DQNApex, {"models": [QNet, "QNet"], "optimizer": "Adamant"}, "'Adamant' is no class of Optimizer"),
-        (DQNApex, {"models": ["QNet", "QNet"], "criterion": "Loss"}, "criterion='Loss' with criterion_args=.* no loss"),
-        (DQNApex, {"models": ["QNet", "QNet"], "lr_scheduler": "Never"}, "'Never' is no class of LRScheduler"),
-        (DQNApex, {"learning_rates": 0.1}, "frame_config has learning_rates; it may have apex_group_name, "),
-        (DQNApex, {"visualize": True}, "visualize has no meaning here. Leave it out, or at False"),
-        (DDPGApex, {"learning_rate": 0.5}, "learning_rate has no meaning here. Leave it out, or at 0.001"),
+        (DQNApex, {"models": [QNet, "QNet"], "optimizer": "Adamant"}, "'Adamant' is not a subclass of Optimizer"),
+        (
+            DQNApex,
+            {"models": ["QNet", "QNet"], "criterion": "Loss"},
+            "criterion='Loss' .* is not a loss",
+        ),
+        (DQNApex, {"models": ["QNet", "QNet"], "lr_scheduler": "Never"}, "'Never' is not a subclass of LRScheduler"),
+        (DQNApex, {"learning_rates": 0.1}, "unknown keys learning_rates; the known keys are apex_group_name, "),
+        (DQNApex, {"visualize": True}, "visualize has no effect here. Remove it, or set it to False"),
+        (DDPGApex, {"learning_rate": 0.5}, "learning_rate has no effect here. Remove it, or set it to 0.001"),
         (
             DQNApex,
             {"models": ["QNet", "QNet"], "model_args": [[2, 2]] * 2, "learner_process_number": 2},
-            "learner_process_number=2 must be between 1 and the 1 of the world",
+            "learner_process_number=2 must be between 1 and world_size=1",
         ),
     ],
 )
@@ -73,5 +77,5 @@ def test_a_configuration_belongs_to_its_frame_and_to_a_world(monkeypatch: pytest
     with pytest.raises(WorldError, match=r"A3C.init_from_config: this process is in no world"):
         A3C.init_from_config(A3C.generate_config())
     monkeypatch.setattr(configured, "world_here", lambda caller: Alone())
-    with pytest.raises(ConfigError, match="the configuration is of IMPALA, not of A3C"):
+    with pytest.raises(ConfigError, match="the configuration is for IMPALA, not for A3C"):
         A3C.init_from_config(IMPALA.generate_config())

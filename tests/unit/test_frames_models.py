@@ -1,4 +1,4 @@
-"""The models that users bring to frames: how they are called, wrapped, saved and loaded."""
+"""The user's models in frames: how they are called, wrapped, saved and loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MSE = nn.MSELoss(reduction="sum")
 
 
 class Odd(nn.Module):
-    """One argument under a name that no state has."""
+    """A model whose argument has a name that no state has."""
 
     def forward(self, some_state: Tensor) -> Tensor:
         return some_state + 1.0
@@ -63,12 +63,12 @@ def test_a_single_argument_and_a_single_key_belong_together() -> None:
 def test_a_missing_argument_is_refused_with_both_names() -> None:
     with pytest.raises(ConfigError, match=r"Two\.forward takes state, goal, noise, .* for goal: .* keys state"):
         call(Two(), {"state": torch.zeros(1)})
-    with pytest.raises(ConfigError, match=r"Two was given Tensor for a state .* such as \{'state': tensor\}"):
+    with pytest.raises(ConfigError, match=r"Two received a Tensor as state .* such as \{'state': tensor\}"):
         call(Two(), torch.zeros(1))  # type: ignore[arg-type]
 
 
 class Joined(nn.Module):
-    """A model that wants its inputs apart, with a tensor for each step."""
+    """A model that takes lists with one tensor per step."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Joined(nn.Module):
 
 
 def test_models_may_get_a_tensor_for_each_step() -> None:
-    """`concatenate_samples=False` changes what models are given, and nothing that is learned."""
+    """`concatenate_samples=False` changes the inputs of the models, but not the result of learning."""
     learned = []
     for wrap in (lambda model: model, Joined):
         torch.manual_seed(0)
@@ -112,7 +112,7 @@ def test_a_criterion_judges_every_item_and_the_users_own_stays_as_it_is() -> Non
     assert per_item(criterion)(value, target).tolist() == [1.0, 4.0] and criterion.reduction == "sum"
     assert per_item(nn.functional.l1_loss)(value, target).tolist() == [1.0, 2.0]
     assert per_item(lambda x, y: x - y)(value, target).tolist() == [1.0, 2.0]
-    with pytest.raises(ConfigError, match=r"gives \(\) for values \(2,\)"):
+    with pytest.raises(ConfigError, match=r"returns \(\) for values \(2,\)"):
         per_item(lambda x, y: (x - y).sum())(value, target)
 
 
@@ -193,7 +193,7 @@ def test_schedules_step_and_need_arguments_for_every_optimizer() -> None:
 def test_an_optimizer_is_given_as_its_class() -> None:
     qnet = LinearCritic([1.0, 2.0])
     optimizer = torch.optim.Adam(qnet.parameters())
-    with pytest.raises(ConfigError, match=r"takes the class Adam, not an instance .* Pass torch\.optim\.Adam"):
+    with pytest.raises(ConfigError, match=r"needs the class Adam, not an instance. Pass torch\.optim\.Adam"):
         DQNApex(qnet, qnet, optimizer, MSE, LocalGroup(), [ModelKeeper()])  # type: ignore[arg-type]
 
 
@@ -201,7 +201,7 @@ def test_an_optimizer_is_given_as_its_class() -> None:
 
 
 def make_all(device: str) -> list[Frame]:
-    """Every frame with its models and batches on a device."""
+    """Creates all frames with their models and batches on a device."""
     actor, critic = LinearActor([[0.0, 0.1], [0.2, 0.0]]).to(device), LinearCritic([1.0, 2.0]).to(device)
     qnets = LinearQ([[1.0, 0.0], [0.0, 2.0]]).to(device), LinearQ([[0.0, 0.0], [0.0, 0.0]]).to(device)
     policies = [LinearPolicy([1.0, 0.5]).to(device) for _ in range(2)]
@@ -248,14 +248,14 @@ def test_what_was_saved_comes_back_with_its_optimizer_and_epsilon(tmp_path: Path
     other.store_transition(item([1.0, 0.5], 0, 1.0, [1.0, 1.0]))
     frame.update()
     other.update()
-    assert torch.equal(other.qnet.weight, frame.qnet.weight)  # Adam's moments were there
+    assert torch.equal(other.qnet.weight, frame.qnet.weight)  # Adam's moments were restored
     assert other.load(tmp_path, version=3) == 3 and other.num_updates == 1
 
 
 def test_networks_can_be_renamed_and_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     frame = make_dqn(None, ModelKeeper())
     frame.save(tmp_path, {"qnet": "online"}, version=1)
-    with pytest.raises(ConfigError, match="none called qnet"):
+    with pytest.raises(ConfigError, match="but not qnet"):
         frame.load(tmp_path)
     assert frame.load(tmp_path, {"qnet": "online"}) == 1
     with pytest.raises(ConfigError, match="network_map names actor"):

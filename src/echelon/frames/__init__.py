@@ -1,4 +1,4 @@
-"""Distributed algorithms as objects, for people who own their loop: they act, store, update and keep models in step."""
+"""Distributed algorithms as objects, for users with their own training loop: act, store, update, synchronize models."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A3C: advantage actor-critic whose gradients are applied by servers (Mnih et al., 2016,
 https://arxiv.org/abs/1602.01783).
 
-Where we differ from the paper: steps come as episodes or pieces of them, and advantages are generalised estimates,
-normalised over what was stored. Where we differ from Machin: the gradient of every minibatch is pushed, advantages are
-computed at `update` with the critic of then, and an episode that was cut off bootstraps.
+Differences from the paper: steps are stored as episodes or parts of episodes, and advantages are generalized advantage
+estimates, normalized over the stored steps. Differences from Machin: the gradient of every mini-batch is pushed,
+`update` computes advantages with the current critic, and a truncated episode bootstraps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ConfigError
-from echelon.frames.actor_critic import check_entropy_weight, judge, policy_loss, values
+from echelon.frames.actor_critic import check_entropy_weight, evaluate_actions, policy_loss, values
 from echelon.frames.configured import ConfigTemplate
 from echelon.frames.frame import Frame
 from echelon.frames.modules import Inputs, call, is_wrapped, samples
@@ -28,7 +28,7 @@ from echelon.servers.buffer_items import Array, BatchSelection, flatten, flatten
 
 
 class GradServer(Protocol):
-    """Who applies gradients: `echelon.servers.PushPullGradServer`."""
+    """The server that applies gradients: `echelon.servers.PushPullGradServer`."""
 
     def push(self, model: nn.Module) -> Any: ...
 
@@ -36,7 +36,7 @@ class GradServer(Protocol):
 
 
 class EpisodeWindow:
-    """The steps since the last update, at most `size` of them: the oldest episodes make way."""
+    """The steps since the last update, at most `size` of them: the oldest episodes are evicted."""
 
     def __init__(self, size: int) -> None:
         self.max_size = size
@@ -51,14 +51,14 @@ class EpisodeWindow:
         return sum(self._lengths())
 
     def all_size(self) -> int:
-        """The same as `size`: every process learns from steps of its own."""
+        """The same as `size`: every process learns from its own steps."""
         return self.size()
 
     def clear(self) -> None:
         self._episodes.clear()
 
     def take(self, device: str | torch.device) -> Steps:
-        """All steps; there are none afterwards."""
+        """Returns and removes all steps."""
         fields = {name: np.concatenate([x[name] for x in self._episodes]) for name in self._episodes[0]}
         names = names_of(fields)
         steps = Steps.of(
@@ -72,17 +72,17 @@ class EpisodeWindow:
 
 
 class A3C(Frame):
-    """Acts and computes gradients in this process; the servers step and hand out the weights.
+    """Acts and computes gradients in this process; the servers make the optimizer steps and provide the weights.
 
-    `actor(state, action=None)` returns the action, its log-probability and perhaps its entropy; `critic(state)` the
-    value. A positive `entropy_weight` keeps the policy exploring. The many parameters are Machin's.
+    `actor(state, action=None)` returns the action, its log-probability and optionally its entropy; `critic(state)`
+    returns the value. A positive `entropy_weight` encourages exploration. The parameters are Machin's.
     """
 
     FORM = ConfigTemplate(
         ("Actor", "Critic"),
         "a3c",
         further={
-            "actor_learning_rate": 0.001,  # the servers'
+            "actor_learning_rate": 0.001,  # of the gradient servers
             "critic_learning_rate": 0.001,
             "lr_scheduler": None,
             "lr_scheduler_args": None,
@@ -109,16 +109,16 @@ class A3C(Frame):
         replay_size: int = 500_000,
         replay_device: str | torch.device = "cpu",
     ) -> None:
-        """`grad_server` are the servers of actor and critic; `replay_device` is where what they learn from lies."""
+        """`grad_server` are the servers of actor and critic; `replay_device` is the device of the stored steps."""
         super().__init__({"actor": actor, "critic": critic}, gradient_max, discount)
         if is_wrapped(actor) or is_wrapped(critic):
             raise ConfigError(
-                "A3C: actor or critic is wrapped in DistributedDataParallel or DataParallel, but its gradients go to a "
-                "server that sums them. Pass the modules themselves."
+                "A3C: actor or critic is wrapped in DistributedDataParallel or DataParallel, but a server reduces its "
+                "gradients. Pass the modules themselves."
             )
         if len(grad_server) < 2:
             raise ConfigError(
-                f"A3C: {len(grad_server)} gradient servers; it needs one for the actor and one for the critic."
+                f"A3C: got {len(grad_server)} gradient servers; it needs one for the actor and one for the critic."
             )
         check_entropy_weight(entropy_weight, "A3C")
         self.actor, self.critic, self.criterion = actor, critic, criterion
@@ -135,20 +135,20 @@ class A3C(Frame):
         self.critic_grad_server.pull(self.critic)
 
     def act(self, state: Inputs) -> Any:
-        """Whatever the actor returns for `state`."""
+        """Returns the output of the actor for `state`."""
         if self.is_syncing:
             self.actor_grad_server.pull(self.actor)
         return call(self.actor, state)
 
     def store_transition(self, item: Item) -> None:
-        """Adds a step to the episode under way, which ends where an item says so, or is cut off by `update`."""
-        flatten(tidy(item))  # refuses what cannot be stored, where it comes from
+        """Adds a step to the current episode; an item that ends it, or `update`, which truncates it, closes it."""
+        flatten(tidy(item))  # raises on an invalid item here rather than at the end of the episode
         self._open.append(item)
         if is_end(item):
             self._close()
 
     def store_episode(self, episode: Sequence[Item]) -> None:
-        """Adds the steps of an episode; one that does not end terminated bootstraps from its last `next_state`."""
+        """Adds the steps of an episode; unless it terminated, it bootstraps from its last `next_state`."""
         self.replay_buffer.append(flatten_episode([tidy(item) for item in episode]))
 
     def _close(self) -> None:
@@ -159,10 +159,10 @@ class A3C(Frame):
     def update(
         self, update_value: bool = True, update_policy: bool = True, concatenate_samples: bool = True
     ) -> tuple[float, float]:
-        """Pushes the gradients of `actor_update_times` and `critic_update_times` minibatches of the stored steps.
+        """Pushes the gradients of `actor_update_times` and `critic_update_times` mini-batches of the stored steps.
 
-        What was stored is gone then. Returns the means of the policy's objective and of the value loss. Without
-        `concatenate_samples` the models get lists with a tensor for each step.
+        Removes the stored steps. Returns the means of the policy's objective and of the value loss. Without
+        `concatenate_samples` the models receive lists with one tensor per step.
         """
         self._close()
         if self.replay_buffer.size() == 0:
@@ -172,8 +172,8 @@ class A3C(Frame):
         gained = lost = 0.0
         for _ in range(self.actor_update_times if update_policy else 0):
             index = self._draw(len(steps))
-            judged = judge(self.actor, *(samples(x, concatenate_samples) for x in steps.rows(index)))
-            loss = policy_loss(judged, advantage_N[index].to(judged.log_prob), self.entropy_weight)
+            evaluated = evaluate_actions(self.actor, *(samples(x, concatenate_samples) for x in steps.rows(index)))
+            loss = policy_loss(evaluated, advantage_N[index].to(evaluated.log_prob), self.entropy_weight)
             self._push(self.actor_grad_server, self.actor, loss)
             gained -= loss.item() / self.actor_update_times
         for _ in range(self.critic_update_times if update_value else 0):
@@ -187,20 +187,20 @@ class A3C(Frame):
 
     @torch.no_grad()
     def _advantages(self, steps: Steps, concatenate: bool) -> tuple[Tensor, Tensor]:
-        """Advantages and value targets of every step, with the critic as it is now."""
+        """Returns the advantages and value targets of all steps, with the current critic."""
         value = values(self.critic, samples(steps.observed, concatenate)).to(self.replay_device)
-        lanes, valid_TE = steps.to_lanes, steps.valid_TE
+        valid_TE = steps.valid_TE
         advantage_TE = gae(
-            lanes(steps.reward.to(value)),
-            lanes(steps.discounts(self.discount, value)),
-            steps.to_rows(value),
+            steps.pad(steps.reward.to(value)),
+            steps.pad(steps.discounts(self.discount, value)),
+            steps.pad_values(value),
             valid_TE,
             self.gae_lambda,
         )
-        target_N = steps.from_lanes(advantage_TE) + value[: len(steps)]
+        target_N = steps.unpad(advantage_TE) + value[: len(steps)]
         if self.normalize_advantage:
             advantage_TE = masked_normalize(advantage_TE, valid_TE)
-        return steps.from_lanes(advantage_TE), target_N
+        return steps.unpad(advantage_TE), target_N
 
     def _draw(self, num_steps: int) -> Tensor:
         return torch.randperm(num_steps)[: self.batch_size]

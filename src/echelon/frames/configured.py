@@ -1,9 +1,10 @@
-"""Frames from a configuration: a dict that names models, optimizer and criterion, as Machin's tools write it.
+"""Frames from a configuration: a dict that names models, optimizer and criterion, in the format of Machin.
 
     {"frame": "DQNApex", "frame_config": {"models": ["QNet", "QNet"], "model_args": [[4, 2], [4, 2]], ...}}
 
-A name is a class itself, "module.Class", or a bare name: of the module that entered the world, and for optimizers,
-schedules and losses of torch. The first `learner_process_number` ranks learn, the others play.
+A class is given as the class itself, as "module.Class", or as a bare name. Bare names are looked up in the module that
+entered the world, in the script, and in torch. The first `learner_process_number` ranks are learners, the others are
+samplers.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 LEARNERS = "learner_process_number"
-UNUSED = {"visualize": False, "visualize_dir": "", "replay_buffer": None}  # Machin's, and what they may be here
+UNUSED = {"visualize": False, "visualize_dir": "", "replay_buffer": None}  # Machin's keys, with the only valid value
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigTemplate:
-    """What the configuration of a frame holds beside the keywords of the frame itself."""
+    """The keys of a frame's configuration besides the keyword arguments of the frame."""
 
-    models: tuple[str, ...]  # the names of classes that a generated configuration has
+    models: tuple[str, ...]  # the class names in a generated configuration
     prefix: str  # of the names of its groups
-    group: str = ""  # what the frame calls its group of workers and learners; none: gradients go to servers
+    group: str = ""  # the frame's name for its group of workers and learners; "": it uses gradient servers
     further: Config = field(default_factory=dict)
-    unused: Config = field(default_factory=dict)  # as UNUSED, of this frame alone
+    unused: Config = field(default_factory=dict)  # as UNUSED, for this frame only
 
     @property
     def servers(self) -> str:
         return "model_server" if self.group else "grad_server"
 
     def defaults(self, frame: type[Frame]) -> dict[str, Any]:
-        """The whole of `frame_config`; the frame's own keywords have the defaults of its constructor."""
+        """Returns a complete `frame_config`; the frame's keyword arguments have the defaults of its constructor."""
         keywords = inspect.signature(frame.__init__).parameters.values()
         own = {each.name: each.default for each in keywords if each.kind is each.KEYWORD_ONLY}
         groups: dict[str, Any] = {f"{self.servers}_group_name": f"{self.prefix}_{self.servers}"}
@@ -63,7 +64,7 @@ class ConfigTemplate:
 
 
 def generate(frame: type[Frame], form: ConfigTemplate, config: Config | None) -> dict[str, Any]:
-    """`config` with everything in it that can be configured; what it says stays."""
+    """Returns `config` completed with the defaults of all missing keys."""
     made = copy.deepcopy(dict(config or {}))
     made["frame"] = frame.__name__
     if form.group:
@@ -73,7 +74,7 @@ def generate(frame: type[Frame], form: ConfigTemplate, config: Config | None) ->
 
 
 def build(frame: Any, form: ConfigTemplate, config: Config, device: str | torch.device) -> Any:
-    """The frame (a class) that `config` describes, in this process; all members of the world call it."""
+    """Creates the frame (of the class `frame`) that `config` describes; all members of the world call this."""
     world = world_here(f"{frame.__name__}.init_from_config")
     given = _checked(frame, form, config)
     models, args, kwargs = (given.pop(name) for name in ("models", "model_args", "model_kwargs"))
@@ -102,7 +103,7 @@ def build(frame: Any, form: ConfigTemplate, config: Config, device: str | torch.
     names = given.pop(f"{form.group}_members")
     if not 1 <= num_learners <= world.world_size:
         raise ConfigError(
-            f"{frame.__name__}: {LEARNERS}={num_learners} must be between 1 and the {world.world_size} of the world."
+            f"{frame.__name__}: {LEARNERS}={num_learners} must be between 1 and world_size={world.world_size}."
         )
     group = world.create_rpc_group(name, world.members if names == "all" else names)
     is_learner = 0 <= world.rank < num_learners
@@ -113,36 +114,37 @@ def build(frame: Any, form: ConfigTemplate, config: Config, device: str | torch.
     result.role = "learner" if is_learner else "sampler"
     if not is_learner:
         result.update = _no_update
-    group.barrier()  # every member has its part of the buffer
+    group.barrier()  # until every member has its part of the buffer
     return result
 
 
 def _no_update(*_: Any, **__: Any) -> tuple[None, None]:
-    """What `update` of a process that plays does: nothing."""
+    """Replaces `update` in samplers: does nothing."""
     return None, None
 
 
 def _checked(frame: type[Frame], form: ConfigTemplate, config: Config) -> dict[str, Any]:
-    """`frame_config` with what it leaves out; refuses what nobody would read."""
+    """Returns `frame_config` completed with defaults; raises ConfigError on keys that would have no effect."""
     if config.get("frame", frame.__name__) != frame.__name__:
-        raise ConfigError(f"the configuration is of {config['frame']}, not of {frame.__name__}. Use that class.")
+        raise ConfigError(f"the configuration is for {config['frame']}, not for {frame.__name__}. Use that class.")
     given, defaults = dict(config.get("frame_config", {})), form.defaults(frame)
     for name, value in (UNUSED | dict(form.unused)).items():
         if name not in defaults and given.pop(name, value) != value:
-            raise ConfigError(f"{frame.__name__}: {name} has no meaning here. Leave it out, or at {value!r}.")
+            raise ConfigError(f"{frame.__name__}: {name} has no effect here. Remove it, or set it to {value!r}.")
     if unknown := sorted(given.keys() - defaults.keys()):
         raise ConfigError(
-            f"{frame.__name__}: frame_config has {', '.join(unknown)}; it may have {', '.join(sorted(defaults))}."
+            f"{frame.__name__}: frame_config has the unknown keys {', '.join(unknown)}; the known keys are "
+            f"{', '.join(sorted(defaults))}."
         )
     return copy.deepcopy(defaults) | given
 
 
 def _named(given: Any, kind: type, world: World, home: ModuleType) -> Any:
-    """The class that `given` is or names."""
+    """Returns the class that `given` is or names."""
     found = _find(given, world, home) if isinstance(given, str) else given
     if not (inspect.isclass(found) and issubclass(found, kind)):
         raise ConfigError(
-            f"{given!r:.80} is no class of {kind.__name__}. Give the class, the name of one in the module that made "
+            f"{given!r:.80} is not a subclass of {kind.__name__}. Pass the class, its name in the module that created "
             f'the World or in {home.__name__}, or "module.Class".'
         )
     return found
@@ -157,13 +159,13 @@ def _find(name: str, world: World, home: ModuleType) -> Any:
 
 
 def _criterion(given: Any, args: list[Any], kwargs: dict[str, Any], world: World) -> Callable[..., Any]:
-    """The loss: an instance of a class, or a function with these arguments."""
+    """Returns the loss: an instance of a class, or a function with these arguments."""
     found = _find(given, world, nn) if isinstance(given, str) else given
     if inspect.isclass(found) and issubclass(found, nn.Module):
         return found(*args, **kwargs)
     if not callable(found) or args:
         raise ConfigError(
-            f"criterion={given!r:.80} with criterion_args={args!r:.80} is no loss. Name a class such as MSELoss, or "
-            "give a function of value and target and criterion_kwargs."
+            f"criterion={given!r:.80} with criterion_args={args!r:.80} is not a loss. Name a class such as MSELoss, or "
+            "pass a function of value and target, with criterion_kwargs."
         )
     return functools.partial(found, **kwargs) if kwargs else found

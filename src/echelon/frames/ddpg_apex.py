@@ -1,8 +1,8 @@
 """DDPGApex: deterministic policy gradients (Lillicrap et al., 2016, https://arxiv.org/abs/1509.02971) from prioritized
 replay over all workers (Horgan et al., 2018, https://arxiv.org/abs/1803.00933).
 
-Where we differ from the papers: new transitions get the largest priority so far. Where we differ from Machin:
-priorities are the TD errors of the actions that were taken, not of those that the policy would take.
+Difference from the papers: new transitions get the largest priority so far. Difference from Machin: priorities are the
+TD errors of the actions that were taken, not of the policy's current actions.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from echelon.errors import ConfigError
 from echelon.frames.configured import ConfigTemplate
 from echelon.frames.frame import Frame, MakeOptimizer, MakeSchedule, ModelServer
-from echelon.frames.modules import Inputs, bare, call, first, follow, frozen, per_item, samples
+from echelon.frames.modules import Inputs, bare, call, first, frozen, per_item, samples, soft_update
 from echelon.frames.noise import Noise
 from echelon.frames.steps import Item
-from echelon.frames.transitions import Following, FrameBatch, TransitionStore
+from echelon.frames.transitions import FrameBatch, TargetUpdateRule, TransitionStore
 from echelon.objectives.values import clipped_double_targets
 from echelon.servers.buffer_prioritized import DistributedPrioritizedBuffer
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class DDPGApex(Frame):
-    """Workers act and store; learners draw from the buffers of all members and push the actor.
+    """Workers act and store; learners sample from the buffers of all members and push the actor.
 
-    `actor(state)` returns the action (B, A), or the probabilities of discrete ones; `critic(state, action)` its value.
-    The many parameters are Machin's; `n_step` is ours.
+    `actor(state)` returns the action (B, A), or the probabilities of discrete actions; `critic(state, action)` returns
+    the value. The parameters are Machin's, plus `n_step`.
     """
 
     FORM = ConfigTemplate(("Actor", "Actor", "Critic", "Critic"), "ddpg_apex", "apex", unused={"learning_rate": 0.001})
@@ -63,7 +63,7 @@ class DDPGApex(Frame):
         replay_size: int = 500_000,
         replay_device: str | torch.device = "cpu",
     ) -> None:
-        """`replay_size` is what each member keeps, `replay_device` where drawn batches are put."""
+        """`replay_size` is the capacity of each member, in transitions; `replay_device` is the device of batches."""
         networks = {"actor": actor, "actor_target": actor_target, "critic": critic, "critic_target": critic_target}
         super().__init__(networks, gradient_max, discount)
         self.actor, self.actor_target, self.critic, self.critic_target = actor, actor_target, critic, critic_target
@@ -71,24 +71,24 @@ class DDPGApex(Frame):
         rates = [(actor, actor_learning_rate), (critic, critic_learning_rate)]
         self.actor_optim, self.critic_optim = self.add_optimizers(optimizer, rates, optimizer_kwargs)
         self.add_schedules(lr_scheduler, lr_scheduler_args, lr_scheduler_kwargs)
-        self.following = Following(update_rate, update_steps, "DDPGApex")
-        self._follow(1.0)
+        self.target_update = TargetUpdateRule(update_rate, update_steps, "DDPGApex")
+        self._update_targets(1.0)
         self.batch_size, self.noise = batch_size, Noise()
         self.apex_group, self.replay_device = apex_group, replay_device
         self.replay_buffer = DistributedPrioritizedBuffer("apex", apex_group, replay_size, seed=torch.initial_seed())
         self.transitions = TransitionStore(self.replay_buffer, n_step, discount)
         self.actor_model_server = model_server[0]
 
-    def _follow(self, rate: float) -> None:
-        follow(self.actor_target, self.actor, rate)
-        follow(self.critic_target, self.critic, rate)
+    def _update_targets(self, rate: float) -> None:
+        soft_update(self.actor_target, self.actor, rate)
+        soft_update(self.critic_target, self.critic, rate)
 
     def manual_sync(self) -> None:
         self.pull(self.actor_model_server, self.actor)
 
     @torch.no_grad()
     def act(self, state: Inputs, use_target: bool = False) -> Any:
-        """Whatever the actor returns for `state`: the action."""
+        """Returns the output of the actor for `state`: the action."""
         if self.is_syncing and not use_target:
             self.manual_sync()
         return call(bare(self.actor_target if use_target else self.actor), state)
@@ -101,16 +101,16 @@ class DDPGApex(Frame):
         mode: str = "uniform",
         use_target: bool = False,
     ) -> Tensor:
-        """The action and noise of a `mode`: uniform, normal, clipped_normal or ou (`frames.noise`)."""
+        """Returns the action with noise; `mode` is uniform, normal, clipped_normal or ou (see `frames.noise`)."""
         return self.noise.add(first(self.act(state, use_target)), noise_param, ratio, mode)
 
     def act_discrete(self, state: Inputs, use_target: bool = False) -> tuple[Tensor, Tensor]:
-        """The likeliest actions (B, 1) and the probabilities of all, which is what to store as the action."""
+        """Returns the most probable actions (B, 1), and all probabilities, which are to be stored as the action."""
         probability = self._probabilities(state, use_target)
         return probability.argmax(-1, keepdim=True), probability
 
     def act_discrete_with_noise(self, state: Inputs, use_target: bool = False) -> tuple[Tensor, Tensor]:
-        """Actions (B, 1) drawn by their probabilities, and the probabilities."""
+        """Returns actions (B, 1) sampled by their probabilities, and the probabilities."""
         probability = self._probabilities(state, use_target)
         return torch.multinomial(probability, 1), probability
 
@@ -129,7 +129,7 @@ class DDPGApex(Frame):
         self.transitions.store(item)
 
     def store_episode(self, episode: Sequence[Item]) -> None:
-        """Stores the steps of an episode, which ends with the last of them."""
+        """Stores the steps of an episode; the last step ends it."""
         self.transitions.store_episode(episode)
 
     def update(
@@ -139,9 +139,10 @@ class DDPGApex(Frame):
         update_target: bool = True,
         concatenate_samples: bool = True,
     ) -> tuple[float, float]:
-        """One step of critic and actor on a batch drawn by priority; returns the policy's value and the value loss.
+        """Makes one optimizer step of critic and actor on a batch sampled by priority.
 
-        Without `concatenate_samples` the models get what was stored as lists with a tensor for each transition.
+        Returns the policy's value and the value loss. Without `concatenate_samples` the models receive the stored
+        tensors as lists with one tensor per transition.
         """
         batch = self.transitions.draw(self.batch_size, self.replay_device, "DDPGApex")
         value_loss = self._learn_values(batch, update_value, concatenate_samples)
@@ -152,9 +153,9 @@ class DDPGApex(Frame):
         if update_policy:
             self.descend(self.actor_optim, self.actor, policy_loss)
         self.num_updates += 1
-        rate = self.following.rate(self.num_updates)
+        rate = self.target_update.rate(self.num_updates)
         if update_target and rate:
-            self._follow(rate)
+            self._update_targets(rate)
         self.push(self.actor_model_server, self.actor)
         return -policy_loss.item(), value_loss
 
@@ -169,12 +170,12 @@ class DDPGApex(Frame):
         loss = (self.criterion(q_B, target_B) * batch.weight.to(q_B)).mean()
         if update_value:
             self.descend(self.critic_optim, self.critic, loss)
-        self.transitions.learned(batch, target_B - q_B)
+        self.transitions.update_priorities(batch, target_B - q_B)
         return loss.item()
 
 
 def _named(batch: FrameBatch, action: Tensor) -> dict[str, Tensor]:
-    """The policy's action under the name that stored ones have."""
+    """Returns the policy's action under the name of the stored actions."""
     return dict.fromkeys(batch.action, action)
 
 

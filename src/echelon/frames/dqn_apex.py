@@ -1,8 +1,8 @@
 """DQNApex: double Q-learning from prioritized replay over all workers (Horgan et al., 2018,
 https://arxiv.org/abs/1803.00933).
 
-Where we differ from the paper: new transitions get the largest priority so far, and every worker explores by an
-`epsilon` of its own that falls with every noisy act.
+Differences from the paper: new transitions get the largest priority so far, and every worker has its own `epsilon`,
+which decays with every noisy action.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from echelon.frames.configured import ConfigTemplate
 from echelon.frames.frame import Frame, MakeOptimizer, MakeSchedule, ModelServer
-from echelon.frames.modules import Inputs, bare, call, first, follow, per_item, samples
+from echelon.frames.modules import Inputs, bare, call, first, per_item, samples, soft_update
 from echelon.frames.steps import Item, Named
-from echelon.frames.transitions import Following, TransitionStore
+from echelon.frames.transitions import TargetUpdateRule, TransitionStore
 from echelon.objectives.values import double_q_targets
 from echelon.servers.buffer_prioritized import DistributedPrioritizedBuffer
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class DQNApex(Frame):
-    """Workers act and store; learners draw from the buffers of all members and push the Q-network.
+    """Workers act and store; learners sample from the buffers of all members and push the Q-network.
 
-    `qnet(state)` returns the values of the actions (B, A); items hold the action as an integer (1, 1). The many
-    parameters are Machin's; `n_step` is ours.
+    `qnet(state)` returns the values of the actions (B, A); items hold the action as an integer (1, 1). The parameters
+    are Machin's, plus `n_step`.
     """
 
     FORM = ConfigTemplate(("QNet", "QNet"), "dqn_apex", "apex")
@@ -59,13 +59,13 @@ class DQNApex(Frame):
         replay_size: int = 500_000,
         replay_device: str | torch.device = "cpu",
     ) -> None:
-        """`replay_size` is what each member keeps, `replay_device` where drawn batches are put."""
+        """`replay_size` is the capacity of each member, in transitions; `replay_device` is the device of batches."""
         super().__init__({"qnet": qnet, "qnet_target": qnet_target}, gradient_max, discount)
         self.qnet, self.qnet_target, self.criterion = qnet, qnet_target, per_item(criterion)
         (self.qnet_optim,) = self.add_optimizers(optimizer, [(qnet, learning_rate)], optimizer_kwargs)
         self.add_schedules(lr_scheduler, lr_scheduler_args, lr_scheduler_kwargs)
-        self.following = Following(update_rate, update_steps, "DQNApex")
-        follow(qnet_target, qnet, 1.0)
+        self.target_update = TargetUpdateRule(update_rate, update_steps, "DQNApex")
+        soft_update(qnet_target, qnet, 1.0)
         self.batch_size, self.epsilon, self.epsilon_decay = batch_size, 1.0, epsilon_decay
         self.apex_group, self.replay_device = apex_group, replay_device
         self.replay_buffer = DistributedPrioritizedBuffer("apex", apex_group, replay_size, seed=torch.initial_seed())
@@ -77,7 +77,7 @@ class DQNApex(Frame):
 
     @torch.no_grad()
     def act_discrete(self, state: Inputs, use_target: bool = False) -> Tensor:
-        """The best actions (B, 1)."""
+        """Returns the best actions (B, 1)."""
         if self.is_syncing and not use_target:
             self.manual_sync()
         q_BA = first(call(bare(self.qnet_target if use_target else self.qnet), state))
@@ -85,28 +85,28 @@ class DQNApex(Frame):
 
     @torch.no_grad()
     def act_discrete_with_noise(self, state: Inputs, use_target: bool = False, decay_epsilon: bool = True) -> Tensor:
-        """The best actions (B, 1), each exchanged for any one with a chance of `epsilon`, which falls then."""
+        """Returns epsilon-greedy actions (B, 1); `epsilon` then decays, unless `decay_epsilon` is False."""
         if self.is_syncing and not use_target:
             self.manual_sync()
         q_BA = first(call(bare(self.qnet_target if use_target else self.qnet), state))
         best, other = q_BA.argmax(-1, keepdim=True), torch.randint(q_BA.shape[-1], (len(q_BA), 1), device=q_BA.device)
-        strays = torch.rand(len(q_BA), 1, device=q_BA.device) < self.epsilon
+        explores = torch.rand(len(q_BA), 1, device=q_BA.device) < self.epsilon
         if decay_epsilon:
             self.epsilon *= self.epsilon_decay
-        return torch.where(strays, other, best)
+        return torch.where(explores, other, best)
 
     def store_transition(self, item: Item) -> None:
         """Stores one step in this process's part of the buffer."""
         self.transitions.store(item)
 
     def store_episode(self, episode: Sequence[Item]) -> None:
-        """Stores the steps of an episode, which ends with the last of them."""
+        """Stores the steps of an episode; the last step ends it."""
         self.transitions.store_episode(episode)
 
     def update(self, update_value: bool = True, update_target: bool = True, concatenate_samples: bool = True) -> float:
-        """One step on a batch drawn by priority; returns the loss.
+        """Makes one optimizer step on a batch sampled by priority; returns the loss.
 
-        Without `concatenate_samples` the models get lists with a tensor for each transition.
+        Without `concatenate_samples` the models receive lists with one tensor per transition.
         """
         batch = self.transitions.draw(self.batch_size, self.replay_device, "DQNApex")
         state, next_state = samples(batch.state, concatenate_samples), samples(batch.next_state, concatenate_samples)
@@ -121,11 +121,11 @@ class DQNApex(Frame):
         loss = (self.criterion(q_B, target_B) * batch.weight.to(q_BA)).mean()
         if update_value:
             self.descend(self.qnet_optim, self.qnet, loss)
-        self.transitions.learned(batch, target_B - q_B)
+        self.transitions.update_priorities(batch, target_B - q_B)
         self.num_updates += 1
-        rate = self.following.rate(self.num_updates)
+        rate = self.target_update.rate(self.num_updates)
         if update_target and rate:
-            follow(self.qnet_target, self.qnet, rate)
+            soft_update(self.qnet_target, self.qnet, rate)
         self.push(self.qnet_model_server, self.qnet)
         return loss.item()
 
@@ -138,6 +138,6 @@ class DQNApex(Frame):
 
 
 def _actions(action: Named) -> Tensor:
-    """The numbers of the actions taken, (B, 1)."""
+    """Returns the indices of the actions taken, (B, 1)."""
     (taken,) = action.values()
     return taken.reshape(len(taken), 1).long()

@@ -1,4 +1,4 @@
-"""What the frames share: optimizers and schedules, when models are pulled, saving and loading."""
+"""The common part of the frames: optimizers and schedules, synchronization of models, saving and loading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MakeSchedule = Callable[..., torch.optim.lr_scheduler.LRScheduler]
 
 
 class ModelServer(Protocol):
-    """Where a learner leaves a model and workers find it: `echelon.servers.PushPullModelServer`."""
+    """The server to which a learner pushes a model and from which workers pull it: `PushPullModelServer`."""
 
     def push(self, model: nn.Module, pull_on_fail: bool = True) -> bool: ...
 
@@ -29,26 +29,26 @@ class ModelServer(Protocol):
 
 
 class Frame:
-    """An algorithm as an object: it acts, stores, learns and keeps its models up to date.
+    """An algorithm as an object: it acts, stores, learns and synchronizes its models.
 
-    `networks` are what `save` writes, by name. While `is_syncing` (as at first), every act pulls the newest weights;
-    with `set_sync(False)` only `manual_sync` does. A model in DistributedDataParallel or DataParallel is a learner's:
-    it pulls nothing, and of learners with equal weights the first one pushes.
+    `save` writes `networks` by name. While `is_syncing` is True (the default), every act pulls the newest weights;
+    after `set_sync(False)` only `manual_sync` does. A model wrapped in DistributedDataParallel or DataParallel belongs
+    to a learner: it is never pulled, and of learners with equal weights the first one pushes.
     """
 
     FORM: ClassVar[ConfigTemplate]
-    role = ""  # "learner" or "sampler", of a frame that was made from a configuration
+    role = ""  # "learner" or "sampler", if the frame was created from a configuration
 
     @classmethod
     def generate_config(cls, config: Config | None = None) -> dict[str, Any]:
-        """`config` with everything in it that can be configured; what it says stays."""
+        """Returns `config` completed with the defaults of all missing keys."""
         return generate(cls, cls.FORM, config)
 
     @classmethod
     def init_from_config(cls, config: Config, model_device: str | torch.device = "cpu") -> Self:
-        """The frame that `config` describes, with its groups and servers; all members of the world call it.
+        """Creates the frame that `config` describes, with its groups and servers; all members of the world call this.
 
-        The first `learner_process_number` ranks learn together; `update` of the others does nothing.
+        The first `learner_process_number` ranks learn together; `update` does nothing in the others.
         """
         made: Self = build(cls, cls.FORM, config, model_device)
         return made
@@ -69,12 +69,12 @@ class Frame:
     def add_optimizers(
         self, make: MakeOptimizer, given: Sequence[tuple[nn.Module, float]], options: Mapping[str, Any] | None
     ) -> list[Optimizer]:
-        """An optimizer for each of the models with its learning rate."""
+        """Creates an optimizer for each model, with its learning rate."""
         if isinstance(make, Optimizer):
             name = type(make).__name__
             raise ConfigError(
-                f"{type(self).__name__} makes an optimizer for each of its models, so it takes the class {name}, not "
-                f"an instance of it. Pass torch.optim.{name}, and its arguments as optimizer_kwargs or learning_rate."
+                f"{type(self).__name__} creates an optimizer for each of its models, so it needs the class {name}, not "
+                f"an instance. Pass torch.optim.{name}, and its arguments as optimizer_kwargs or learning_rate."
             )
         self.optimizers = [make(model.parameters(), **{"lr": rate, **(options or {})}) for model, rate in given]
         return self.optimizers
@@ -85,7 +85,7 @@ class Frame:
         args: Sequence[Sequence[Any]] | None,
         kwargs: Sequence[Mapping[str, Any]] | None,
     ) -> None:
-        """A schedule for each optimizer, with the arguments in its place; `update_lr_scheduler` steps them."""
+        """Creates a schedule for each optimizer, with its entry of the arguments; `update_lr_scheduler` steps them."""
         if make is None:
             return
         num = len(self.optimizers)
@@ -99,7 +99,7 @@ class Frame:
             self.schedules.append(make(optimizer, *given, **named))
 
     def descend(self, optimizer: Optimizer, model: nn.Module, loss: Tensor) -> None:
-        """One step of `optimizer` down `loss`, with the gradient kept within `gradient_max`."""
+        """Makes one step of `optimizer` on `loss`, with the gradient clipped to `gradient_max`."""
         optimizer.zero_grad(set_to_none=True)
         with among_learners(model):
             loss.backward()  # type: ignore[no-untyped-call]
@@ -107,19 +107,19 @@ class Frame:
         optimizer.step()
 
     def clip(self, model: nn.Module) -> None:
-        """Keeps the length of the model's gradient within `gradient_max`."""
+        """Clips the norm of the model's gradient to `gradient_max`."""
         if math.isfinite(self.gradient_max):
             nn.utils.clip_grad_norm_(model.parameters(), self.gradient_max)
 
     def update_lr_scheduler(self) -> None:
-        """One step of every learning-rate schedule."""
+        """Steps every learning-rate schedule."""
         for schedule in self.schedules:
             schedule.step()
 
-    # Keeping up to date.
+    # Synchronization.
 
     def set_sync(self, is_syncing: bool) -> None:
-        """Whether every act pulls the newest weights first."""
+        """Sets whether every act pulls the newest weights first."""
         self.is_syncing = is_syncing
 
     def manual_sync(self) -> None:
@@ -137,7 +137,7 @@ class Frame:
     # Saving.
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved beside the networks."""
+        """Returns the state to save besides the networks."""
         return {
             "num_updates": self.num_updates,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -149,21 +149,21 @@ class Frame:
             optimizer.load_state_dict(saved)
 
     def save(self, model_dir: str | Path, network_map: Mapping[str, str] | None = None, version: int = 0) -> None:
-        """Writes the networks and what belongs to them as safetensors and JSON; `network_map` renames networks."""
+        """Writes the networks and the frame's state as safetensors and JSON; `network_map` renames networks."""
         names = _renamed(self.networks, network_map, type(self).__name__)
         networks = {names[name]: bare(network).state_dict() for name, network in self.networks.items()}
         save_state(Path(model_dir), type(self).__name__, version, {"networks": networks, "frame": self.state_dict()})
 
     def load(self, model_dir: str | Path, network_map: Mapping[str, str] | None = None, version: int = -1) -> int:
-        """Takes back what `save` wrote as `version`, -1: the newest. Returns the version."""
+        """Loads what `save` wrote as `version` (-1: the newest); returns the version."""
         names = _renamed(self.networks, network_map, type(self).__name__)
         found, state = load_state(Path(model_dir), type(self).__name__, version)
         saved = state["networks"]
         for name, network in self.networks.items():
             if names[name] not in saved:
                 raise ConfigError(
-                    f"{type(self).__name__} version {found} in {model_dir} has the networks {', '.join(saved)}, none "
-                    f"called {names[name]}. Name it in network_map={{{name!r}: ...}}."
+                    f"{type(self).__name__} version {found} in {model_dir} has the networks {', '.join(saved)}, but "
+                    f"not {names[name]}. Name one of them in network_map={{{name!r}: ...}}."
                 )
             try:
                 bare(network).load_state_dict(saved[names[name]])

@@ -1,9 +1,9 @@
 """IMPALA: V-trace actor-critic from a buffer of whole episodes (Espeholt et al., 2018,
 https://arxiv.org/abs/1802.01561).
 
-Where we differ from the paper: losses are means over steps, and episodes are drawn again and again, which V-trace
-corrects for as it does for any other lag. Where we differ from Machin: the last step of an episode has its target too,
-and an episode that was cut off bootstraps from its last `next_state`.
+Differences from the paper: losses are means over steps, and episodes are sampled repeatedly, which V-trace corrects for
+as for any other policy lag. Differences from Machin: the last step of an episode has a target too, and a truncated
+episode bootstraps from its last `next_state`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ConfigError
-from echelon.frames.actor_critic import check_entropy_weight, judge, policy_loss, values
+from echelon.frames.actor_critic import check_entropy_weight, evaluate_actions, policy_loss, values
 from echelon.frames.configured import ConfigTemplate
 from echelon.frames.frame import Frame, MakeOptimizer, MakeSchedule, ModelServer
 from echelon.frames.modules import Inputs, call
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class IMPALA(Frame):
-    """Workers act and store episodes; learners draw `batch_size` of them from all members and push the actor.
+    """Workers act and store episodes; learners sample `batch_size` of them from all members and push the actor.
 
-    `actor(state, action=None)` returns the action, its log-probability and perhaps its entropy; `critic(state)` the
-    value. A positive `entropy_weight` keeps the policy exploring. The many parameters are Machin's.
+    `actor(state, action=None)` returns the action, its log-probability and optionally its entropy; `critic(state)`
+    returns the value. A positive `entropy_weight` encourages exploration. The parameters are Machin's.
     """
 
     FORM = ConfigTemplate(("Actor", "Critic"), "impala", "impala")
@@ -64,9 +64,9 @@ class IMPALA(Frame):
         replay_size: int = 500,
         replay_device: str | torch.device = "cpu",
     ) -> None:
-        """`replay_size` counts the episodes that each member keeps; `batch_size` those of one update.
+        """`replay_size` is the capacity of each member, in episodes; `batch_size` is the episodes of one update.
 
-        `replay_device` is where drawn batches are put.
+        `replay_device` is the device of sampled batches.
         """
         super().__init__({"actor": actor, "critic": critic}, gradient_max, discount)
         check_entropy_weight(entropy_weight, "IMPALA")
@@ -85,46 +85,45 @@ class IMPALA(Frame):
         self.pull(self.actor_model_server, self.actor)
 
     def act(self, state: Inputs) -> Any:
-        """Whatever the actor returns for `state`."""
+        """Returns the output of the actor for `state`."""
         if self.is_syncing:
             self.manual_sync()
         return call(self.actor, state)
 
     def store_transition(self, item: Item) -> None:
-        """Not for IMPALA: says what to call instead."""
+        """Raises ConfigError: IMPALA stores whole episodes only."""
         raise ConfigError(
-            "IMPALA.store_transition: V-trace goes over whole episodes. Collect their items and call store_episode."
+            "IMPALA.store_transition: V-trace needs whole episodes. Collect their items and call store_episode."
         )
 
     def store_episode(self, episode: Sequence[Item]) -> None:
-        """Stores an episode, whose items also hold `action_log_prob`, that of the policy that acted."""
+        """Stores an episode; its items also have `action_log_prob`, of the policy that acted."""
         if any("action_log_prob" not in item for item in episode):
             raise ConfigError(
-                "IMPALA.store_episode: an item lacks action_log_prob, by which V-trace corrects. Store what act() "
-                "returned."
+                "IMPALA.store_episode: an item lacks action_log_prob, which V-trace needs. Store the log-probability "
+                "that act() returned."
             )
         self.replay_buffer.store_episode([tidy(item, "action_log_prob") for item in episode])
 
     def update(
         self, update_value: bool = True, update_policy: bool = True, concatenate_samples: bool = True
     ) -> tuple[float, float]:
-        """One step of actor and critic; returns the policy's objective and the value loss.
+        """Makes one optimizer step of actor and critic; returns the policy's objective and the value loss.
 
-        The steps of all episodes are always concatenated, as in Machin, which takes `concatenate_samples` here too.
+        The steps of all episodes are always concatenated; `concatenate_samples` has no effect, as in Machin.
         """
         _, episodes = self.replay_buffer.sample_batch(self.batch_size, self.replay_device)
         if episodes is None:
             raise ConfigError(
-                "IMPALA.update: no member holds an episode. Wait until replay_buffer.all_size() says that there are "
-                "some."
+                "IMPALA.update: no member has an episode. Wait until replay_buffer.all_size() is above 0."
             )
         steps = Steps.of(episodes.attrs, np.diff(episodes.offsets).tolist())
         with torch.set_grad_enabled(update_policy):
-            judged = judge(self.actor, steps.state, steps.action)
+            evaluated = evaluate_actions(self.actor, steps.state, steps.action)
         with torch.set_grad_enabled(update_value):
             value = values(self.critic, steps.observed)
-        trace = self._trace(steps, judged.log_prob.detach(), value.detach())
-        policy = policy_loss(judged, trace.advantage_TB.to(judged.log_prob), self.entropy_weight)
+        trace = self._trace(steps, evaluated.log_prob.detach(), value.detach())
+        policy = policy_loss(evaluated, trace.advantage_TB.to(evaluated.log_prob), self.entropy_weight)
         value_loss = self.value_weight * self.criterion(value[: len(steps)], trace.target_TB.to(value))
         if update_policy:
             self.descend(self.actor_optim, self.actor, policy)
@@ -135,15 +134,15 @@ class IMPALA(Frame):
         return -policy.item(), value_loss.item()
 
     def _trace(self, steps: Steps, log_prob: Tensor, value: Tensor) -> VTrace:
-        """V-trace targets and advantages of every step, (N,) each."""
+        """Returns the V-trace targets and advantages of all steps, (N,) each."""
         assert steps.log_prob is not None
         log_prob, value = log_prob.to(steps.reward.device), value.to(steps.reward.device)
-        lanes, valid_TE = steps.to_lanes, steps.valid_TE
+        valid_TE = steps.valid_TE
         trace = vtrace(
-            lanes(log_prob - steps.log_prob.to(log_prob)),
-            lanes(steps.reward.to(value)),
-            lanes(steps.discounts(self.discount, value)),
-            steps.to_rows(value),
+            steps.pad(log_prob - steps.log_prob.to(log_prob)),
+            steps.pad(steps.reward.to(value)),
+            steps.pad(steps.discounts(self.discount, value)),
+            steps.pad_values(value),
             valid_TE,
             rho_clip=self.isw_clip_rho,
             c_clip=self.isw_clip_c,
@@ -152,4 +151,4 @@ class IMPALA(Frame):
         advantage_TE = (
             masked_normalize(trace.advantage_TB, valid_TE) if self.normalize_advantage else trace.advantage_TB
         )
-        return VTrace(steps.from_lanes(trace.target_TB), steps.from_lanes(advantage_TE))
+        return VTrace(steps.unpad(trace.target_TB), steps.unpad(advantage_TE))

@@ -1,8 +1,8 @@
-"""The models that users bring: called by the names of their arguments, wrapped or not.
+"""Functions on the user's models: calls by argument name, wrappers, target networks, losses.
 
-A state or action is a dict whose keys are names of arguments of `forward`. Keys that a model does not take are left out
-(actor and critic may look at different parts of a state); an argument without a default that no key names is refused.
-Where `forward` takes one argument and the dicts hold one key, they belong together whatever they are called.
+A state or action is a dict whose keys are names of arguments of `forward`. Keys that a model does not take are ignored:
+actor and critic may use different parts of a state. A missing argument without a default raises ConfigError. If
+`forward` has one argument and the dicts have one key, they are matched whatever their names are.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The user's own module, without what it is wrapped in."""
+    """Returns the user's module, without its wrapper."""
     return model.module if isinstance(model, DataParallel | DistributedDataParallel) else model
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Whether a wrapper spreads the model over devices or processes: such a model learns and pulls nothing."""
+    """Whether a wrapper distributes the model over devices or processes: such a model belongs to a learner."""
     return bare(model) is not model
 
 
 def publishes(model: nn.Module) -> bool:
-    """Whether this process is the one that pushes the weights: of learners with equal weights, the first."""
+    """Whether this process pushes the weights: of learners with equal weights, the first does."""
     return not isinstance(model, DistributedDataParallel) or int(model.process_group.rank()) == 0
 
 
 def among_learners(model: nn.Module) -> AbstractContextManager[None]:
-    """Around what a wrapped model does with other learners: if one is gone, the error names it, or the world's end."""
+    """Returns a context for operations among learners, in which the error names a lost learner or the world's end."""
     return explaining(model.process_group, "update()") if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
@@ -51,12 +51,12 @@ def _arguments(forward: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
 
 
 def call(model: nn.Module, *inputs: Inputs) -> Any:
-    """What `model` says to the values of `inputs`, which are moved to where its parameters are."""
+    """Calls `model` with the values of `inputs`, moved to the device of its parameters."""
     for part in inputs:
         if not isinstance(part, Mapping):
             raise ConfigError(
-                f"{type(bare(model)).__name__} was given {type(part).__name__} for a state or an action. Give a dict "
-                "whose keys are the arguments of forward, such as {'state': tensor}."
+                f"{type(bare(model)).__name__} received a {type(part).__name__} as state or action. Pass a dict whose "
+                "keys are the arguments of forward, such as {'state': tensor}."
             )
     values = {key: value for part in inputs for key, value in part.items()}
     named = _name(bare(model), values)
@@ -68,19 +68,19 @@ def call(model: nn.Module, *inputs: Inputs) -> Any:
 
 
 def _moved(x: Any, device: torch.device) -> Any:
-    """A tensor, or the tensors of a list, on `device`; anything else as it is."""
+    """Moves a tensor, or the tensors of a list, to `device`; returns anything else unchanged."""
     if isinstance(x, list):
         return [_moved(part, device) for part in x]
     return x.to(device) if isinstance(x, Tensor) and x.device != device else x
 
 
 def samples(named: Mapping[str, Tensor], concatenate: bool) -> dict[str, Any]:
-    """Tensors (N, ...) as models get them: as they are, or as lists of N tensors (1, ...)."""
+    """Returns tensors (N, ...) unchanged, or without `concatenate` as lists of N tensors (1, ...)."""
     return {key: x if concatenate else list(torch.split(x, 1)) for key, x in named.items()}
 
 
 def _name(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
-    """The part of `values` that `model` takes, by the names it takes them under."""
+    """Returns the part of `values` that `model` takes, by the names of its arguments."""
     arguments = _arguments(type(model).forward)
     kinds = {argument.kind for argument in arguments}
     if inspect.Parameter.VAR_KEYWORD in kinds:
@@ -90,7 +90,7 @@ def _name(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
     missing = [x.name for x in arguments if x.default is x.empty and x.kind in POSITIONAL and x.name not in values]
     if missing:
         raise ConfigError(
-            f"{type(model).__name__}.forward takes {', '.join(x.name for x in arguments)}, and nothing is given for "
+            f"{type(model).__name__}.forward takes {', '.join(x.name for x in arguments)}, but there is no value for "
             f"{', '.join(missing)}: the state and action dicts have the keys {', '.join(sorted(values)) or '(none)'}. "
             "Name the keys as the arguments of forward."
         )
@@ -98,14 +98,14 @@ def _name(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def first(output: Any) -> Tensor:
-    """The tensor that a model returned, or the first one of several."""
+    """Returns the output of a model if it is a tensor, else its first item."""
     tensor: Tensor = output[0] if isinstance(output, tuple | list) else output
     return tensor
 
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[nn.Module]:
-    """The bare model, through which gradients flow to its inputs and none into it."""
+    """Yields the bare model with frozen parameters: gradients flow to its inputs only."""
     module = bare(model)
     learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in learned:
@@ -118,30 +118,31 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @torch.no_grad()
-def follow(target: nn.Module, source: nn.Module, rate: float) -> None:
-    """Moves `target` the part `rate` of the way to `source`; what is counted rather than learned is copied."""
+def soft_update(target: nn.Module, source: nn.Module, rate: float) -> None:
+    """Moves the parameters of `target` by the fraction `rate` towards those of `source`; copies the buffers."""
     mine, other = bare(target), bare(source)
     for old, new in zip(mine.parameters(), other.parameters(), strict=True):
         old.lerp_(new.to(old.device), rate)
-    for counted, newer in zip(mine.buffers(), other.buffers(), strict=True):
-        counted.copy_(newer)
+    for old_buffer, new_buffer in zip(mine.buffers(), other.buffers(), strict=True):
+        old_buffer.copy_(new_buffer)
 
 
 def per_item(criterion: Callable[..., Any]) -> Callable[[Tensor, Tensor], Tensor]:
-    """`criterion` without its own mean or sum, so that every error can have a weight; the user's own stays as it is."""
-    judge = _unreduced(criterion)
+    """Returns `criterion` without its reduction, so that every error can be weighted; does not change the user's."""
+    unreduced = _unreduced(criterion)
 
-    def judged(value: Tensor, target: Tensor) -> Tensor:
-        errors = judge(value, target)
+    def checked(value: Tensor, target: Tensor) -> Tensor:
+        errors = unreduced(value, target)
         if not isinstance(errors, Tensor) or errors.shape != value.shape:
             given = tuple(errors.shape) if isinstance(errors, Tensor) else type(errors).__name__
             raise ConfigError(
-                f"the criterion {criterion!r:.80} gives {given} for values {tuple(value.shape)}: errors are weighted "
-                "one by one. Pass one that has `reduction`, such as nn.MSELoss(), or one that gives an error per value."
+                f"the criterion {criterion!r:.80} returns {given} for values {tuple(value.shape)}, but every error has "
+                "its own weight. Pass one with `reduction`, such as nn.MSELoss(), or one that returns an error per "
+                "value."
             )
         return errors
 
-    return judged
+    return checked
 
 
 def _unreduced(criterion: Callable[..., Any]) -> Callable[..., Any]:

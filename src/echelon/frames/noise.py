@@ -1,8 +1,8 @@
-"""Noise on the actions of deterministic policies, as `act_with_noise` names it.
+"""Noise on the actions of deterministic policies, for `act_with_noise`.
 
-`param` holds, for every action component or once for all of them: the bounds of "uniform"; mean and deviation of
-"normal"; the same and bounds of "clipped_normal". "ou" is an Ornstein-Uhlenbeck process, whose `param` is a dict with
-any of mu, theta, sigma, dt.
+`param` has, for each action component or once for all: the bounds of "uniform"; mean and standard deviation of
+"normal"; mean, standard deviation and bounds of "clipped_normal". "ou" is an Ornstein-Uhlenbeck process, whose `param`
+is a dict with any of mu, theta, sigma, dt.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ OU = {"mu": 0.0, "theta": 0.15, "sigma": 0.2, "dt": 0.01}
 
 
 class Noise:
-    """Draws noise; remembers the state of the Ornstein-Uhlenbeck process."""
+    """Draws noise; keeps the state of the Ornstein-Uhlenbeck process."""
 
     def __init__(self) -> None:
         self._state: Tensor | None = None
 
     def add(self, action: Tensor, param: Any, ratio: float, mode: str) -> Tensor:
-        """`action` (B, A) and `ratio` times noise of its own for every entry."""
+        """Returns `action` (B, A) plus `ratio` times noise, independent for every entry."""
         if mode == "ou":
             return action + ratio * self._walk(action, param)
         if mode not in NUMBERS:
@@ -44,7 +44,7 @@ class Noise:
     def _walk(self, action: Tensor, param: Any) -> Tensor:
         given = dict(param) if isinstance(param, Mapping) else {}
         if not isinstance(param, Mapping) or given.keys() - OU.keys():
-            raise ConfigError(f"noise_param={param!r:.80} of mode 'ou': give a dict with any of {', '.join(OU)}.")
+            raise ConfigError(f"noise_param={param!r:.80} of mode 'ou': pass a dict with any of {', '.join(OU)}.")
         mu, theta, sigma, dt = (float(value) for value in (OU | given).values())
         state = self._state
         if state is None or state.shape != action.shape:
@@ -54,11 +54,11 @@ class Noise:
 
 
 def _columns(param: Any, count: int, mode: str, action: Tensor) -> list[Tensor]:
-    """The numbers of `param`, each (A,) or ()."""
+    """Returns the numbers of `param`, each (A,) or ()."""
     rows = [param] if _is_numbers(param, count) else list(param) if isinstance(param, Sequence) else []
     if not rows or not all(_is_numbers(row, count) for row in rows) or len(rows) not in (1, action.shape[-1]):
         raise ConfigError(
-            f"noise_param={param!r:.80} of mode {mode!r}: give {count} numbers, or {count} for each of the "
+            f"noise_param={param!r:.80} of mode {mode!r}: pass {count} numbers, or {count} for each of the "
             f"{action.shape[-1]} action components."
         )
     return list(torch.tensor(rows, dtype=action.dtype, device=action.device).unbind(-1))

@@ -1,8 +1,8 @@
-"""Stored steps of whole episodes, laid side by side for the recursions that go over them.
+"""Stored steps of whole episodes, padded to equal length for recursions over time.
 
-A step that terminated has no future; any other end of an episode bootstraps from its last `next_state`.
+A terminated episode does not bootstrap; any other episode bootstraps from its last `next_state`.
 
-Shapes: N steps of E episodes end to end; T steps of the longest, X = T + 1 rows, E lanes.
+Shapes: N steps of E concatenated episodes; T steps of the longest episode, X = T + 1 rows, E columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Named = dict[str, Tensor]
 
 
 def is_terminated(item: Item) -> bool:
-    """Whether nothing comes after the step; `terminal` counts as that where `terminated` is not said."""
+    """Whether the step ends in a terminal state; without `terminated`, `terminal` is used."""
     return bool(item["terminated"] if "terminated" in item else item.get("terminal", False))
 
 
@@ -31,9 +31,9 @@ def is_end(item: Item) -> bool:
 
 
 def tidy(item: Item, *also: str) -> dict[str, Any]:
-    """What a frame keeps of an item, however it says that the step was the last; `also` are further numbers.
+    """Returns the attributes of an item that a frame stores, with the end of the episode as `terminal`.
 
-    Attributes that are missing stay so: the buffer says which.
+    `also` names additional attributes. Missing attributes are not an error here: the buffer raises one.
     """
     kept = {name: item[name] for name in ("state", "action", "next_state", "reward", *also) if name in item}
     if "terminated" in item or "terminal" in item:
@@ -43,19 +43,19 @@ def tidy(item: Item, *also: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps of several episodes, end to end, and the lanes in which recursions go over them."""
+    """The steps of several episodes, concatenated; converts them to and from the padded form for recursions."""
 
     state: Named  # (N, ...)
     action: Named  # (N, ...)
-    last_state: Named  # (E, ...) what was observed after the last step of each episode
+    last_state: Named  # (E, ...) the observation after the last step of each episode
     reward: Tensor  # (N,)
     terminated: Tensor  # (N,) bool
-    log_prob: Tensor | None  # (N,) of the policy that acted, where it is known
+    log_prob: Tensor | None  # (N,) of the policy that acted, if stored
     lengths: Tensor  # (E,)
 
     @staticmethod
     def of(attrs: Mapping[str, Any], lengths: Sequence[int]) -> Steps:
-        """Steps from the attributes (N, ...) of episodes with these lengths."""
+        """Returns the steps from the attributes (N, ...) of episodes with these lengths."""
         reward: Tensor = attrs["reward"].reshape(-1)
         ends = torch.tensor(lengths, device=reward.device).cumsum(0) - 1
         log_prob = attrs.get("action_log_prob")
@@ -74,48 +74,48 @@ class Steps:
 
     @property
     def observed(self) -> Named:
-        """Every state and then the last ones: (N + E, ...), so that a critic judges all of them in one pass."""
+        """All states, followed by the last ones: (N + E, ...), so that a critic evaluates them in one pass."""
         return {name: torch.cat((x, self.last_state[name])) for name, x in self.state.items()}
 
     def rows(self, index: Tensor) -> tuple[Named, Named]:
-        """States and actions of some steps."""
+        """Returns the states and actions of the steps `index`."""
         state, action = ({name: x[index] for name, x in named.items()} for named in (self.state, self.action))
         return state, action
 
-    def to_lanes(self, x_N: Tensor) -> Tensor:
-        """(N,) as (T, E), with zeros (False) after the end of a shorter episode."""
+    def pad(self, x_N: Tensor) -> Tensor:
+        """Converts (N,) to (T, E), with zeros (False) after the end of a shorter episode."""
         x_TE = x_N.new_zeros(int(self.lengths.max()), len(self.lengths))
         return x_TE.index_put_(self._places(), x_N)
 
-    def to_rows(self, value: Tensor) -> Tensor:
-        """Values of `observed`, (N + E,), as (X, E): those of the last states follow their episodes."""
+    def pad_values(self, value: Tensor) -> Tensor:
+        """Converts values of `observed`, (N + E,), to (X, E): the value of a last state follows its episode."""
         value_XE = value.new_zeros(int(self.lengths.max()) + 1, len(self.lengths))
         value_XE.index_put_(self._places(), value[: len(self)])
-        lane_E = torch.arange(len(self.lengths), device=self.lengths.device)
-        return value_XE.index_put_((self.lengths, lane_E), value[len(self) :])
+        episode_E = torch.arange(len(self.lengths), device=self.lengths.device)
+        return value_XE.index_put_((self.lengths, episode_E), value[len(self) :])
 
-    def from_lanes(self, x_TE: Tensor) -> Tensor:
-        """The inverse of `to_lanes`."""
+    def unpad(self, x_TE: Tensor) -> Tensor:
+        """Converts (T, E) to (N,): the inverse of `pad`."""
         return x_TE[self._places()]
 
     @property
     def valid_TE(self) -> Tensor:
-        """Where lanes hold a step."""
-        return self.to_lanes(torch.ones_like(self.terminated))
+        """True where the padded form has a step."""
+        return self.pad(torch.ones_like(self.terminated))
 
     def discounts(self, discount: float, like: Tensor) -> Tensor:
-        """The discount of every step (N,): 0 where its episode terminated."""
+        """Returns the discount of every step (N,): 0 where the episode terminated."""
         return (discount * (~self.terminated)).to(like)
 
     def _places(self) -> tuple[Tensor, Tensor]:
-        """Step and lane of every step (N,)."""
+        """Returns the row and column of every step (N,) in the padded form."""
         device = self.lengths.device
-        lane_N = torch.arange(len(self.lengths), device=device).repeat_interleave(self.lengths)
+        episode_N = torch.arange(len(self.lengths), device=device).repeat_interleave(self.lengths)
         starts_E = self.lengths.cumsum(0) - self.lengths
-        return torch.arange(len(self), device=device) - starts_E[lane_N], lane_N
+        return torch.arange(len(self), device=device) - starts_E[episode_N], episode_N
 
 
 def _one_each(x: Tensor, name: str) -> Tensor:
     if x.numel() != len(x):
-        raise ConfigError(f"{name} of an item is {tuple(x.shape[1:])}; it must be one number for the step.")
+        raise ConfigError(f"{name} of an item has the shape {tuple(x.shape[1:])}; it must be one number per step.")
     return x.reshape(-1)

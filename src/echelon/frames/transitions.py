@@ -1,4 +1,4 @@
-"""n-step transitions on their way into the group's prioritized buffer, and out of it again.
+"""n-step transitions: storing them in the group's prioritized buffer, and sampling from it; target update rules.
 
 Shapes: B transitions.
 """
@@ -25,22 +25,22 @@ WANTED = ["state", "action", "next_state", "reward", "discount"]
 
 @dataclass(frozen=True, slots=True)
 class FrameBatch:
-    """Transitions to learn from, and where their priorities belong."""
+    """A batch of transitions, and the keys for updating their priorities."""
 
     state: Named  # (B, ...)
     action: Named
     next_state: Named
     reward: Tensor  # (B,)
     discount: Tensor  # (B,) gamma**n, 0 where the episode terminated
-    weight: Tensor  # (B,) importance weights, the largest of them 1
+    weight: Tensor  # (B,) importance weights, the largest is 1
     keys: Any
 
 
 class TransitionStore:
-    """Items become transitions of `n_step` steps, shorter at the end of an episode, in `buffer`.
+    """Stores items in `buffer` as transitions of `n_step` steps, shorter at the end of an episode.
 
-    Without an item that says so (`terminated`, `truncated` or `terminal`) an episode given step by step has no end, and
-    transitions would span it and the next one: with more than one step, say it.
+    If items are stored one by one and `n_step` is above 1, the last item of an episode must be marked (`terminated`,
+    `truncated` or `terminal`); otherwise transitions would span two episodes.
     """
 
     def __init__(self, buffer: DistributedPrioritizedBuffer, n_step: int, discount: float) -> None:
@@ -48,11 +48,11 @@ class TransitionStore:
         self._window = NStep(1, n_step, discount)
 
     def store(self, item: Item) -> None:
-        """Takes in one step; appends the transitions that it completes."""
+        """Adds one step; appends the transitions that it completes to the buffer."""
         self._push(item, is_end(item))
 
     def store_episode(self, episode: Sequence[Item]) -> None:
-        """Takes in the steps of an episode, the last of which ends it, whatever it says."""
+        """Adds the steps of an episode; the last step ends it even if it is not marked."""
         for position, item in enumerate(episode, start=1):
             self._push(item, position == len(episode) or is_end(item))
 
@@ -80,21 +80,20 @@ class TransitionStore:
             )
 
     def draw(self, batch_size: int, device: str | torch.device, frame: str) -> FrameBatch:
-        """A batch drawn from all members by priority."""
+        """Samples a batch from all members by priority."""
         _, fields, keys, weights = self.buffer.sample_batch(
             batch_size, device=device, sample_attrs=WANTED, additional_concat_attrs=["discount"]
         )
         if fields is None:
             raise ConfigError(
-                f"{frame}.update: no member holds a transition. Wait until replay_buffer.all_size() says that there "
-                "are enough."
+                f"{frame}.update: no member has a transition. Wait until replay_buffer.all_size() is large enough."
             )
         state, action, next_state, reward, discount = fields
         weight = torch.as_tensor(weights, dtype=torch.float32, device=device).reshape(-1)
         return FrameBatch(state, action, next_state, reward.reshape(-1), discount.reshape(-1), weight, keys)
 
-    def learned(self, batch: FrameBatch, errors: Tensor) -> None:
-        """Gives the transitions of `batch` the priorities of their TD errors."""
+    def update_priorities(self, batch: FrameBatch, errors: Tensor) -> None:
+        """Sets the priorities of the transitions of `batch` from their TD errors."""
         self.buffer.update_priority(priorities(errors).cpu().numpy(), batch.keys)
 
 
@@ -102,23 +101,23 @@ def _part(fields: Named, start: str) -> Named:
     return {name.removeprefix(start): x for name, x in fields.items() if name.startswith(start)}
 
 
-class FollowingError(ConfigError, ValueError):
-    """How targets follow is said twice, not at all, or wrongly."""
+class TargetUpdateError(ConfigError, ValueError):
+    """Both or none of update_rate and update_steps are set, or a value is invalid."""
 
 
-class Following:
-    """When and how far target networks follow: the part `rate` after every update, or all the way every `steps`."""
+class TargetUpdateRule:
+    """When and how far target networks are updated: by `rate` after every update, or completely every `steps`."""
 
     def __init__(self, rate: float | None, steps: int | None, frame: str) -> None:
         is_one = (rate is None) != (steps is None)
         if not is_one or (rate is not None and not 0.0 < rate <= 1.0) or (steps is not None and steps < 1):
-            raise FollowingError(
-                f"{frame}: update_rate={rate} and update_steps={steps}: targets follow by one of them. Set the other "
-                "to None; a rate lies above 0 and not above 1, steps are at least 1."
+            raise TargetUpdateError(
+                f"{frame}: update_rate={rate} and update_steps={steps}: set one of them, and the other to None. "
+                "update_rate must be above 0 and at most 1, update_steps at least 1."
             )
         self.steps = 1 if steps is None else steps
         self._rate = 1.0 if rate is None else rate
 
     def rate(self, num_updates: int) -> float:
-        """The part of the way to go after so many updates."""
+        """Returns the rate of the soft update after `num_updates`; 0 if none is due."""
         return self._rate if num_updates % self.steps == 0 else 0.0
