@@ -1,4 +1,4 @@
-"""What the members of a world do in the tests of buffers; what they find, they return."""
+"""Scenarios of the buffer tests, which the members of a world run; each returns its findings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def uniform(world: World, num: int) -> dict[str, Any]:
     group.barrier()
     found: dict[str, Any] = {"empty": buffer.sample_batch(5), "nothing": buffer.all_size()}
     group.barrier()
-    for number in range((30, 75, 0)[world.rank]):  # 5 more than fit: the oldest make way
+    for number in range((30, 75, 0)[world.rank]):  # 5 more than fit: the oldest are evicted
         buffer.append(transition(100 * world.rank + number))
     group.barrier()
     found["sizes"] = (buffer.size(), buffer.all_size())
@@ -79,7 +79,7 @@ def priority_of(number: int) -> float:
 
 
 def weights(world: World, num: int, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """Members hold `sizes` items; 2 draws, and compares with one buffer that holds all of them."""
+    """Members hold `sizes` items; member 2 draws, and compares with one buffer that holds all of them."""
     group = world.create_rpc_group(f"weights {sizes}", world.members)
     buffer = prioritized_buffer(group)
     group.barrier()
@@ -112,7 +112,7 @@ def weights(world: World, num: int, sizes: tuple[int, ...]) -> dict[str, Any]:
 
 
 def after_growth(buffer: DistributedPrioritizedBuffer, masses: dict[int, float]) -> list[float]:
-    """How far weights are off when member 0 has grown: in the batch that was split without knowing it, and the next."""
+    """Returns the error of the weights after member 0 has grown: in the batch split before that, and in the next."""
     old = {member: sum(mass for number, mass in masses.items() if number // 100 == member) for member in range(3)}
     masses |= {number: (priority_of(number) + EPSILON) ** ALPHA for number in range(40, 80)}
     new = {member: sum(mass for number, mass in masses.items() if number // 100 == member) for member in range(3)}
@@ -129,7 +129,7 @@ def after_growth(buffer: DistributedPrioritizedBuffer, masses: dict[int, float])
 
 
 def stored(world: World) -> dict[str, Any]:
-    """Whole episodes in buffers of transitions, of 3, 4 and 5 steps; batches of exactly what is asked for."""
+    """Whole episodes of 3, 4 and 5 steps in buffers of transitions; batches of exactly the requested size."""
     group = world.create_rpc_group("stored", world.members)
     plain = DistributedBuffer("plain", group, 70, seed=world.rank)
     judged = prioritized_buffer(group)
@@ -188,7 +188,7 @@ def tainted(world: World) -> dict[str, Any] | None:
 
 
 def counted(buffer: DistributedBuffer | DistributedPrioritizedBuffer, size: int = 64) -> dict[int, int]:
-    """How many items of a batch are those of each member."""
+    """Returns the number of a batch's items per member."""
     batch = buffer.sample_batch(size, sample_attrs=("reward",))[1]
     assert batch is not None
     members, counts = np.unique(batch[0].numpy(), return_counts=True)
@@ -196,7 +196,7 @@ def counted(buffer: DistributedBuffer | DistributedPrioritizedBuffer, size: int 
 
 
 def grown(world: World) -> dict[str, Any]:
-    """Between batches of member 2, member 1 grows a hundredfold; then 2 itself, which held nothing at first."""
+    """Between batches of member 2, member 1 grows a hundredfold; then member 2 itself, which is empty at first."""
     group = world.create_rpc_group("grown", world.members)
     plain = DistributedBuffer("plain", group, 20_000, seed=0)
     judged = DistributedPrioritizedBuffer("judged", group, 20_000, seed=0)
@@ -224,14 +224,14 @@ def grown(world: World) -> dict[str, Any]:
         plain.store_episode([mine] * 10_100)
         judged.store_episode([mine] * 200)
         found |= {"own, uniform": counted(plain).get(2), "own, by priority": counted(judged).get(2)}
-        wait_until(lambda: 0 in counted(late))  # which had nothing to give when 2 first asked
+        wait_until(lambda: 0 in counted(late))  # which was empty at the first request of member 2
         found["newcomer"] = True
     group.barrier()
     return found
 
 
 def rooms(world: World) -> dict[str, Any]:
-    """Member 1 has room for 100 items and holds 40; 2, which has room for 10, draws all of them and judges them."""
+    """Member 1 has 40 of at most 100 items; member 2, with a capacity of 10, draws all of them and sets priorities."""
     group = world.create_rpc_group("rooms", world.members)
     buffer = DistributedPrioritizedBuffer("p", group, (5, 100, 10)[world.rank], EPSILON, 1.0, seed=0)
     if world.rank == 1:
@@ -276,7 +276,7 @@ def episodes(world: World) -> dict[str, Any]:
 
 
 def concurrent(world: World, num: int) -> dict[str, Any]:
-    """Members 0 and 1 append without a pause while 2 samples, checks and gives new priorities."""
+    """Members 0 and 1 append continuously while member 2 samples, checks and sets new priorities."""
     group = world.create_rpc_group("concurrent", world.members)
     buffer = DistributedPrioritizedBuffer("p", group, 256, seed=world.rank)
     written: set[str] = set()

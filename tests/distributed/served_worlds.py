@@ -1,4 +1,4 @@
-"""What the members of a world do together in the tests of servers and buffers."""
+"""Worlds for the tests of servers and buffers: the scenarios that their members run together."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from echelon.world import RpcGroup, World
 
 
 def everything(world: World) -> dict[str, Any]:
-    """One world for all of them, since processes take long to start."""
+    """Runs all scenarios in one world, since processes take long to start."""
     return {
         "ordered": ordered(world),
         "shared model": shared_model(world),
@@ -67,7 +67,7 @@ def everything(world: World) -> dict[str, Any]:
 
 
 def three_of_which_one_dies(folder: str) -> None:
-    """Members that share what this process imported; their exit codes are written down."""
+    """Starts members that share the imports of this process; writes their exit codes to a file."""
     torch.optim.SGD(net().parameters(), lr=1.0)  # the first one imports for seconds
     context = multiprocessing.get_context("fork")
     members = [context.Process(target=with_a_death, args=(rank, folder)) for rank in range(3)]
@@ -79,7 +79,7 @@ def three_of_which_one_dies(folder: str) -> None:
 
 
 def server_of(group: RpcGroup, name: str, primary: str, secondary: str, batch: int) -> PushPullGradServer:
-    """Access to a gradient server with one secondary reducer; who is neither it nor the primary one only pushes."""
+    """Creates a client of a gradient server with one secondary reducer; a member that is no reducer only pushes."""
     own = group.get_cur_name()
     if own in (primary, secondary):
         impl = PushPullGradServerImpl(name, group, "m", primary, [secondary], reduce_batch_size=batch)
@@ -91,9 +91,9 @@ def server_of(group: RpcGroup, name: str, primary: str, secondary: str, batch: i
 
 
 def with_a_death(rank: int, folder: str) -> None:
-    """Member 1 dies; 0 and 2 go on sampling and pushing, and write down what they find.
+    """Member 1 dies; 0 and 2 continue to sample and push, and write their findings.
 
-    The World is made by hand, as `launch` would end it.
+    The World is created without `launch`, which would end it.
     """
     world = World(name=str(rank), rank=rank, world_size=3, rpc_timeout=30)
     group = world.create_rpc_group("mortal", world.members)
@@ -125,7 +125,7 @@ def with_a_death(rank: int, folder: str) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     wait_until(lambda: all(group.registered_sync(f"members of {one}") == ["0", "2"] for one in (0, 2)))
-    buffer.update_priority(np.full(100, 3.0), indexes)  # those of the dead one are passed over
+    buffer.update_priority(np.full(100, 3.0), indexes)  # those of the dead member are skipped
     batch = buffer.sample_batch(100, sample_attrs=("reward",))
     assert batch.batch is not None and batch.weights is not None
     sizes += [batch.size, buffer.all_size(), len(batch.weights)]

@@ -1,4 +1,4 @@
-"""What the members of a world do in the tests of servers and buffers; what they find, they return."""
+"""Scenarios of the server tests, which the members of a world run; each returns its findings."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PATIENCE_S = 120.0
 def wait_until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not is_so():
-        assert time.monotonic() < deadline, "it did not come to pass"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.01)
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """The kind and the message of what `call` raises."""
+    """Returns the type and message of the error that `call` raises."""
     try:
         call()
     except (EchelonError, RuntimeError) as error:
@@ -44,7 +44,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def net(width: int = 3) -> nn.Module:
-    """Weights that are all 0."""
+    """Returns a model whose weights are all 0."""
     model = nn.Sequential(nn.Linear(2, width), nn.Linear(width, 1))
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
@@ -52,7 +52,7 @@ def net(width: int = 3) -> nn.Module:
 
 
 def values(model: nn.Module) -> list[float]:
-    """The different values that the parameters of `model` have."""
+    """Returns the distinct values of the parameters of `model`."""
     return sorted({round(float(x), 6) for parameter in model.parameters() for x in parameter.detach().reshape(-1)})
 
 
@@ -72,7 +72,7 @@ def push_gradient(server: PushPullGradServer, model: nn.Module, value: float, pu
 
 
 def ordered(world: World) -> dict[str, Any]:
-    """Member 0 is the home; the others push from the same version, one after the other."""
+    """Member 0 has the server; the others push from the same version, one after the other."""
     group = world.create_rpc_group("ordered", world.members)
     if world.rank == 0:
         OrderedServerImpl("plain", group)
@@ -102,7 +102,7 @@ def ordered(world: World) -> dict[str, Any]:
 
 
 def shared_model(world: World) -> dict[str, Any]:
-    """Two models of a server: one is pushed by 1, then by 2, which has to pull first."""
+    """Two models of a server: member 1 pushes one, then member 2, which has to pull first."""
     servers = model_server_helper(model_num=2)
     group = servers[0].o_server.group  # type: ignore[attr-defined]
     model, found = net(), dict[str, Any]()
@@ -124,7 +124,7 @@ def shared_model(world: World) -> dict[str, Any]:
     found["misfit"] = error_of(lambda: servers[0].pull(net(4)))
     group.barrier()
     if world.rank == 1:
-        again = nn.DataParallel(net())  # a learner that was started again: nobody else's weights count for it
+        again = nn.DataParallel(net())  # a restarted learner: it ignores the weights of others
         shift(again, 7.0)
         found["refused"] = (servers[0].push(again, pull_on_fail=False), values(again), servers[0].version(again))
         found["pushed again"] = [servers[0].push(again, pull_on_fail=False) for _ in range(2)]
@@ -135,7 +135,7 @@ def shared_model(world: World) -> dict[str, Any]:
 
 
 def by_hand(world: World) -> dict[str, Any]:
-    """A model and a gradient server without the functions that start them; 2 is no reducer."""
+    """A model and a gradient server without the helper functions; member 2 is no reducer."""
     group = world.create_rpc_group("by hand", world.members)
     found: dict[str, Any] = {}
     if world.rank == 0:
@@ -155,14 +155,14 @@ def by_hand(world: World) -> dict[str, Any]:
     server = PushPullGradServer("g", group, "m", ["1"])
     if world.rank == 2:
         model = net()
-        for number in range(10):  # nobody reduces: the last 4 are kept
+        for number in range(10):  # no reduction: the last 4 are kept
             push_gradient(server, model, float(number))
         found["dropped"], found["stats"] = server.dropped(), server.stats()["1"]
         found["misfit"] = error_of(lambda: push_gradient(server, net(5), 1.0))
         found["no gradient"] = error_of(lambda: server.push(model))
     group.barrier()
     if world.rank == 1:
-        impl.start()  # 6 + 7 and 8 + 9 go on to 0, which sums them
+        impl.start()  # 6 + 7 and 8 + 9 are sent to 0, which sums them
         found["again"] = error_of(impl.start)
     group.barrier()
     wait_until(lambda: server.stats()["0"]["steps"] == 1)
@@ -173,7 +173,7 @@ def by_hand(world: World) -> dict[str, Any]:
 
 
 def gradients(world: World, method: str) -> dict[str, Any]:
-    """Everybody pushes 16 gradients of its own value to two models, whose rates go on a schedule."""
+    """Every member pushes 16 gradients of its own value to two models with learning-rate schedules."""
     servers = grad_server_helper(
         [net, lambda: net(4)],
         f"grad_server_{method}",
@@ -199,7 +199,7 @@ def gradients(world: World, method: str) -> dict[str, Any]:
 
 
 class Held(torch.optim.SGD):
-    """Does nothing until it is let go."""
+    """Blocks until it is released."""
 
     let_go = threading.Event()
 
@@ -209,7 +209,7 @@ class Held(torch.optim.SGD):
 
 
 def flooded(world: World) -> dict[str, Any]:
-    """Everybody pushes 100 gradients of 1 while the optimizer stands still: the primary reducer's queue runs over."""
+    """Every member pushes 100 gradients of 1 while the optimizer blocks: the primary reducer's queue overflows."""
     (server,) = grad_server_helper(
         [net], "flooded", optimizer=Held, learning_rate=1.0, reduce_batch_size=2, max_queue_size=4
     )
@@ -231,7 +231,7 @@ def flooded(world: World) -> dict[str, Any]:
 
 
 def held_up(world: World) -> dict[str, int]:
-    """Member 1 pushes while the primary reducer's process does not answer it: it waits, and nothing is dropped."""
+    """Member 1 pushes while the primary reducer's process does not reply: it waits, and nothing is dropped."""
     (server,) = grad_server_helper([net], "held up", reduce_batch_size=2, max_queue_size=4)
     group, let_go = server.group, threading.Event()
     if world.rank == 0:
@@ -254,7 +254,7 @@ def held_up(world: World) -> dict[str, int]:
 
 
 def late(world: World) -> dict[str, Any]:
-    """The primary reducer's process answers member 1 too late: that push raises, nothing is lost, others go on."""
+    """The primary reducer replies to member 1 too late: that push raises, nothing is lost, others continue."""
     (server,) = grad_server_helper([net], "late", reduce_batch_size=2, max_queue_size=64)
     group, let_go, is_late = server.group, threading.Event(), threading.Event()
     if world.rank == 0:
@@ -266,7 +266,7 @@ def late(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if world.rank == 1:
         model, held_s = net(), world.timeout_s
-        for _ in range(2):  # so that it knows who reduces before it is short of time
+        for _ in range(2):  # so that it knows the reducers before its timeout is short
             push_gradient(server, model, 1.0)
         held = group.registered_async("hold")  # calls of one caller are served in order
         world.timeout_s = 0.5
@@ -292,7 +292,7 @@ class Failing(torch.optim.SGD):
 
 
 def failing(world: World) -> str:
-    """The optimizer fails at the primary reducer; whoever goes on pushing learns it."""
+    """The optimizer fails in the primary reducer; later pushes raise its error."""
     (server,) = grad_server_helper([net], "failing", optimizer=Failing, reduce_batch_size=1)
 
     def push_on() -> None:

@@ -18,7 +18,7 @@ Found = dict[str, list[Any]]
 
 @pytest.fixture(scope="module")
 def found_by() -> Found:
-    """What the members found in each of the scenarios, in rank order."""
+    """Returns the findings of the members in each scenario, in rank order."""
     everything = launch(worlds.everything, 3)
     return {scenario: [one[scenario] for one in everything] for scenario in everything[0]}
 
@@ -41,8 +41,8 @@ def test_a_shared_model_is_pushed_and_pulled_by_version(found_by: Found) -> None
     assert [one["nothing"] for one in found] == [False] * 3
     assert found[1]["pushed"] is True and found[2]["pushed"] is True
     assert found[2]["conflict"] == (False, [1.0], 1)
-    assert found[1]["refused"] == (False, [7.0], 2)  # it keeps its weights and takes over the version alone,
-    assert found[1]["pushed again"] == [True, True]  # so it is not refused for ever
+    assert found[1]["refused"] == (False, [7.0], 2)  # it keeps its weights and takes over only the version,
+    assert found[1]["pushed again"] == [True, True]  # so it is not rejected forever
     for one in found:
         assert one["pulled"] == (True, [2.0], 2, False)
         assert one["not newer"] == (True, [11.0])
@@ -103,10 +103,10 @@ def test_who_pushes_waits_for_a_primary_reducer_that_does_not_answer(found_by: F
 
 
 def test_a_primary_reducer_that_answers_too_late_is_told_and_loses_nothing(found_by: Found) -> None:
-    """Member 1 tries twice to push on; in the end everything that it had reduced arrives."""
+    """Member 1 retries twice; finally everything that it had reduced arrives."""
     found = found_by["late"]
     for raised in found[1]["raised"]:
-        assert raised.startswith("TransportTimeout: gradient server late_0: the primary reducer 0 is late, with 16 red")
+        assert raised.startswith("TransportTimeout: gradient server late_0: the primary reducer 0 is late; 16 red")
     for one in found:
         member = one["member"]
         assert member["undelivered"] == member["dropped"] == 0
@@ -116,11 +116,11 @@ def test_a_primary_reducer_that_answers_too_late_is_told_and_loses_nothing(found
 def test_an_optimizer_that_fails_is_told_to_whoever_pushes(found_by: Found) -> None:
     for raised in found_by["failing"]:
         assert "ReducerFailed" in raised and "ArithmeticError: the optimizer is out of order" in raised
-    assert found_by["failing"][0].endswith("reducer of 0 failed by ArithmeticError: the optimizer is out of order")
+    assert found_by["failing"][0].endswith("reducer of 0 failed with ArithmeticError: the optimizer is out of order")
 
 
 def chi_square(counts: dict[int, int], shares: dict[int, float]) -> float:
-    """How far counts are from their shares, in standard deviations of the chi-square distribution."""
+    """Returns the deviation of counts from their shares, in standard deviations of the chi-square distribution."""
     num = sum(counts.values())
     total = sum(shares.values())
     statistic = sum((counts.get(k, 0) - num * s / total) ** 2 / (num * s / total) for k, s in shares.items())
@@ -151,9 +151,9 @@ def test_weights_and_frequencies_are_those_of_one_buffer_with_all_items(found_by
 
 def test_episodes_are_stored_whole_and_batches_are_of_the_size_asked_for(found_by: Found) -> None:
     for rank, one in enumerate(found_by["stored"]):
-        assert all("differs from its first one in ['extra']" in raised for raised in one["misfit"])
+        assert all("differs from its first one in the attributes ['extra']" in raised for raised in one["misfit"])
         assert all("episode of 0 transitions" in raised for raised in one["empty"])
-        assert "1 priorities came for an episode of" in one["priorities"]
+        assert "got 1 priorities for an episode of" in one["priorities"]
         assert one["sizes"] == [3 + rank, 12, 3 + rank, 12]
         assert one["rewards"] == [0, 1, 2, 100, 101, 102, 103, 200, 201, 202, 203, 204]
         assert one["plain"] == one["judged"] == [1, 5, 7, 11, 12, 12] and one["lengths"] == [1, 5, 12]
@@ -167,9 +167,9 @@ def test_a_priority_for_an_item_that_was_overwritten_is_ignored(found_by: Found)
         assert found["grown"][member] == pytest.approx(expected, abs=1e-9)
         assert found["unchanged"][member] == 0.0
     assert found["passed over"] == found["drawn"]["0"] > 0
-    assert "3 priorities came for 64 items" in found["too few"]
+    assert "got 3 priorities for 64 items" in found["too few"]
     assert "priority 0 of 64 is nan" in found["nan"]
-    assert "'x' is no member" in found["stranger"]
+    assert "'x' is not one of the members" in found["stranger"]
 
 
 def test_a_batch_is_split_by_what_the_members_hold_when_they_are_asked(found_by: Found) -> None:
@@ -207,7 +207,7 @@ def test_a_member_that_is_killed_is_left_out_and_the_rest_goes_on(tmp_path: Path
         found: dict[str, Any] = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["sizes"] == [150, 100, 100, 100, 100] and found["rewards"] == [0, 2]
         assert list(found["lost"]) == ["1"]
-        assert "member 1 is lost with 50 items" in found["lost"]["1"] and "goes on with 2 members" in found["lost"]["1"]
+        assert "member 1 is lost with 50 items" in found["lost"]["1"] and "with 2 members" in found["lost"]["1"]
         assert found["stats"] == ["0", "2"]
         for raised in (found["doomed"], found["again"]):
             assert "PeerLost: gradient server doomed: the primary reducer 1 is lost" in raised

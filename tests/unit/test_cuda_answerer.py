@@ -1,4 +1,4 @@
-"""Answering on a GPU: how rounds are cut and copied (anywhere), and that the replies are the network's (with a GPU)."""
+"""Replies on a GPU: how rounds are split and copied (no GPU needed), and the replies themselves (needs a GPU)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="answers on a GPU, and torch sees none here")
 NUM_ACTIONS = 5
 POISON = -7
-TF32 = 5e-3  # what rounding to TF32 may change of log-probabilities and values near 1
+TF32 = 5e-3  # tolerance for TF32 rounding of log-probabilities and values near 1
 
 seat_sets = st.sets(st.integers(0, 63), min_size=1).map(lambda seats: np.array(sorted(seats)))
 
@@ -63,7 +63,7 @@ class TestCutting:
 
 
 class SlowPipelines:
-    """Lanes without a GPU, which land when they are made to: every answer adds 1 to the recurrent state."""
+    """Pipelines without a GPU that land on command: every reply adds 1 to the recurrent state."""
 
     def __init__(self, board: ActBoard, groups: list[range]) -> None:
         self.board, self.groups = board, groups
@@ -81,7 +81,7 @@ class SlowPipelines:
         return self.busy.isdisjoint(cut(round, self.groups))
 
     def launch(self, round: Round) -> list[Flight]:
-        assert self.free(round), "a group has one round under way at most"
+        assert self.free(round), "a group has at most one round in progress"
         parts = cut(round, self.groups)
         self.busy |= set(parts)
         for part in parts.values():
@@ -122,7 +122,7 @@ class TestServing:
     def test_a_seat_that_changes_hands_while_it_is_under_way_starts_clean(
         self, board: ActBoard, num_before: int
     ) -> None:
-        """What the one before asked lands after the new one has asked."""
+        """The request of the previous client lands after the new client has sent its own."""
         server, pipelines = self.serve(board)
         old = Seat(board, 0)
         for _ in range(num_before + 1):
@@ -138,7 +138,7 @@ class TestServing:
 
 
 class Syncing(nn.Module):
-    """A user's network that looks at its numbers on the CPU, which no graph can capture."""
+    """A user's network that reads tensor values on the CPU, which no graph can capture."""
 
     def __init__(self, spaces: Spaces, num_params: int) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Scene:
         self.weights.publish(self.here.parts(), self.weights.version + 1)
 
     def ask(self, seats: list[int]) -> Round:
-        """Fresh observations for `seats`, poison in everybody's replies, and the round of it."""
+        """Writes new observations for `seats` and invalid values to all replies; returns the round."""
         board, index = self.board, np.array(seats)
         for seat in seats:
             for row in range(self.layout.rows):
@@ -201,7 +201,7 @@ class Scene:
         return Round(index, board.asked[index], 0)
 
     def check(self, round: Round, tolerance: float = TF32) -> None:
-        """The replies of the seats that asked are the network's, and nobody else's were touched."""
+        """Checks that the replies of the round's seats are the network's, and that no other reply was written."""
         board, seats = self.board, round.seats
         observation = torch.from_numpy(board.observation[0][seats]).flatten(0, 1)
         state = self.here.network.initial_state(len(observation), "cpu")
@@ -332,7 +332,7 @@ class TestCudaAnswerer:
             scene.answerer.answer(round)
             scene.check(round)
         scene.answerer.close()
-        assert len(scene.told) == 1 and "called plainly" in scene.told[0]
+        assert len(scene.told) == 1 and "called without one" in scene.told[0]
 
 
 @needs_gpu

@@ -1,4 +1,4 @@
-"""What a member of a distributed buffer holds: transitions as users write them, and what is drawn of them."""
+"""One member of a distributed buffer: transitions as users write them, and the batches drawn from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 
 def transition(number: int, **more: Any) -> dict[str, Any]:
-    """A transition that can be recognised by its number."""
+    """Returns a transition that can be recognized by its number."""
     return {
         "state": {"state": torch.full((1, 4), float(number))},
         "action": {"action": torch.tensor([[number % 2]])},
@@ -40,7 +40,7 @@ def fields_of(*numbers: int, **more: Any) -> dict[str, Array]:
 
 
 def rewards_of(answer: dict[str, Any]) -> list[float]:
-    """The rewards of a batch that a member gave."""
+    """Returns the rewards of a batch that a member drew."""
     rewards: list[float] = RowFormat(answer["form"]).unpack(answer["rows"])["reward"].tolist()
     return rewards
 
@@ -55,7 +55,7 @@ def test_a_batch_has_the_attributes_in_the_shapes_that_learners_expect() -> None
     assert action["action"].shape == (2, 1) and action["action"].dtype == torch.int64
     assert reward.tolist() == [[3.0], [4.0]] and reward.dtype == torch.float32
     assert terminal.tolist() == [[False], [True]] and terminal.dtype == torch.bool
-    assert count == [7, 7] and weight == [0.5, 0.5]  # the user's own are lists,
+    assert count == [7, 7] and weight == [0.5, 0.5]  # custom attributes are lists,
     assert [part.tolist() for part in feature] == [[[1.0, 1.0]], [[1.0, 1.0]]]
     concatenated = BatchSelection(("feature", "weight"), concat_attrs=("feature", "weight")).of(
         fields
@@ -119,7 +119,9 @@ def test_an_attribute_may_be_none_in_all_transitions() -> None:
         assert names_of(fields)[-2:] == ["hidden", "weight"]
         assert BatchSelection(("hidden", "*"), concat_attrs=("hidden", "weight")).of(fields)[0] == [None] * num
         assert BatchSelection(("reward", "*")).of(fields)[1] == {"hidden": [None] * num, "weight": [0.5] * num}
-    with pytest.raises(ReplayError, match=r"transition 1 of an episode differs from its first one in \['hidden'\]"):
+    with pytest.raises(
+        ReplayError, match=r"transition 1 of an episode differs from its first one in the attributes \['hidden'\]"
+    ):
         flatten_episode([steps[0], transition(1, hidden=1.0, weight=0.5)])
     with pytest.raises(ReplayError, match="field hidden/none is missing"):
         member.append([transition(1, hidden=1.0, weight=0.5)])
@@ -131,11 +133,11 @@ def test_an_attribute_may_be_none_in_all_transitions() -> None:
     ("given", "message"),
     [
         ({"state": {"state": torch.zeros(1)}}, r"lacks \['action', 'next_state', 'reward', 'terminal'\]"),
-        (transition(0, state=torch.zeros(1, 4)), "state of a transition is a Tensor; give a dict of tensors"),
+        (transition(0, state=torch.zeros(1, 4)), "state of a transition is a Tensor; pass a dict of tensors"),
         (transition(0, state={"x": torch.zeros(2, 4)}), r"state\['x'\] of a transition has the shape \(2, 4\)"),
         (transition(0, state={"x": torch.tensor(1.0)}), r"state\['x'\] of a transition has the shape \(\)"),
-        (transition(0, state={"x": [1.0]}), r"state\['x'\] of a transition is a list; give a tensor with a leading"),
-        (transition(0, note="text"), "note of a transition is a str; give a tensor, a number or a boolean"),
+        (transition(0, state={"x": [1.0]}), r"state\['x'\] of a transition is a list; pass a tensor with a leading"),
+        (transition(0, note="text"), "note of a transition is a str; pass a tensor, a number or a boolean"),
         (
             transition(0, half=torch.zeros(1, dtype=torch.bfloat16)),
             "half of a transition is a tensor that numpy cannot",
@@ -151,7 +153,9 @@ def test_a_transition_that_does_not_fit_is_refused_by_name(given: dict[str, Any]
 def test_episodes_and_attributes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ReplayError, match="episode of 0 transitions"):
         flatten_episode([])
-    with pytest.raises(ReplayError, match=r"transition 1 of an episode differs from its first one in \['extra'\]"):
+    with pytest.raises(
+        ReplayError, match=r"transition 1 of an episode differs from its first one in the attributes \['extra'\]"
+    ):
         flatten_episode([transition(0), transition(1, extra=1.0)])
     with pytest.raises(ReplayError, match="have different shapes"):
         flatten_episode([transition(0), transition(1, state={"state": torch.zeros(1, 3)})])
@@ -203,7 +207,7 @@ def test_numbers_are_not_given_again_after_clearing() -> None:
     member.append([transition(9)], [2.0])
     assert member.look()["mass"] == (2.0, 1)
     assert member.update(np.arange(3), np.zeros(3, np.int64), np.full(3, 50.0))["passed_over"] == 3
-    drawn = member.draw(4, PRIORITY, 0)  # more than there are: the one that is there, again and again
+    drawn = member.draw(4, PRIORITY, 0)  # more than there are: the only item, repeatedly
     assert rewards_of(drawn) == [9.0] * 4 and drawn["number"].tolist() == [3] * 4
     assert TransitionMember("never filled", 4).clear()["mass"] == (0.0, 0)
 
@@ -225,7 +229,7 @@ def test_neither_a_priority_that_is_passed_over_nor_one_that_was_cleared_is_the_
     for number in range(3):
         member.append([transition(number)], [2.0])
     assert member.update(np.array([0, 1]), np.array([0, 0]), np.array([1000.0, 5.0]))["passed_over"] == 1
-    member.append([transition(3)])  # takes the place of the one with 5
+    member.append([transition(3)])  # replaces the item with priority 5
     assert member.look()["mass"] == (2.0 + 5.0, 2)
     member.clear()
     member.append([transition(4)])
@@ -246,7 +250,7 @@ def test_what_has_no_room_is_refused_by_the_names_that_users_know(monkeypatch: p
 
 def test_an_epsilon_of_0_is_refused_as_items_could_get_out_of_reach() -> None:
     nobody: Any = SimpleNamespace(get_cur_name=lambda: "0")
-    with pytest.raises(ConfigError, match=r"buffer b: .*epsilon=0.0 above 0"):
+    with pytest.raises(ConfigError, match=r"buffer b: .*epsilon=0.0 must be above 0"):
         DistributedPrioritizedBuffer("b", nobody, epsilon=0.0)
 
 
@@ -263,7 +267,7 @@ def test_a_member_refuses_what_does_not_fit_and_stays_as_it_was() -> None:
         member.update(np.array([16]), np.array([0]), np.array([1.0]))
     with pytest.raises(ReplayError, match="a key is outside"):
         member.update(np.array([3]), np.array([0]), np.array([1.0]))
-    with pytest.raises(ReplayError, match="never held any"):
+    with pytest.raises(ReplayError, match="never had any items"):
         TransitionMember("empty", 4, 1.0).update(np.array([0]), np.array([0]), np.array([1.0]))
     with pytest.raises(ReplayError, match="transition 1 of an episode differs"):
         member.append([transition(0), transition(1, extra=1.0)])

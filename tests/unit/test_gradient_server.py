@@ -19,7 +19,7 @@ PATIENCE_S = 30.0
 
 
 class Answer:
-    """What a future of a group would be: of a call that is over, or of one that is never answered."""
+    """Stands in for a group's future: of a completed call, or of one without a reply."""
 
     def __init__(self, value: Any, is_done: bool) -> None:
         self._value, self._is_done = value, is_done
@@ -34,13 +34,13 @@ class Answer:
 
 
 class Group:
-    """The members of a group, seen from the one called `own`; all services are here."""
+    """The group as seen by the member `own`; all services are in this process."""
 
     def __init__(self, own: str = "0", members: Sequence[str] = ("0",)) -> None:
         self.own, self.members = own, list(members)
         self.services: dict[str, Callable[..., Any]] = {}
-        self.failure: Exception | None = None  # what every call raises
-        self.is_deaf = False  # calls are taken and not answered
+        self.failure: Exception | None = None  # the error that every call raises
+        self.is_deaf = False  # calls are accepted but get no reply
 
     def get_cur_name(self) -> str:
         return self.own
@@ -52,7 +52,7 @@ class Group:
         self.services[key] = service
 
     def check_world(self, what: str) -> None:
-        """It has no end."""
+        """Never raises: this world does not end."""
 
     def registered_sync(self, key: str, args: Sequence[Any] = ()) -> Any:
         return self.registered_async(key, args).wait()
@@ -73,7 +73,7 @@ class EndedGroup(Group):
 
 
 def test_the_end_of_the_world_is_for_each_member_to_notice_itself() -> None:
-    """A server that raised it for others would fail them: it would reach them as an error of the call."""
+    """A server must not raise it for remote callers: they would receive it as an error of the call."""
     group = EndedGroup()
     ordered, server = OrderedServerImpl("o", group), PushPullGradServerImpl("s", group)  # type: ignore[arg-type]
     for here in (lambda: ordered.push("k", 1, 1, None), lambda: ordered.pull("k"), lambda: ordered.newer("k", 1)):
@@ -98,7 +98,7 @@ def push(server: PushPullGradServer, model: nn.Module, pull: bool = False) -> No
 
 
 def server_in(group: Any, batch: int = 1, o_server: Any = None) -> PushPullGradServerImpl:
-    """A server that does everything in one process."""
+    """Creates a server with all parts in one process."""
     server = PushPullGradServerImpl("s", group, o_server=o_server, reduce_batch_size=batch)
     model = net()
     server.manage_model(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -166,7 +166,7 @@ def test_what_was_not_answered_in_time_is_kept_and_goes_on() -> None:
     push(member.accessor, net())
     group.is_deaf = True
     for _ in range(2):
-        with pytest.raises(TransportTimeout, match=r"primary reducer 0 is late, with 16 reduced gradients under way"):
+        with pytest.raises(TransportTimeout, match=r"primary reducer 0 is late; 16 reduced gradients are not"):
             for _ in range(100):
                 push(member.accessor, net())
     counts = member.stats()
@@ -182,7 +182,7 @@ def test_what_was_not_answered_in_time_is_kept_and_goes_on() -> None:
     with pytest.raises(PeerLost, match="the primary reducer 0 is lost: 0 is gone"):
         for _ in range(2):
             push(member.accessor, net())
-    assert member.stats()["undelivered"] == 1  # those that were answered are not
+    assert member.stats()["undelivered"] == 1  # acknowledged gradients are not counted
     primary.stop()
 
 
@@ -199,7 +199,7 @@ def test_gradients_that_went_with_a_reducer_are_counted_and_told(caplog: pytest.
         for _ in range(2):
             with pytest.raises(PeerLost, match=r"none of the reducers \['0'\] is alive: 0 is gone"):
                 push(accessor, net())
-    assert accessor.lost == 2 and accessor.undelivered == 2  # four had been passed on
+    assert accessor.lost == 2 and accessor.undelivered == 2  # four had been forwarded
     (message,) = caplog.messages
     assert "reducer 0 is lost (0 is gone.), and with it 2 gradients from 1" in message
     primary.stop()

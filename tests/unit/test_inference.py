@@ -1,4 +1,4 @@
-"""The inference server: its answers are those of a direct forward pass, whoever asks and whoever dies."""
+"""The inference server: its replies equal a direct forward pass, for all seats and after deaths of the server."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class Scene:
         return Model(self.config, self.spaces, seed=3)
 
     def server(self, *, max_wait_us: float = 0.0, seed: int = 0) -> InferenceServer:
-        """A server as a new process makes it."""
+        """Creates a server as a new process does."""
         answerer = PolicyAnswerer(self.model(), self.board, self.weights, seed)
         return InferenceServer(Batcher(self.board, 0, BatchRule(max_wait_us=max_wait_us)), answerer)
 
     def ask(self, clients: Sequence[int], first: bool | None = None) -> None:
-        """Lets `clients` ask about something new."""
+        """Makes `clients` send a request with a new observation."""
         self.spaces.observation.seed(int(self.random.integers(1 << 31)))
         for client in clients:
             seat = self.seats[client]
@@ -77,7 +77,7 @@ class Scene:
             seat.ask()
 
     def expected(self, client: int, state: tuple[torch.Tensor, ...]) -> NetworkOutput:
-        """What the newest weights say about what `client` sees."""
+        """Returns the output of the newest weights for the observation of `client`."""
         seat = self.seats[client]
         leaves = iter([torch.from_numpy(leaf.copy())[None] for leaf in seat.observation])
         observation = unflatten(self.spaces.observation, leaves)
@@ -116,7 +116,7 @@ def test_an_answer_is_that_of_a_direct_forward_pass(
 ) -> None:
     scene = make_scene(VECTOR, action)
     server = scene.server()
-    scene.ask([0, 1, 2, 3])  # from here on everybody has asked once
+    scene.ask([0, 1, 2, 3])  # from here on every seat has sent a request
     assert server.step(0.0)
     scene.ask(clients)
     assert server.step(0.0) and not server.step(0.0)
@@ -131,7 +131,7 @@ def test_an_answer_is_that_of_a_direct_forward_pass(
 def test_trees_masks_and_seats_that_nobody_ever_asked_from(
     make_scene: Callable[..., Scene], clients: list[int]
 ) -> None:
-    scene = make_scene(TREE)  # its choices begin at 5: an empty seat holds a 0, which no network can look up
+    scene = make_scene(TREE)  # its choices start at 5: an empty seat holds a 0, which is invalid
     server = scene.server()
     for _ in range(3):
         scene.ask(clients)
@@ -148,7 +148,7 @@ def test_who_did_not_ask_keeps_its_reply(make_scene: Callable[..., Scene], clien
     scene.ask([0, 1, 2, 3])
     assert server.step(0.0)
     for array in (board.action, board.log_prob, board.value):
-        array[...] = UNTOUCHED  # what the others may be reading right now
+        array[...] = UNTOUCHED  # the other clients may be reading these right now
     states = [leaf.copy() for leaf in board.state]
     scene.ask(clients)
     assert server.step(0.0)
@@ -161,7 +161,7 @@ def test_who_did_not_ask_keeps_its_reply(make_scene: Callable[..., Scene], clien
 
 @pytest.mark.parametrize("core", ["lstm", "gru"])
 def test_every_seat_has_its_own_memory_whoever_serves_it(make_scene: Callable[..., Scene], core: str) -> None:
-    """Seats that ask at different times, by a server that dies now and then, once in the middle of an answer."""
+    """Seats send requests at different times to a server that dies repeatedly, once in the middle of a round."""
     scene = make_scene(core=core, core_size=5)
     server = scene.server()
     network = scene.source.network
@@ -173,7 +173,7 @@ def test_every_seat_has_its_own_memory_whoever_serves_it(make_scene: Callable[..
             round = server.batcher.next(0.0)
             assert round is not None
             server.batcher.claim(round)
-            server.answerer.answer(round)  # and it dies before anybody was told
+            server.answerer.answer(round)  # and it dies before the round is settled
         if turn % 5 >= 3:
             server = scene.server(seed=turn)
         assert server.step(0.0)
@@ -204,7 +204,7 @@ def test_weights_are_taken_over_between_rounds_and_stamp_the_answers(make_scene:
     assert server.step(0.0)
     scene.source.network.get_parameter("policy_head.bias").data[2] = 100.0  # from now on action 2 is certain
     scene.ask([0, 2])
-    scene.weights.publish(scene.source.parts(), 5)  # after the questions were put, before they are gathered
+    scene.weights.publish(scene.source.parts(), 5)  # after the requests were made, before they are gathered
     assert server.step(0.0)
     assert [scene.seats[client].version for client in range(3)] == [5, 1, 5]
     assert (scene.seats[0].action == 2).all() and (scene.seats[2].action == 2).all()
@@ -235,7 +235,7 @@ def test_values_are_left_out_where_nobody_reads_them(make_scene: Callable[..., S
 
 
 class Hatch:
-    """A listener that notes what passes."""
+    """A listener that records its calls."""
 
     def __init__(self) -> None:
         self.replied: list[Round] = []

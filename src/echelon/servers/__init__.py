@@ -1,4 +1,4 @@
-"""What the members of a world serve each other: values with versions, models, gradients, buffers."""
+"""Servers that run in the members of a world: versioned values, shared models, gradient servers, buffers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = list(LATE)
 
 
 def __getattr__(name: str) -> Any:
-    """The roles need other modules of this package than users do: each takes what it needs when it asks for it."""
+    """Imports a public name on first use: roles and users need different modules of this package."""
     if name in LATE:
         return getattr(import_module(f"echelon.servers.{LATE[name]}"), name)
     raise AttributeError(f"module 'echelon.servers' has no attribute {name!r}")

@@ -1,10 +1,11 @@
-"""Buffers that the members of a group fill locally and sample globally; here the one of transitions, uniformly.
+"""Buffers that the members of a group fill locally and sample globally: the common part, and the uniform buffer.
 
-Every member keeps what it appends in its own memory, behind its own lock; nothing travels until somebody samples. Who
-samples decides, by what the members weigh, how many items each of them draws, and calls all of them at once. What they
-weigh by then comes along with every answer, so a batch costs one round trip, and a second one only if another split
-follows from it. A member whose process dies is left out: sampling goes on with the rest, a message is logged, and
-`lost` names it. When the host of the world dies, nobody can be reached: what concerns all members raises PeerLost.
+Every member keeps the items that it appends in its own memory, behind its own lock; nothing is sent until a member
+samples. The sampling member splits the batch among the members in proportion to their masses (size, or sum of
+priorities) and calls them in parallel. Every reply contains the member's current mass, so a batch takes one round trip,
+and a second one only if the new masses give a different split. A member whose process dies is dropped: sampling
+continues with the others, a message is logged, and `lost` names the member. When the host of the world dies, no member
+can be reached: operations on all members raise PeerLost.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
     from echelon.world import RpcGroup
 
 Array = np.ndarray[Any, Any]
-MAX_TRIES = 10  # to draw a batch while members are lost or cleared
+MAX_TRIES = 10  # attempts to draw a batch while members are lost or cleared
 
 
 class Gathered(NamedTuple):
-    """The answers that make up a batch, and what all members were thought to weigh when it was split."""
+    """The replies that make up a batch, and the masses of all members by which it was split."""
 
     answers: dict[str, Answer]
     masses: dict[str, Mass]
@@ -42,7 +43,7 @@ class Gathered(NamedTuple):
 
 
 class GlobalBuffer:
-    """What all these buffers have in common: sizes, clearing, and batches drawn from every member."""
+    """The common part of these buffers: sizes, clearing, and batches drawn from all members."""
 
     def __init__(
         self,
@@ -52,42 +53,42 @@ class GlobalBuffer:
         seed: int | None,
         services: Mapping[str, Callable[..., Answer]] | None = None,
     ) -> None:
-        """`services` are those that the own member has for the others beside looking, drawing and clearing."""
+        """`services` are those of this process's `member` besides look, draw and clear; other members call them."""
         self.buffer_name, self.group = buffer_name, group
         self._member = member
         own: dict[str, Callable[..., Answer]] = {"look": member.look, "draw": member.draw, "clear": member.clear}
         self._peers = BufferPeers(buffer_name, group, own | dict(services or {}))
-        own_seed = zlib.crc32(self._peers.own.encode())  # so that members draw different items
+        own_seed = zlib.crc32(self._peers.own.encode())  # makes members draw different items
         self._rng = np.random.default_rng(None if seed is None else [seed % (1 << 64), own_seed])
 
     @property
     def lost(self) -> dict[str, str]:
-        """The members that were left out because their process died, and the message about each."""
+        """The members that were dropped because their process died, and the logged message of each."""
         return dict(self._peers.lost)
 
     def size(self) -> int:
-        """How many items this member holds."""
+        """Returns the number of items of this member."""
         return int(self._member.look()["mass"][1])
 
     def all_size(self) -> int:
-        """How many items all members hold together."""
+        """Returns the number of items of all members."""
         self._peers.look()
         return self._peers.mass.size
 
     def clear(self) -> None:
-        """Forgets what this member holds."""
+        """Removes the items of this member."""
         self._peers.note(self._peers.own, self._member.clear())
 
     def all_clear(self) -> None:
-        """Forgets what all members hold."""
+        """Removes the items of all members."""
         self._peers.ask("clear", {member: () for member in self._peers.members})
 
     def _gather(self, batch_size: int, method: str) -> Gathered:
-        """What makes up a batch of exactly `batch_size` items, or of all there are; no answers if there are none.
+        """Draws exactly `batch_size` items, or all if there are fewer; returns no replies if there are none.
 
-        With the items come the sizes that their members have by now. Where another split follows from those, since
-        members have grown, were cleared or are lost, the ones whose part has changed draw it anew. By priority that is
-        done only if items are missing: importance weights make up for the rest.
+        Replies contain the current masses of the members. If those give a different split, because members have grown,
+        were cleared or are lost, the members whose part has changed draw again. When sampling by priority they do so
+        only if items are missing: importance weights correct for the rest.
         """
         peers, share = self._peers, float(self._rng.random())
         peers.post("look", peers.own, ())
@@ -105,22 +106,22 @@ class GlobalBuffer:
             if not due:
                 return Gathered(right, masses)
             idle = [member for member, count in counts.items() if count == 0 and member != peers.own]
-            peers.glance(idle)
+            peers.request_masses(idle)
             seeds = self._rng.integers(1 << 63, size=len(due)).tolist()
             given = {m: (count, method, seed) for (m, count), seed in zip(due.items(), seeds, strict=True)}
             drawn = {m: answer for m, answer in peers.ask("draw", given).items() if "number" in answer}
             gathered = Gathered(right | drawn, masses)
             if method == PRIORITY and gathered.size >= wanted:
                 break
-            peers.hear(idle)
+            peers.collect(idle)
         return gathered
 
     def _split(self, method: str, count: int, masses: list[Mass], share: float) -> list[int]:
-        """How many of a batch each member draws: in proportion to what it weighs, which if uniform is its size."""
+        """Splits a batch among the members in proportion to their masses; in uniform sampling the mass is the size."""
         return [mass.size for mass in masses] if method == ALL else apportion(count, masses, share)
 
     def _join(self, answers: Mapping[str, Answer]) -> dict[str, Array]:
-        """The fields of all answers, one after the other; raises ReplayError if members hold different things."""
+        """Concatenates the fields of all replies; raises ReplayError if the members' items differ in format."""
         first = next(iter(answers))
         form = row_format(answers[first]["form"])
         for member, answer in answers.items():
@@ -145,9 +146,9 @@ def check_size(buffer_name: str, buffer_size: int) -> int:
 
 
 class DistributedBuffer(GlobalBuffer):
-    """Transitions of all members, each as likely to be drawn as any other; a member keeps its last `buffer_size`.
+    """Transitions of all members, sampled uniformly; each member keeps its last `buffer_size`.
 
-    All members of the group make it, with the same name; then `group.barrier()`.
+    All members of the group create it with the same name, and then call `group.barrier()`.
     """
 
     def __init__(
@@ -158,11 +159,11 @@ class DistributedBuffer(GlobalBuffer):
         super().__init__(buffer_name, group, self._store, seed)
 
     def append(self, transition: Transition) -> None:
-        """Keeps a transition here."""
+        """Stores a transition in this member."""
         self._store.append([transition])
 
     def store_episode(self, episode: Sequence[Transition]) -> None:
-        """Keeps the transitions of an episode here: all, or none if one does not fit."""
+        """Stores the transitions of an episode in this member: all, or none if one has a wrong format."""
         self._store.append(episode)
 
     def sample_batch(
@@ -174,11 +175,11 @@ class DistributedBuffer(GlobalBuffer):
         sample_attrs: Sequence[str] | None = None,
         additional_concat_attrs: Collection[str] = (),
     ) -> tuple[int, tuple[Any, ...] | None]:
-        """Draws from all members; returns how many, and the attributes asked for; (0, None) if there are none.
+        """Samples from all members; returns the number of items and their attributes; (0, None) if there are none.
 
-        `random_unique` draws no item twice and all there are if those are fewer than `batch_size`, `random` may draw
-        one twice, `all` takes everything. "*" in `sample_attrs` is a dict of all the user's own attributes that are not
-        named; those become tensors only if `additional_concat_attrs` names them.
+        `random_unique` draws without replacement, and all items if there are fewer than `batch_size`; `random` draws
+        with replacement; `all` returns all items. "*" in `sample_attrs` stands for a dict of all custom attributes
+        that are not named there; custom attributes become tensors only if `additional_concat_attrs` names them.
         """
         gathered = self._gather(batch_size, check_method(sample_method))
         if not gathered.answers:

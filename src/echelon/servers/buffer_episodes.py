@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from echelon.world import RpcGroup
 
 Array = np.ndarray[Any, Any]
-MEAN_STEPS = 1000  # of an episode: what room is made for by default
+MEAN_STEPS = 1000  # of an episode, for the default of `num_steps`
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeList(Sequence[dict[str, Any]]):
-    """Whole episodes, end to end: episode i is the steps from `offsets[i]` to before `offsets[i + 1]`.
+    """Whole episodes, concatenated: episode i has the steps `offsets[i]` to `offsets[i + 1] - 1`.
 
     `attrs` has the attributes of all steps: dicts of tensors (N, ...) for `state`, `action` and `next_state`, tensors
-    (N, ...) for the others. `episodes[i]` has those of one episode.
+    (N, ...) for the others. `episodes[i]` has the attributes of one episode.
     """
 
     offsets: Array  # (n + 1,)
@@ -45,11 +45,11 @@ class EpisodeList(Sequence[dict[str, Any]]):
 
 
 class DistributedEpisodeBuffer(GlobalBuffer):
-    """Episodes of all members, each as likely to be drawn as any other; a member keeps its last `buffer_size`.
+    """Episodes of all members, sampled uniformly; each member keeps its last `buffer_size`.
 
-    Episodes of any length share the room of `num_steps` steps that each member has (by default 1,000 for every episode;
-    memory is taken as it fills); the oldest make way when it is used up. All members of the group make the buffer, with
-    the same name; then `group.barrier()`.
+    A member stores up to `num_steps` steps, in episodes of any length (by default 1,000 steps times `buffer_size`;
+    memory is allocated as the buffer fills). When it is full, the oldest episodes are evicted. All members of the group
+    create the buffer with the same name, and then call `group.barrier()`.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class DistributedEpisodeBuffer(GlobalBuffer):
         super().__init__(buffer_name, group, self._store, seed)
 
     def append(self, episode: Transition | Sequence[Transition]) -> None:
-        """Keeps an episode here: its transitions, or one dict of attributes that have a row for every step."""
+        """Stores an episode in this member: its transitions, or one dict of attributes with a row for every step."""
         self._store.append(episode)
 
     def store_episode(self, episode: Transition | Sequence[Transition]) -> None:
-        """Keeps an episode here: `append` by the name that buffers of transitions have for it."""
+        """Stores an episode in this member; the same as `append`, by the name that transition buffers use."""
         self._store.append(episode)
 
     def sample_batch(
@@ -75,10 +75,10 @@ class DistributedEpisodeBuffer(GlobalBuffer):
         sample_method: str = UNIQUE,
         sample_attrs: Sequence[str] | None = None,
     ) -> tuple[int, EpisodeList | None]:
-        """Draws whole episodes from all members; returns how many, and them; (0, None) if there are none.
+        """Samples whole episodes from all members; returns their number and the episodes; (0, None) if there are none.
 
-        `random_unique` draws none twice and all there are if those are fewer than `batch_size`, `random` may draw one
-        twice, `all` takes everything.
+        `random_unique` draws without replacement, and all episodes if there are fewer than `batch_size`; `random` draws
+        with replacement; `all` returns all episodes.
         """
         answers = self._gather(batch_size, check_method(sample_method)).answers
         if not answers:

@@ -1,9 +1,9 @@
-"""Transitions as users write them, and the named arrays that replay holds of them.
+"""Conversion between the transitions that users write and the named arrays, or fields, that replay stores.
 
 A transition is a dict: `state`, `action` and `next_state` are dicts of tensors with a leading dimension of 1, `reward`
-is a number, and either `terminal` or `terminated` (and `truncated`, if you like) says whether the episode ended; what
-else is in it are the user's own numbers and tensors. A tensor `state["camera"]` is the field `state/camera`. One of the
-user's own that is None, as it then must be in all transitions, is a field `name/none` of no bytes.
+is a number, and either `terminal` or `terminated` (optionally with `truncated`) is the end of the episode. All other
+entries are custom attributes: numbers and tensors. A tensor `state["camera"]` is stored as the field `state/camera`. A
+custom attribute may be None, then in all transitions; it is stored as the field `name/none` of zero bytes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Transition = Mapping[str, Any]
 
 MAJOR = ("state", "action", "next_state")
 MINOR = ("reward", "terminal", "terminated", "truncated")
-ENDS = ("terminal", "terminated")  # two names of one thing: the episode has no future
-NONE = "/none"  # ends the field of an attribute that is None
+ENDS = ("terminal", "terminated")  # synonyms: the episode ended in a terminal state
+NONE = "/none"  # suffix of the field of an attribute that is None
 DTYPES = {"reward": np.dtype(np.float32)} | {name: np.dtype(np.bool_) for name in MINOR[1:]}
 
 
 def flatten(transition: Transition) -> dict[str, Array]:
-    """The fields of one transition, each (1, ...); raises ReplayError naming what does not fit."""
+    """Returns the fields of one transition, each (1, ...); raises a ReplayError that names an invalid attribute."""
     missing = [name for name in (*MAJOR, "reward") if name not in transition]
     if not any(name in transition for name in ENDS):
         missing.append("terminal")
@@ -40,12 +40,12 @@ def flatten(transition: Transition) -> dict[str, Array]:
     for name in MAJOR:
         parts = transition[name]
         if not isinstance(parts, Mapping):
-            raise ReplayError(f"{name} of a transition is a {type(parts).__name__}; give a dict of tensors.")
+            raise ReplayError(f"{name} of a transition is a {type(parts).__name__}; pass a dict of tensors.")
         for key, value in parts.items():
             fields[f"{name}/{key}"] = _row(f"{name}[{key!r}]", value, None, is_number=False)
     for name in sorted(transition.keys() - set(MAJOR)):
         if "/" in name:
-            raise ReplayError(f"attribute {name!r} of a transition has a slash in its name; name it without.")
+            raise ReplayError(f"attribute {name!r} of a transition has a slash in its name; rename it.")
         if transition[name] is None and name not in MINOR:
             fields[name + NONE] = _nothing(1)
         else:
@@ -54,12 +54,12 @@ def flatten(transition: Transition) -> dict[str, Array]:
 
 
 def _nothing(num_steps: int) -> Array:
-    """The field of an attribute that is None."""
+    """Returns the field of an attribute that is None."""
     return np.zeros((num_steps, 0), np.bool_)
 
 
 def flatten_packed(episode: Transition) -> dict[str, Array]:
-    """The fields of an episode that is one dict of attributes with a row for every step (T, ...)."""
+    """Returns the fields of an episode given as one dict of attributes with a row for every step (T, ...)."""
     fields, absent = {}, [name for name, value in episode.items() if value is None and name not in (*MAJOR, *MINOR)]
     for name, value in episode.items():
         if name in absent:
@@ -73,14 +73,14 @@ def flatten_packed(episode: Transition) -> dict[str, Array]:
 
 
 def flatten_episode(episode: Sequence[Transition]) -> dict[str, Array]:
-    """The fields of an episode's transitions, one after the other (T, ...)."""
+    """Returns the concatenated fields of an episode's transitions (T, ...)."""
     if not episode:
         raise ReplayError("an episode of 0 transitions cannot be stored.")
     steps = [flatten(transition) for transition in episode]
     for step, fields in enumerate(steps):
         if fields.keys() != steps[0].keys():
             odd = sorted({name.removesuffix(NONE) for name in fields.keys() ^ steps[0].keys()})
-            raise ReplayError(f"transition {step} of an episode differs from its first one in {odd}.")
+            raise ReplayError(f"transition {step} of an episode differs from its first one in the attributes {odd}.")
     try:
         return {name: np.concatenate([fields[name] for fields in steps]) for name in steps[0]}
     except ValueError as error:
@@ -88,7 +88,7 @@ def flatten_episode(episode: Sequence[Transition]) -> dict[str, Array]:
 
 
 def _row(name: str, value: Any, dtype: np.dtype[Any] | None, is_number: bool) -> Array:
-    """A value as an array (1, ...)."""
+    """Returns a value as an array (1, ...)."""
     if isinstance(value, torch.Tensor):
         try:
             array = value.detach().cpu().numpy()
@@ -100,7 +100,7 @@ def _row(name: str, value: Any, dtype: np.dtype[Any] | None, is_number: bool) ->
         array = np.array(value, dtype or (np.float32 if isinstance(value, float) else None))
     else:
         raise ReplayError(
-            f"{name} of a transition is a {type(value).__name__}; give a tensor"
+            f"{name} of a transition is a {type(value).__name__}; pass a tensor"
             f"{', a number or a boolean' if is_number else ' with a leading dimension of 1'}."
         )
     if array.ndim == 0 and is_number:
@@ -114,7 +114,7 @@ def _row(name: str, value: Any, dtype: np.dtype[Any] | None, is_number: bool) ->
 
 
 class RowFormat:
-    """How items lie side by side in the rows that travel: one array for all fields costs less than one for each."""
+    """The layout of items in the rows that are sent: one array for all fields is cheaper than one per field."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec  # JSON: name, shape and dtype of every field
@@ -122,21 +122,21 @@ class RowFormat:
 
     @staticmethod
     def of(fields: Mapping[str, Array]) -> RowFormat:
-        """The form of items with these fields (n, ...)."""
+        """Returns the format of items with these fields (n, ...)."""
         return RowFormat(json.dumps([[name, value.shape[1:], value.dtype.str] for name, value in fields.items()]))
 
     def pack(self, records: Array) -> Array:
-        """Items (n,), as replay gave them, as rows of bytes (n, bytes of an item): the same memory."""
-        assert records.dtype == self.row, f"items of {records.dtype} where {self.row} travel"
+        """Returns a view of replay's items (n,) as rows of bytes (n, bytes of an item)."""
+        assert records.dtype == self.row, f"items of {records.dtype} instead of {self.row}"
         return records.view(np.uint8).reshape(len(records), self.row.itemsize)
 
     def unpack(self, rows: Array) -> dict[str, Array]:
-        """The fields of items in rows of bytes; views of them."""
+        """Returns views of the fields of items in rows of bytes."""
         records = rows.reshape(-1).view(self.row)
         return {name: records[name] for name in self.row.names or ()}
 
     def join(self, parts: Sequence[Array]) -> dict[str, Array]:
-        """The fields of items in several arrays of rows, one after the other, in memory of their own."""
+        """Returns a copy of the fields of items in several arrays of rows, concatenated."""
         unpacked = [self.unpack(rows) for rows in parts]
         return {name: np.concatenate([fields[name] for fields in unpacked]) for name in self.row.names or ()}
 
@@ -146,21 +146,21 @@ row_format = functools.lru_cache(maxsize=64)(RowFormat)
 
 @dataclass(frozen=True, slots=True)
 class BatchSelection:
-    """Which attributes of a batch somebody wants, and how."""
+    """The attributes of a batch that the user wants, and their format."""
 
-    attrs: Sequence[str] | None = None  # None: all there are
+    attrs: Sequence[str] | None = None  # None: all
     concatenate: bool = True
-    concat_attrs: Collection[str] = ()  # own attributes that are concatenated too
+    concat_attrs: Collection[str] = ()  # custom attributes to concatenate too
     device: str | torch.device | None = None
 
     def of(self, fields: Mapping[str, Array]) -> tuple[Any, ...]:
-        """The attributes of the items in `fields` (n, ...), in the order asked for."""
+        """Returns the attributes of the items in `fields` (n, ...), in the order of `attrs`."""
         if self.attrs is None:
             return tuple(self._attribute(name, fields) for name in names_of(fields))
         return tuple(self._rest(fields) if name == "*" else self._attribute(name, fields) for name in self.attrs)
 
     def _rest(self, fields: Mapping[str, Array]) -> dict[str, Any]:
-        """The user's own attributes that are not asked for by name."""
+        """Returns the custom attributes that `attrs` does not name."""
         named = {*MAJOR, *MINOR, *(self.attrs or ())}
         return {name: self._attribute(name, fields) for name in names_of(fields) if name not in named}
 
@@ -175,7 +175,7 @@ class BatchSelection:
         return self._values(_minor(name, fields), concatenate, is_number=True)
 
     def _values(self, values: Array, concatenate: bool, is_number: bool) -> Any:
-        """A tensor (n, ...), numbers as (n, 1); or a list of tensors (1, ...), numbers as they are."""
+        """Returns a tensor (n, ...), numbers as (n, 1); or a list of tensors (1, ...) or of plain numbers."""
         is_number = is_number and values.ndim == 1
         if not concatenate and is_number:
             return values.tolist()
@@ -186,7 +186,7 @@ class BatchSelection:
 
 
 def names_of(fields: Mapping[str, Array]) -> list[str]:
-    """The attributes that `fields` are the parts of: those that every transition has first."""
+    """Returns the names of the attributes in `fields`: first the standard ones, then the custom ones, sorted."""
     found = [name for name in MAJOR if any(key.startswith(f"{name}/") for key in fields)]
     found += [name for name in MINOR if name in fields]
     own = (name.removesuffix(NONE) for name in fields if name.partition("/")[0] not in MAJOR)
@@ -194,10 +194,10 @@ def names_of(fields: Mapping[str, Array]) -> list[str]:
 
 
 def _minor(name: str, fields: Mapping[str, Array]) -> Array:
-    """The field of an attribute that is no dict; `terminal` is `terminated` to those who say so."""
+    """Returns the field of an attribute that is not a dict; `terminal` and `terminated` are synonyms."""
     for other in (name, *(ENDS if name in ENDS else ())):
         if other in fields:
             return fields[other]
-    if name == "truncated":  # nobody said that an episode was
+    if name == "truncated":  # optional: no episode was truncated
         return np.zeros(len(next(iter(fields.values()))), np.bool_)
     raise ReplayError(f"the transitions have no attribute {name!r}; they have {names_of(fields)}.")

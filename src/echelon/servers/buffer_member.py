@@ -1,8 +1,8 @@
-"""What one member of a distributed buffer holds: a shard of transitions in its own memory, and their tree.
+"""One member's part of a distributed buffer: a shard of transitions in its own memory, and their sum tree.
 
-The member's main thread appends while threads that serve other members draw: a lock lets one in at a time, and is held
-only while items are copied. Items are numbered as they come; number n lies in slot n % capacity, and n // capacity is
-the slot's *version*. So a priority for a slot that was overwritten meanwhile is known by its version and passed over.
+The member's main thread appends while threads that serve other members draw; a lock, held only while items are copied,
+serializes them. Items are numbered in order of arrival: item n is in slot n % capacity, and n // capacity is the slot's
+*version*. A priority for a slot that was overwritten meanwhile is recognized by its version and skipped.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from echelon.servers.buffer_items import RowFormat, Transition, flatten, flatten
 
 Array = np.ndarray[Any, Any]
 Answer = dict[str, Any]  # "mass" (sum of priorities, items); of a batch also "number", "form", "rows" and more
-SIZE = "buffer_size={} (replay_size of a frame)"  # what to lower if there is no room
+SIZE = "buffer_size={} (replay_size of a frame)"  # what to lower if the memory does not suffice
 
 UNIQUE, RANDOM, ALL, PRIORITY = "random_unique", "random", "all", "priority"
 
 
 class BufferMember(Protocol):
-    """What the members of a buffer ask each other for; every answer tells the mass too."""
+    """The services that the members of a buffer offer each other; every reply contains the mass."""
 
     capacity: int
 
     def look(self) -> Answer:
-        """What it weighs."""
+        """Returns the mass."""
         ...
 
     def draw(self, count: int, method: str, seed: int) -> Answer:
-        """Draws `count` items, or as many as there are."""
+        """Draws `count` items, or all if there are fewer."""
         ...
 
     def clear(self) -> Answer:
-        """Forgets everything."""
+        """Removes all items."""
         ...
 
 
 def choose(start: int, stop: int, count: int, method: str, rng: np.random.Generator) -> Array:
-    """Numbers from `start` to before `stop`, each as likely as any other."""
+    """Draws numbers from `start` to `stop - 1`, uniformly."""
     size = stop - start
     if method == ALL:
         return np.arange(start, stop)
@@ -59,16 +59,16 @@ def choose(start: int, stop: int, count: int, method: str, rng: np.random.Genera
 
 
 class TransitionMember:
-    """A member that holds single transitions; with `alpha` above 0, those of a high priority are drawn more often."""
+    """A member that stores single transitions; with `alpha` above 0 they can be drawn by priority."""
 
     def __init__(self, name: str, capacity: int, alpha: float = 0.0) -> None:
         self.name, self.capacity, self.alpha = name, capacity, alpha
-        self.highest = 1.0  # the highest priority since it was empty, which transitions get that come without one
+        self.highest = 1.0  # the highest priority since it was empty: the default of new transitions
         self._lock = threading.Lock()
         self._writer: ShardWriter | None = None
 
     def _open(self, fields: Mapping[str, Array]) -> ShardWriter:
-        """Lays the memory out for transitions of these fields."""
+        """Allocates the memory for transitions with these fields."""
         layout = item_layout({name: (value.shape[1:], value.dtype) for name, value in fields.items()}, self.capacity)
         self._form = RowFormat.of(fields)
         shard = Shard(layout, name=self.name, lower=SIZE.format(self.capacity))
@@ -77,7 +77,7 @@ class TransitionMember:
         return self._writer
 
     def append(self, transitions: Sequence[Transition], priorities: Sequence[float] | None = None) -> None:
-        """Keeps all of them or, if one does not fit, none; those without a priority get the highest so far."""
+        """Stores all transitions, or none if one has a wrong format; the default priority is the highest so far."""
         fields = flatten(transitions[0]) if len(transitions) == 1 else flatten_episode(transitions)
         with self._lock:
             writer = self._writer or self._open(fields)
@@ -90,7 +90,7 @@ class TransitionMember:
             self.highest = max(self.highest, float(given.max()))
 
     def _advance(self) -> Replay | None:
-        """The replay, with what was appended since; None before the first transition."""
+        """Returns the replay, updated with the latest appends; None before the first transition."""
         if self._writer is None:
             return None
         self._replay.advance()
@@ -123,9 +123,9 @@ class TransitionMember:
             return answer | {"form": self._form.spec, "rows": self._form.pack(block.rows)}
 
     def _draw_by_priority(self, replay: Replay, block: ItemBlock, rng: np.random.Generator) -> Answer:
-        """Fills `block`; tells every item's share of what is here, and the capacity that its number is to be read by.
+        """Fills `block`; returns each item's share of this member's mass, and the capacity, which decodes its number.
 
-        A batch may be larger than what is here, if that weighs so much: then it is drawn in several goes.
+        The batch may have more items than this member, if their mass is large: then it is drawn in several parts.
         """
         count, drawn = len(block.rows), []
         for begin in range(0, count, replay.size):
@@ -141,13 +141,15 @@ class TransitionMember:
         }
 
     def update(self, index: Array, version: Array, priorities: Array) -> Answer:
-        """Gives the items that still lie in the slots `index` new priorities; tells how many others it passed over."""
+        """Sets the priorities of the items that are still in the slots `index`; returns how many were skipped."""
         with self._lock:
             replay = self._advance()
             if replay is None:
-                raise ReplayError(f"{self.name}: priorities came for {len(index)} items; it never held any.")
+                raise ReplayError(
+                    f"{self.name}: priorities for {len(index)} items were refused: it never had any items."
+                )
             if len(index) and not (index.min() >= 0 and index.max() < self.capacity):
-                raise ReplayError(f"{self.name}: priorities came for slots outside 0 to {self.capacity - 1}.")
+                raise ReplayError(f"{self.name}: priorities for slots outside 0 to {self.capacity - 1} were refused.")
             number = version.astype(np.int64) * self.capacity + index
             count = replay.update(Keys(np.zeros(len(number), np.int64), number), priorities)
             counted = priorities[number >= replay.window(0)[0]]
@@ -163,7 +165,7 @@ class TransitionMember:
 
 
 class EpisodeMember:
-    """A member that holds whole episodes."""
+    """A member that stores whole episodes."""
 
     def __init__(self, name: str, capacity: int, num_steps: int) -> None:
         self.name, self.capacity = name, capacity

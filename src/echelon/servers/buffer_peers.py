@@ -1,4 +1,4 @@
-"""The members of a distributed buffer, asked all at once: the own one directly, the others by their services."""
+"""Calls to the members of a distributed buffer in parallel: this process's directly, the others by their services."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ logger = logging.getLogger("echelon.servers")
 
 
 class BufferPeers:
-    """What is known of the members, and how they are asked.
+    """Calls the members, and records their masses.
 
-    `services` are the own member's, which the others call. A member that dies is left out from then on: `lost` says who
-    and why, and a message is logged. Answers that nobody needs at once are awaited by whoever asks that member next.
-    Without the host of the world no member can be reached, and none of them is known to be dead: whatever is asked then
-    raises PeerLost, or WorldStopped if the world has ended.
+    `services` are those of this process, which the other members call. A member that dies is dropped: `lost` has the
+    reason, and a message is logged. A reply that `post` does not wait for is awaited before the next call to that
+    member. If the host of the world dies, no member can be reached, and none of them is known to be dead: every call
+    then raises PeerLost, or WorldStopped if the world has ended.
     """
 
     def __init__(self, name: str, group: RpcGroup, services: Mapping[str, Callable[..., Answer]]) -> None:
@@ -31,8 +31,8 @@ class BufferPeers:
         self.own = group.get_cur_name()
         self.lost: dict[str, str] = {}
         self.masses = {member: Mass() for member in group.get_group_members()}
-        self.passed_over = 0  # priorities that came too late, as far as members have told
-        self._under_way: dict[str, Future] = {}  # futures of answers that were not awaited
+        self.passed_over = 0  # priorities that arrived too late, by the members' replies so far
+        self._under_way: dict[str, Future] = {}  # replies that were not awaited yet
         for service, function in self.services.items():
             group.register(self._key(self.own, service), function)
 
@@ -41,16 +41,16 @@ class BufferPeers:
 
     @property
     def members(self) -> list[str]:
-        """Those that are alive as far as we know, the same order everywhere."""
+        """The members that are not known to be dead, in the same order everywhere."""
         return list(self.masses)
 
     @property
     def mass(self) -> Mass:
-        """What all members weigh, by their last answers."""
+        """The mass of all members, by their last replies."""
         return sum(self.masses.values(), Mass())
 
     def ask(self, service: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Answer]:
-        """Calls a service of several members at once; those that are lost have no answer."""
+        """Calls a service of several members in parallel; the result has no entry for members that are lost."""
         self._check(f"{service}()")
         self.settle(arguments)
         futures = {
@@ -65,7 +65,7 @@ class BufferPeers:
         return {member: answers[member] for member in arguments if member in answers}
 
     def post(self, service: str, member: str, arguments: tuple[Any, ...]) -> None:
-        """Calls a service of one member and does not wait; its calls are served in order."""
+        """Calls a service of one member without waiting; a member serves its calls in order."""
         self._check(f"{service}()")
         if member == self.own:
             self.note(member, self.services[service](*arguments))
@@ -75,7 +75,7 @@ class BufferPeers:
             self._under_way[member] = future
 
     def _begin(self, service: str, member: str, arguments: tuple[Any, ...]) -> Future | None:
-        """The answer that will come; None from a member that is lost."""
+        """Starts a call; returns None for a member that is lost."""
         if member not in self.masses:
             return None
         try:
@@ -84,24 +84,24 @@ class BufferPeers:
             self._leave_out(member, error)
             return None
 
-    def glance(self, members: Collection[str]) -> None:
-        """Asks members what they weigh without waiting; `hear` takes in what they say."""
-        self.hear(members)
+    def request_masses(self, members: Collection[str]) -> None:
+        """Requests the masses of `members` without waiting; `collect` processes the replies."""
+        self.collect(members)
         for member in members:
             if member not in self._under_way:
                 self.post("look", member, ())
 
-    def hear(self, members: Iterable[str]) -> None:
-        """Takes in the answers of `members` that have come."""
+    def collect(self, members: Iterable[str]) -> None:
+        """Processes the replies of `members` that have arrived."""
         self.settle([m for m in members if (future := self._under_way.get(m)) is not None and future.done()])
 
     def settle(self, members: Iterable[str]) -> None:
-        """Awaits what is under way from `members`."""
+        """Waits for the pending replies of `members`."""
         for member in list(members):
             self._wait(member, self._under_way.pop(member, None))
 
     def look(self) -> None:
-        """Asks all members what they weigh."""
+        """Updates the masses of all members."""
         self.ask("look", {member: () for member in self.members})
 
     def _wait(self, member: str, future: Future | None) -> Answer | None:
@@ -115,7 +115,7 @@ class BufferPeers:
         return self.note(member, answer)
 
     def note(self, member: str, answer: Answer) -> Answer:
-        """Takes over what `member` weighs by its answer."""
+        """Records the mass in a reply of `member`."""
         self.masses[member] = Mass(*answer["mass"])
         self.passed_over += answer.get("passed_over", 0)
         return answer
@@ -125,10 +125,10 @@ class BufferPeers:
         self.group.check_world(f"{what} of the buffer {self.name!r}")
 
     def _leave_out(self, member: str, error: PeerLost) -> None:
-        self._check(f"a call to {member!r}")  # which lives, if only the host of the world is gone
+        self._check(f"a call to {member!r}")  # raises if only the host of the world is gone: the member may be alive
         size = self.masses.pop(member, Mass()).size
         self.lost[member] = (
-            f"buffer {self.name}: member {member} is lost with {size} items ({error}). Sampling goes on with "
+            f"buffer {self.name}: member {member} is lost with {size} items ({error}). Sampling continues with "
             f"{len(self.masses)} members."
         )
         logger.warning("%s", self.lost[member])

@@ -1,10 +1,10 @@
 """A prioritized buffer of transitions that the members of a group fill locally and sample globally.
 
-Every member has a tree of its own over priority**alpha. Of a batch, a member draws in proportion to its tree's sum, so
-that an item is drawn in proportion to its priority wherever it lies. Importance weights are (N * P)**-beta over the
-largest of the batch (Schaul et al., 2016), where N counts the items of all members and P is the probability with which
-an item was really drawn: the share of the batch that its member got, times its share of that member's tree. So they are
-right also where a member's tree has changed since it last told its sum.
+Every member has a sum tree over priority**alpha. The part of a batch that a member draws is proportional to the sum of
+its tree, so the probability of an item is proportional to its priority, whichever member has it. Importance weights are
+(N * P)**-beta, divided by the largest of the batch (Schaul et al., 2016). N is the number of items of all members; P is
+the probability with which the item was actually drawn: its member's share of the batch, times its share of that
+member's tree. The weights are therefore correct even if a tree has changed since the member last reported its sum.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from echelon.world import RpcGroup
 
 Array = np.ndarray[Any, Any]
-Indexes = dict[str, tuple[Array, Array]]  # of every member: the slots of its items, and the version of each
+Indexes = dict[str, tuple[Array, Array]]  # member -> the slots of its items, and their versions
 
 
 class PrioritizedBatch(NamedTuple):
-    """A batch, how many items it has, where those lie, and their importance weights, of which the largest is 1."""
+    """A batch: its size, the attributes, the location of its items, and their importance weights (the largest is 1)."""
 
     size: int
     batch: tuple[Any, ...] | None
@@ -41,11 +41,11 @@ class PrioritizedBatch(NamedTuple):
 
 
 class DistributedPrioritizedBuffer(GlobalBuffer):
-    """Transitions of all members, drawn by priority; a member keeps its last `buffer_size`.
+    """Transitions of all members, sampled by priority; each member keeps its last `buffer_size`.
 
-    An item of priority x is drawn in proportion to (|x| + epsilon)**alpha; `beta` grows with every batch that this
-    member draws, up to 1. All members of the group make the buffer, with the same name and settings; then
-    `group.barrier()`.
+    The probability of an item with priority x is proportional to (|x| + epsilon)**alpha. `beta` grows with every batch
+    that this member samples, up to 1. All members of the group create the buffer with the same name and settings, and
+    then call `group.barrier()`.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class DistributedPrioritizedBuffer(GlobalBuffer):
         *,
         seed: int | None = None,
     ) -> None:
-        """The parameters, but `seed`, are Machin's."""
+        """The parameters are those of Machin, plus `seed`."""
         if not (epsilon > 0.0 and 0.0 <= alpha <= 1.0 and 0.0 <= beta <= 1.0 and beta_increment_per_sampling >= 0.0):
             raise ConfigError(
-                f"buffer {buffer_name}: alpha={alpha} and beta={beta} must lie between 0 and 1, epsilon={epsilon} "
-                "above 0, so that no item is out of reach, and "
+                f"buffer {buffer_name}: alpha={alpha} and beta={beta} must be between 0 and 1, epsilon={epsilon} must "
+                "be above 0, so that every item can be drawn, and "
                 f"beta_increment_per_sampling={beta_increment_per_sampling} must be 0 or more."
             )
         self.epsilon, self.alpha, self.beta = epsilon, alpha, beta
@@ -74,15 +74,15 @@ class DistributedPrioritizedBuffer(GlobalBuffer):
         super().__init__(buffer_name, group, self._store, seed, {"update": self._store.update})
 
     def append(self, transition: Transition, priority: float | None = None) -> None:
-        """Keeps a transition here; without a priority it gets the highest that this member has seen."""
+        """Stores a transition in this member; the default priority is the highest that the member has seen."""
         self._store.append([transition], None if priority is None else [abs(float(priority)) + self.epsilon])
 
     def store_episode(self, episode: Sequence[Transition], priorities: Sequence[float] | None = None) -> None:
-        """Keeps the transitions of an episode here: all, or none if one does not fit."""
+        """Stores the transitions of an episode in this member: all, or none if one has a wrong format."""
         if priorities is not None and len(priorities) != len(episode):
             raise ReplayError(
-                f"buffer {self.buffer_name}: {len(priorities)} priorities came for an episode of {len(episode)} "
-                "transitions; give one for each."
+                f"buffer {self.buffer_name}: got {len(priorities)} priorities for an episode of {len(episode)} "
+                "transitions; pass one for each."
             )
         given = None if priorities is None else [abs(float(priority)) + self.epsilon for priority in priorities]
         self._store.append(episode, given)
@@ -95,9 +95,10 @@ class DistributedPrioritizedBuffer(GlobalBuffer):
         sample_attrs: Sequence[str] | None = None,
         additional_concat_attrs: Collection[str] = (),
     ) -> PrioritizedBatch:
-        """Draws from all members by priority, at most as many as there are; (0, None, None, None) if there are none.
+        """Samples from all members by priority, at most as many items as there are.
 
-        An item may be there more than once. Attributes are those of `DistributedBuffer.sample_batch`.
+        Returns (0, None, None, None) if there are none. An item may appear more than once. For the attributes, see
+        `DistributedBuffer.sample_batch`.
         """
         gathered = self._gather(batch_size, PRIORITY)
         answers = gathered.answers
@@ -113,36 +114,36 @@ class DistributedPrioritizedBuffer(GlobalBuffer):
         return PrioritizedBatch(len(weights), wanted.of(self._join(answers)), indexes, weights)
 
     def _weigh(self, gathered: Gathered) -> Array:
-        """The weights of a batch, from the part of it that every member got and every item's share of its member."""
+        """Returns the weights of a batch, from each member's share of the batch and each item's share of its member."""
         total = sum(mass.total for mass in gathered.masses.values())
         chances = [answer["chance"] * (gathered.masses[m].total / total) for m, answer in gathered.answers.items()]
         return importance(np.concatenate(chances), Mass(1.0, self._peers.mass.size), self.beta)[0]
 
     @property
     def passed_over(self) -> int:
-        """New priorities from here that no item got, as it was overwritten, cleared or lost; as far as is known."""
-        self._peers.hear(self._peers.members)
+        """Number of priority updates whose item was overwritten, cleared or lost, according to the replies so far."""
+        self._peers.collect(self._peers.members)
         return self._peers.passed_over
 
     def update_priority(self, priorities: ArrayLike | torch.Tensor, indexes: Mapping[str, tuple[Array, Array]]) -> None:
-        """Gives the items of a batch new priorities, in the order of the batch.
+        """Sets new priorities for the items of a batch, in the order of the batch.
 
-        Those that were overwritten since are passed over, as are those of members that are lost. Nobody is waited for:
-        what this member samples next sees the new priorities.
+        Items that were overwritten since, and those of lost members, are skipped. The call does not wait for replies;
+        the next batch that this member samples uses the new priorities.
         """
         given = priorities.detach().cpu().numpy() if isinstance(priorities, torch.Tensor) else np.asarray(priorities)
         values = np.abs(given.astype(np.float64).reshape(-1)) + self.epsilon
         num = sum(len(index) for index, _ in indexes.values())
         if len(values) != num:
-            raise ReplayError(f"buffer {self.buffer_name}: {len(values)} priorities came for {num} items.")
+            raise ReplayError(f"buffer {self.buffer_name}: got {len(values)} priorities for {num} items.")
         check_priorities(values, f"buffer {self.buffer_name}")
         begin = 0
         for member, (index, version) in indexes.items():
             end = begin + len(index)
             if member not in self._peers.masses and member not in self._peers.lost:
                 raise ReplayError(
-                    f"buffer {self.buffer_name}: {member!r} is no member; those are {self._peers.members}. Pass the "
-                    "indexes that `sample_batch` gave."
+                    f"buffer {self.buffer_name}: {member!r} is not one of the members {self._peers.members}. Pass the "
+                    "indexes that `sample_batch` returned."
                 )
             if end > begin:
                 self._peers.post("update", member, (index, version, values[begin:end]))

@@ -1,11 +1,11 @@
-"""Answering act requests on a GPU: static shapes, CUDA graphs, observations fetched straight from the board.
+"""Act requests on a GPU: static shapes, CUDA graphs, observations fetched directly from the board.
 
 The board's memory is page-locked, so the GPU reads observations where the clients wrote them. Each group of seats has a
 *pipeline* (`gpu_pipeline.py`) with its own stream: one group is copied while another computes, and the CPU gathers or
-settles a third. A round is cut into its groups.
+settles a third. A round is split by group.
 
-Weights are taken over between rounds, in place, so that the graphs' addresses stay: the copy waits on the GPU for the
-rounds under way, and every later one for the copy.
+Weights are updated between rounds, in place, so that the addresses in the graphs stay valid: on the GPU, the copy waits
+for the rounds in progress, and every later round waits for the copy.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from echelon.transport.batcher import Batcher, Round
 from echelon.transport.shared_memory import WeightsBoard
 
 Array = np.ndarray[Any, Any]
-DOZE_S = 50e-6  # how long a server sleeps between looks at the GPU
+DOZE_S = 50e-6  # how long a server sleeps between checks of the GPU
 
 
 def cut(round: Round, groups: Sequence[range]) -> dict[int, Round]:
-    """The part of `round` in each of `groups` that has one; the groups ascend, and hold every seat of it."""
+    """Splits `round` by group, leaving out groups without a part; `groups` ascend and cover all its seats."""
     bounds = [*np.searchsorted(round.seats, [seats.start for seats in groups]).tolist(), len(round.seats)]
     parts = {}
     for group, (start, stop) in enumerate(itertools.pairwise(bounds)):
@@ -47,7 +47,7 @@ def cut(round: Round, groups: Sequence[range]) -> dict[int, Round]:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A round of one group under way on the GPU, and the version it is answered with."""
+    """A round of one group in progress on the GPU, and the version of its weights."""
 
     pipeline: GpuPipeline
     round: Round
@@ -60,10 +60,10 @@ class Flight:
 
 
 class CudaAnswerer:
-    """Answers rounds with a model that lives on a GPU.
+    """Computes the replies of rounds with a model on a GPU.
 
-    `launch` starts a round and `land` finishes what it started; between the two, other groups can be launched. A group
-    has one round under way at most (`free` tells). `answer` is all of it at once.
+    `launch` starts a round and `land` finishes it; between the two, other groups can be launched. A group has at most
+    one round in progress (see `free`). `answer` does both.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class CudaAnswerer:
         report: Reporter = lambda text: print(text, file=sys.stderr),
         with_value: bool = True,
     ) -> None:
-        """`groups` are the seats to be answered, group by group (`Batcher.groups`); a round has no others.
+        """`groups` are the seats of each group (`Batcher.groups`); a round has no other seats.
 
-        `with_value=False` leaves the value out of the replies, where nobody reads it.
+        `with_value=False` leaves the value out of the replies.
         """
         assert model.device.type == "cuda", f"the model is on {model.device}"
-        torch.set_float32_matmul_precision("high")  # as the learner does: TF32, which convolutions use anyway
-        model.network.eval()  # a user's dropout is for learning
+        torch.set_float32_matmul_precision("high")  # TF32, as in the learner; convolutions use it anyway
+        model.network.eval()  # no dropout in a user's network while acting
         model.network.requires_grad_(False)
         self.model, self.board, self.groups = model, board, groups
         locked = page_lock(board.memory, report)
@@ -92,28 +92,28 @@ class CudaAnswerer:
         self._passes = PipelineContext(policy, board, locked, report)
         self._weights = _Weights(model, weights)
         self._pipelines = [GpuPipeline(self._passes, seats, seed + i) for i, seats in enumerate(groups)]
-        cuda.synchronize(model.device)  # what was prepared on the default stream is there for the pipelines'
+        cuda.synchronize(model.device)  # the pipelines' streams need the results of the default stream
 
     def time_passes(self) -> Timings:
-        """Measures from now on where the GPU's time goes; to be called before the first round."""
+        """Starts to measure the GPU time of each phase; call it before the first round."""
         for pipeline in self._pipelines:
             pipeline.marks = Marks()
         return self._passes.timings
 
     def answer(self, round: Round) -> int:
-        """Lays the replies to `round` on the board; returns the version of the weights they come from."""
+        """Writes the replies to `round` to the board; returns the version of their weights."""
         flights = self.launch(round)
         for flight in flights:
             self.land(flight)
         return flights[0].version
 
     def free(self, round: Round) -> bool:
-        """Whether no group of `round` is under way."""
+        """Whether no group of `round` has another round in progress."""
         return not any(self._pipelines[group].busy for group in cut(round, self.groups))
 
     @torch.inference_mode()
     def launch(self, round: Round) -> list[Flight]:
-        """Starts the answer to `round`, with the newest weights: a flight for each of its groups."""
+        """Starts the computation of `round` with the newest weights; returns a flight for each of its groups."""
         self._weights.refresh(self._pipelines)
         flights = []
         for group, part in cut(round, self.groups).items():
@@ -122,7 +122,7 @@ class CudaAnswerer:
         return flights
 
     def land(self, flight: Flight) -> None:
-        """Waits for the replies of `flight` and lays them on the board."""
+        """Waits for the replies of `flight` and writes them to the board."""
         flight.pipeline.land(flight.round)
 
     def close(self) -> None:
@@ -133,10 +133,11 @@ class CudaAnswerer:
 
 
 class CudaServer(InferenceServer):
-    """An inference server that gathers and launches a round of one group while another's is under way.
+    """An inference server that gathers and launches a round of one group while that of another is in progress.
 
-    It looks for questions and for landed rounds: at first without pause, since most come within the time that falling
-    asleep and waking takes, then asleep on the board, between looks at the GPU where something is under way.
+    It polls for requests and for finished rounds. At first it spins, because most of them arrive within the time that
+    it takes to fall asleep and wake up. Then it sleeps on the board, and checks the GPU in between if a round is in
+    progress.
     """
 
     def __init__(self, batcher: Batcher, answerer: CudaAnswerer, listener: ActSource | None = None) -> None:
@@ -145,7 +146,7 @@ class CudaServer(InferenceServer):
         self._flights: deque[Flight] = deque()
 
     def step(self, timeout_s: float) -> bool:
-        """Launches a round or lands one; with none under way it waits at most `timeout_s` for questions."""
+        """Launches a round or lands one; with none in progress, waits at most `timeout_s` for requests."""
         start, waited_s, under_way = time.perf_counter(), self.wait_s, bool(self._flights)
         round = self._look(timeout_s)
         if under_way:
@@ -160,7 +161,7 @@ class CudaServer(InferenceServer):
         return under_way or round is not None
 
     def _look(self, timeout_s: float) -> Round | None:
-        """The next round; None once the oldest flight has landed or, with none under way, after `timeout_s`."""
+        """Returns the next round; None once the oldest flight has landed or, without flights, after `timeout_s`."""
         flights, start = self._flights, time.perf_counter()
         spin_s = SPIN_S if flights else min(SPIN_S, timeout_s)
         while not (flights and flights[0].landed):
@@ -172,7 +173,7 @@ class CudaServer(InferenceServer):
 
     def _launch(self, round: Round) -> None:
         start = time.perf_counter()
-        self.batcher.claim(round)  # only now: what landed before may have been of those who had the seats before
+        self.batcher.claim(round)  # only now: earlier flights may belong to previous occupants of these seats
         self._flights += self._pipelines.launch(round)
         self.forward_s += time.perf_counter() - start
 
@@ -185,7 +186,7 @@ class CudaServer(InferenceServer):
 
 
 def page_lock(memory: Array, report: Reporter) -> bool:
-    """Keeps `memory` where the GPU can fetch from it; where that is refused, copies are slower, not wrong."""
+    """Page-locks `memory` so that the GPU can read it; returns False if that fails, which only makes copies slower."""
     code = int(cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
     if code:
         report(
@@ -196,7 +197,7 @@ def page_lock(memory: Array, report: Reporter) -> bool:
 
 
 class _Weights:
-    """A model's weights on the GPU as they follow the weights board: one read, then a copy per part."""
+    """Updates a model's weights on the GPU from the weights board: one read, then one copy per part."""
 
     def __init__(self, model: Model, board: WeightsBoard) -> None:
         self.board, self.version = board, 0
@@ -211,10 +212,10 @@ class _Weights:
             offset += part.nbytes
 
     def refresh(self, pipelines: Sequence[GpuPipeline]) -> None:
-        """Takes over newer weights if there are any, after the rounds under way and before every later one."""
+        """Copies newer weights, if there are any, after the rounds in progress and before every later one."""
         if self.board.version <= self.version:
             return
-        self._copied.synchronize()  # the last ones have left the staging memory
+        self._copied.synchronize()  # the last copy has left the staging memory
         self.version = self.board.read(self._staging)
         stream = pipelines[0].stream
         for pipeline in pipelines:

@@ -1,10 +1,10 @@
-"""One group's way through the GPU: buffers of fixed size, a stream, a random generator, CUDA graphs.
+"""The GPU pipeline of one group of seats: buffers of fixed size, a stream, a random generator, CUDA graphs.
 
-In the buffers the asked seats lie side by side, whatever lay between them on the board, and the network sees the next
-larger *bucket* of seats: what fills it up is left from earlier rounds, and nobody reads its replies. There is a graph
-per bucket, of everything from the filled buffers to the replies in page-locked memory, and one for the whole group that
-fetches the observations too. A network that cannot be captured (it looks at its numbers on the CPU) is called plainly,
-which is told once.
+The seats of a round are contiguous in the buffers, whatever is between them on the board. The network runs on the next
+larger *bucket* of seats: the padding is left over from earlier rounds, and its replies are not read. There is a graph
+per bucket, from the filled buffers to the replies in page-locked memory, and one for the whole group that also fetches
+the observations. A network that cannot be captured, because it reads tensor values on the CPU, is called without a
+graph, which is reported once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from echelon.transport.batcher import Round
 
 Array = np.ndarray[Any, Any]
 Reporter = Callable[[str], None]
-MAX_STRETCHES = 8  # copies a pipeline starts for one leaf of a round; a round in more pieces is gathered by the CPU
-SPIN_S = 200e-6  # how long the GPU is waited for without sleep: most rounds land within what waking up takes
-NUM_WARM_UPS = 3  # calls before a capture: libraries choose their kernels and take their memory
+MAX_STRETCHES = 8  # copies a pipeline starts for one leaf of a round; the CPU gathers a round of more pieces
+SPIN_S = 200e-6  # how long to spin before sleeping: most rounds take no longer on the GPU than a wake-up
+NUM_WARM_UPS = 3  # calls before a capture, in which libraries choose kernels and allocate memory
 
 cuda: Any = torch.cuda  # streams, events and the runtime have no types
 
 
 def stretches_of(seats: Array) -> list[slice]:
-    """The stretches of neighbouring seats that `seats` (ascending) make."""
+    """Returns the runs of consecutive seats in `seats` (ascending)."""
     start, stop = int(seats[0]), int(seats[-1]) + 1
     if stop - start == len(seats):
         return [slice(start, stop)]
@@ -42,13 +42,13 @@ def stretches_of(seats: Array) -> list[slice]:
 
 
 def bucket_of(num_seats: int, most: int) -> int:
-    """The number of seats that a graph is made for and that holds `num_seats`: a power of two, or all of them."""
+    """Returns the size of the smallest bucket for `num_seats`: a power of two, or `most`, the whole group."""
     return min(1 << (num_seats - 1).bit_length(), most)
 
 
 @dataclass(slots=True)
 class Timings:
-    """Where the GPU's time went, in milliseconds, over `passes` of the pipelines."""
+    """The GPU time of each phase, in milliseconds, summed over `passes` of the pipelines."""
 
     passes: int = 0
     to_gpu_ms: float = 0.0
@@ -58,25 +58,25 @@ class Timings:
 
 @dataclass(slots=True)
 class PipelineContext:
-    """How the pipelines of one server compute, and what they found out about it."""
+    """The state that the pipelines of one server share."""
 
     policy: Policy
     board: ActBoard
     locked: bool  # the board's memory is page-locked
     report: Reporter
-    captures: bool = True  # until the network shows that it cannot be captured
+    captures: bool = True  # False once a capture of the network has failed
     timings: Timings = field(default_factory=Timings)
 
 
 class _Key(NamedTuple):
-    """What a graph is made for: so many seats, and whether it fetches them, all of the group, by itself."""
+    """The key of a graph: the number of seats, and whether the graph itself fetches the whole group."""
 
     bucket: int
     whole: bool
 
 
 class Marks:
-    """Points in time of a pass, those inside a graph too."""
+    """Timing events of a pass, including those inside a graph."""
 
     def __init__(self) -> None:
         self.begin, self.copied, self.computed, self.end = (
@@ -91,7 +91,7 @@ class Marks:
 
 
 class GpuPipeline:
-    """The way of one group through the GPU: a stream, buffers, a generator, and a graph per bucket."""
+    """Computes the replies of one group: it has a stream, buffers, a generator, and a graph per bucket."""
 
     def __init__(self, passes: PipelineContext, seats: range, seed: int) -> None:
         self.passes, self.model, self.board = passes, passes.policy.model, passes.board
@@ -103,9 +103,9 @@ class GpuPipeline:
         self._generator = torch.Generator(device).manual_seed(seed)
         self._hosts = [torch.from_numpy(leaf) for leaf in (*board.observation, board.first)]
         self._inputs = [_like(host, num_seats, device=device) for host in self._hosts]
-        for choices in space_choices(self.model.spaces.observation):  # rows that nobody laid down are computed too
+        for choices in space_choices(self.model.spaces.observation):  # unwritten rows are computed too: make them valid
             self._inputs[choices.leaf] += torch.as_tensor(choices.low, device=device)
-        self._gathered: list[Tensor] = []  # page-locked, like the inputs; made when first needed
+        self._gathered: list[Tensor] = []  # page-locked, shaped like the inputs; allocated when first needed
         states = [torch.from_numpy(leaf[0]) for leaf in board.state]
         self._before = [_like(state, num_seats, pin_memory=True) for state in states]
         self._states = [_like(state, num_seats, device=device) for state in states]
@@ -114,12 +114,12 @@ class GpuPipeline:
         self._replies = [_like(torch.from_numpy(leaf), num_seats, pin_memory=True) for leaf in self._targets]
         self._landed = [back.numpy() for back in (*self._replies, *self._after)]
         self._pool = cuda.graph_pool_handle()
-        self._graphs: dict[_Key, Any] = {}  # None: called plainly
+        self._graphs: dict[_Key, Any] = {}  # None: called without a graph
         self.done.record(self.stream)
 
     def launch(self, round: Round) -> None:
-        """Starts the answer to `round`; waits for the GPU only the first time in a bucket."""
-        assert not self.busy, "a group has one round under way at most"
+        """Starts the computation of `round`; waits for the GPU only on the first use of a bucket."""
+        assert not self.busy, "a group has at most one round in progress"
         self.busy = True
         size = len(round.seats)
         key = _Key(bucket_of(size, self.num_seats), self.passes.locked and size == self.num_seats)
@@ -143,7 +143,7 @@ class GpuPipeline:
             getattr(self.marks, point).record(self.stream)
 
     def _fetch(self, seats: Array) -> None:
-        """Starts the copies of what was asked into the buffers, from the board itself where it lies in few pieces."""
+        """Starts copying the observations of `seats` into the buffers, directly from the board if in few pieces."""
         sources, pieces = self._hosts, stretches_of(seats)
         if len(pieces) > MAX_STRETCHES:
             sources, pieces = self._gather(seats), [slice(0, len(seats))]
@@ -161,7 +161,7 @@ class GpuPipeline:
         return self._gathered
 
     def _pass(self, key: _Key) -> None:
-        """The network over the first seats of the buffers, and the replies on their way back."""
+        """Runs the network over the first seats of the buffers, and starts copying the replies back."""
         bucket = key.bucket
         if key.whole:
             self._fetch(self._seats)
@@ -179,7 +179,7 @@ class GpuPipeline:
         self._mark("end")
 
     def _capture(self, key: _Key) -> Any:
-        """A graph of the pass; None where the network does not let itself be captured."""
+        """Returns a graph of the pass; None if the network cannot be captured."""
         if not self.passes.captures:
             return None
         with cuda.stream(self.stream), torch.backends.cudnn.flags(enabled=True, benchmark=True):
@@ -196,18 +196,18 @@ class GpuPipeline:
                 self._generator = torch.Generator(self.model.device).manual_seed(self._generator.initial_seed())
                 self.passes.captures = False
                 self.passes.report(
-                    "the network cannot be captured in a CUDA graph and is called plainly, which is slower for small "
-                    f"batches: {reason} A network that never looks at its numbers on the CPU (.item(), if) can be."
+                    "the network cannot be captured in a CUDA graph and is called without one, which is slower for "
+                    f"small batches: {reason} Do not read tensor values on the CPU (.item(), if)."
                 )
                 return None
         return graph
 
     def land(self, round: Round) -> None:
-        """Waits for the replies and lays them on the board."""
+        """Waits for the replies and writes them to the board."""
         end = time.perf_counter() + SPIN_S
         while not self.done.query():
             if time.perf_counter() > end:
-                self.done.synchronize()  # asleep
+                self.done.synchronize()  # sleeps
         board, seats, size = self.board, round.seats, len(round.seats)
         where = round.span if round.whole else seats
         replies, states = self._landed[: len(self._targets)], self._landed[len(self._targets) :]
@@ -221,5 +221,5 @@ class GpuPipeline:
 
 
 def _like(leaf: Tensor, num_seats: int, **options: Any) -> Tensor:
-    """Zeros for `num_seats` in the leading dimension of `leaf`."""
+    """Returns zeros shaped like `leaf`, with `num_seats` as the leading dimension."""
     return torch.zeros((num_seats, *leaf.shape[1:]), dtype=leaf.dtype, **options)

@@ -1,4 +1,4 @@
-"""One member's part of a gradient server: its reducers, and at the primary one the model and its optimizer."""
+"""One member's part of a gradient server: its reducers; in the primary member also the model and its optimizer."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ if TYPE_CHECKING:
     from echelon.transport.channel_calls import Future
     from echelon.world import RpcGroup
 
-MAX_UNDER_WAY = 16  # reduced gradients that a member has sent and whose receipt it has not heard of
-IDLE_S = 0.5  # without work, after which the thread of the primary reducer ends; the next gradient starts another
+MAX_UNDER_WAY = 16  # reduced gradients that a member has sent and that are not acknowledged yet
+IDLE_S = 0.5  # idle time after which the thread of the primary reducer ends; the next gradient starts another
 
 
 class PushPullGradServerImpl:
     """One member's part of a gradient server: a secondary reducer, the primary one, or both.
 
-    Whoever pushes the last gradient of a batch into a secondary reducer reduces it and sends the result to the primary
-    one, without waiting for an answer unless `MAX_UNDER_WAY` are unanswered; if none comes in time, that push raises
-    TransportTimeout, nothing is lost, and the next push tries again. A thread of the primary reducer takes a batch at a
-    time from there, hands their sum or mean to the optimizer as the gradient, steps the learning-rate schedule and
-    publishes the weights. Where that is slower than the pushes, its queue drops the oldest and counts it, as does that
-    of a secondary reducer before `start`. The loss of the primary one, or an error of its optimizer, ends it: `watch`
-    and whoever pushes next raise.
+    The thread that pushes the last gradient of a batch to a secondary reducer reduces the batch and sends the result to
+    the primary reducer. It waits for a reply only if `MAX_UNDER_WAY` results are not acknowledged. If no reply arrives
+    in time, the push raises TransportTimeout; nothing is lost, and the next push retries.
+
+    A thread of the primary reducer takes one batch at a time, passes its sum or mean to the optimizer as the gradient,
+    steps the learning-rate schedule and publishes the weights. If pushes are faster, the queue drops its oldest
+    gradient and counts it; so does the queue of a secondary reducer before `start`. If the primary reducer is lost, or
+    its optimizer raises, the server has failed: `watch` and the next push raise.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class PushPullGradServerImpl:
         reduce_batch_size: int = 4,
         max_queue_size: int = 64,
     ) -> None:
-        """The parameters are Machin's: the primary reducer is the first member, all members are secondary ones."""
+        """The parameters are Machin's; by default the first member is the primary reducer, and all are secondary."""
         members = group.get_group_members()
         self.server_name, self.group, self.model_name = server_name, group, model_name
         self.own = group.get_cur_name()
@@ -61,21 +62,21 @@ class PushPullGradServerImpl:
         unknown = {self.primary_reducer, *self.secondary_reducers} - set(members)
         if unknown or not self.secondary_reducers:
             raise ConfigError(
-                f"gradient server {server_name}: reducers {self.secondary_reducers} with the primary "
-                f"{self.primary_reducer!r} cannot be: choose at least one, from the members {members}."
+                f"gradient server {server_name}: the secondary reducers {self.secondary_reducers} and the primary "
+                f"reducer {self.primary_reducer!r} must be among the members {members}, with at least one secondary."
             )
         settings = (reduce_batch_size, max_queue_size, reduce_method, reduce_device)
         name = f"gradient server {server_name}, %s reducer {self.own}"
-        self.steps = 0  # of the optimizer whose weights are published
+        self.steps = 0  # optimizer steps whose weights are published
         self._batch = reduce_batch_size
-        self.undelivered = 0  # reduced gradients that the primary reducer did not get
+        self.undelivered = 0  # reduced gradients that the primary reducer did not receive
         self._secondary = GradReducer(*settings, name % "secondary") if self.own in self.secondary_reducers else None
         self._primary = GradReducer(*settings, name % "primary") if self.is_primary else None
         self._managed: Managed | None = None
         self._failure: Exception | None = None
-        self._lock = threading.Lock()  # of what is under way
+        self._lock = threading.Lock()  # guards _under_way and _unsent
         self._under_way: deque[Future] = deque()
-        self._unsent: Tensor | None = None  # reduced, and next to be sent
+        self._unsent: Tensor | None = None  # the reduced gradient that is sent next
         self._work, self._thread_lock = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_started, self._is_stopped = False, False
@@ -104,7 +105,7 @@ class PushPullGradServerImpl:
         )
 
     def manage_model(self, model: nn.Module, optimizer: Optimizer, lr_scheduler: LRScheduler | None = None) -> None:
-        """Makes `model`, at the primary reducer, the one that is trained; members can pull its weights from now on."""
+        """Sets the model to train, in the primary reducer; members can pull its weights from now on."""
         if not self.is_primary:
             raise RuntimeError(
                 f"gradient server {self.server_name}: {self.own!r} is not the primary reducer; "
@@ -112,42 +113,42 @@ class PushPullGradServerImpl:
             )
         if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ConfigError(
-                f"gradient server {self.server_name}: ReduceLROnPlateau steps by a metric, which no gradient carries. "
+                f"gradient server {self.server_name}: ReduceLROnPlateau needs a metric, which gradients do not have. "
                 "Use a schedule that counts steps."
             )
         self._managed = Managed(model, optimizer, lr_scheduler)
         self._publish(1)
 
     def start(self) -> None:
-        """Begins to reduce; what was pushed before waits in the queue."""
+        """Starts the reduction; gradients that were pushed before are in the queue."""
         if self.is_primary and self._managed is None:
             raise RuntimeError(f"gradient server {self.server_name}: call manage_model() before start().")
         if self._is_started:
-            raise RuntimeError(f"gradient server {self.server_name}: it was started already.")
+            raise RuntimeError(f"gradient server {self.server_name} was started already.")
         self._is_started = True
         self._wake()
         self._pass_on()
 
     def stop(self) -> None:
-        """Ends the reduction; what is queued stays there and is counted as queued."""
+        """Ends the reduction; queued gradients stay in the queue and are counted as queued."""
         self._is_stopped = True
         self._work.set()
         if (thread := self._thread) is not None:
             thread.join()
 
     def watch(self) -> None:
-        """Raises what this member's reducers failed by, if they did; PeerLost if the host of the world is gone."""
+        """Raises the error of this member's reducers, if they failed; PeerLost if the host of the world is gone."""
         self.group.check_world(f"the reducer {self.own!r} of the gradient server {self.server_name!r}")
         self._watch()
 
     def _watch(self) -> None:
-        """The same for members elsewhere, who learn of the world's end from their call itself."""
+        """The same for remote callers, whose call itself fails after the end of the world."""
         if isinstance(self._failure, PeerLost):
             lost = f"gradient server {self.server_name}: the primary reducer {self.primary_reducer} is lost"
             raise PeerLost(f"{lost}: {self._failure}") from self._failure
         if self._failure is not None:
             raise ReducerFailed(
-                f"gradient server {self.server_name}: the reducer of {self.own} failed by "
+                f"gradient server {self.server_name}: the reducer of {self.own} failed with "
                 f"{type(self._failure).__name__}: {self._failure}"
             ) from self._failure
 
@@ -160,7 +161,10 @@ class PushPullGradServerImpl:
         self._pass_on()
 
     def _take(self, gradient: Tensor) -> tuple[int, int]:
-        """Another member's push; returns its number here, and up to which number all have reached the primary one."""
+        """Handles a push of another member.
+
+        Returns the gradient's number in this reducer, and the number up to which all have reached the primary reducer.
+        """
         assert self._secondary is not None
         self._watch()
         self._secondary.push(gradient)
@@ -169,7 +173,7 @@ class PushPullGradServerImpl:
         return counts["pushed"], counts["pushed"] - counts["queued"] - self._batch * counts["under_way"]
 
     def _pass_on(self) -> None:
-        """Sends the batches that are full to the primary reducer."""
+        """Reduces full batches and sends them to the primary reducer."""
         if self._secondary is None or not self._is_started or self._is_stopped:
             return
         with self._lock:
@@ -177,24 +181,24 @@ class PushPullGradServerImpl:
                 if self._unsent is None:
                     self._unsent = self._secondary.reduce()
                 while self._unsent is not None:
-                    self._hear(MAX_UNDER_WAY - 1)
+                    self._collect(MAX_UNDER_WAY - 1)
                     self._send(self._unsent)
                     self._unsent = self._secondary.reduce()
-                self._hear(MAX_UNDER_WAY)
+                self._collect(MAX_UNDER_WAY)
             except TransportTimeout as error:
                 raise TransportTimeout(
-                    f"gradient server {self.server_name}: the primary reducer {self.primary_reducer} is late, with "
-                    f"{len(self._under_way)} reduced gradients under way to it: {error} Nothing is lost: what was "
-                    "pushed is kept, and the next push tries again."
+                    f"gradient server {self.server_name}: the primary reducer {self.primary_reducer} is late; "
+                    f"{len(self._under_way)} reduced gradients are not acknowledged: {error} Nothing is lost: the "
+                    "gradients are kept, and the next push retries."
                 ) from error
             except (PeerLost, RpcException, ReducerFailed) as error:
-                self._failure = self._failure or error  # of the primary reducer here, the cause
+                self._failure = self._failure or error  # a failure of the primary reducer in this process came first
                 self._give_up()
         self.watch()
 
-    def _hear(self, most: int) -> None:
-        """Takes in the answers that have come; first waits for all of them if more than `most` are under way."""
-        if len(self._under_way) > most:  # calls are answered in order: after this one nothing is
+    def _collect(self, most: int) -> None:
+        """Processes the replies that have arrived; first waits for all of them if more than `most` are pending."""
+        if len(self._under_way) > most:  # replies arrive in order: after this call none is pending
             self.group.registered_sync(f"{self.server_name}/primary")
         while self._under_way and self._under_way[0].done():
             self._under_way[0].wait()
@@ -207,7 +211,7 @@ class PushPullGradServerImpl:
             self._under_way.append(self.group.registered_async(f"{self.server_name}/reduced", args=(gradient,)))
 
     def _give_up(self) -> None:
-        """Counts what the primary reducer is not known to have got."""
+        """Counts the gradients that the primary reducer did not acknowledge, and drops them."""
         self.undelivered += self._unsent is not None
         for future in self._under_way:
             try:
@@ -226,7 +230,7 @@ class PushPullGradServerImpl:
         self._wake()
 
     def _wake(self) -> None:
-        """Tells the thread that there may be work. It ends when it is idle, so that it never outlives its world."""
+        """Wakes the thread, or starts it. The thread ends when it is idle, so that it never outlives its world."""
         if not self.is_primary or not self._is_started:
             return
         with self._thread_lock:
@@ -237,7 +241,7 @@ class PushPullGradServerImpl:
                 self._thread.start()
 
     def _has_work(self) -> bool:
-        """Waits until there may be work; False if the thread is to end."""
+        """Waits until there may be work; returns False if the thread has to end."""
         self._work.wait(IDLE_S)
         with self._thread_lock:
             if self._is_stopped or not self._work.is_set():
@@ -256,17 +260,17 @@ class PushPullGradServerImpl:
                     self.steps += 1
         except WorldStopped:
             return
-        except Exception as error:  # whatever it is, the members learn of it
+        except Exception as error:  # `watch` and the next push raise it
             self._failure = error
 
     def _publish(self, version: int) -> None:
-        """The weights become the next version; the first is 1."""
+        """Publishes the weights as `version`; the first is 1."""
         assert self._managed is not None
         state = state_of(self._managed.model, f"gradient server {self.server_name}")
         if not self.o_server.push(self.model_name, state, version, version - 1):
             raise RuntimeError(
-                f"gradient server {self.server_name}: somebody else pushed {self.model_name!r} to its ordered server; "
-                f"version {version} does not follow. Give every gradient server a model_name of its own."
+                f"gradient server {self.server_name}: version {version} of {self.model_name!r} was rejected: another "
+                "process pushed to its ordered server. Give every gradient server a different model_name."
             )
 
     def _shapes(self) -> Shapes:
@@ -278,7 +282,7 @@ class PushPullGradServerImpl:
         return shapes_of(self._managed.model)
 
     def stats(self) -> dict[str, int]:
-        """The counts of this member's reducers."""
+        """Returns the counts of this member's reducers."""
         under_way = len(self._under_way) + (self._unsent is not None)
         counts = {"undelivered": self.undelivered, "under_way": under_way, "batch": self._batch}
         if self._secondary is not None:
@@ -290,7 +294,7 @@ class PushPullGradServerImpl:
 
 
 class Managed:
-    """The model that is trained, and what trains it."""
+    """The model that is trained, its optimizer and its learning-rate schedule."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, lr_scheduler: LRScheduler | None) -> None:
         self.model, self.optimizer, self.lr_scheduler = model, optimizer, lr_scheduler

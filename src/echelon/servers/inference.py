@@ -1,9 +1,10 @@
 """The inference server: answers the act requests of many actors with one forward pass.
 
-It waits for: questions on the board (`Batcher.next`, rung by `Seat.ask`). It wakes: the actors that asked, by settling
-the round. Weights are looked at after a round was taken, so no answer is older than what was published when its
-question was put: an actor that asks only after it was admitted keeps the bound on the lag. If the server dies in the
-middle of an answer, its successor finds the questions on the board and the recurrent state as it was before them.
+It waits for requests on the board (`Batcher.next`, woken by `Seat.ask`). It wakes the actors of a round by settling the
+round. It reads the weights after it has taken a round, so a reply never uses weights older than those published when
+the request was made: an actor that requests actions only after it was admitted keeps the bound on the lag. If the
+server dies in the middle of a round, its successor finds the requests on the board, and the recurrent state from before
+them.
 
 Shapes: n seats of a round, K environments of a seat.
 """
@@ -27,41 +28,41 @@ Array = np.ndarray[Any, Any]
 
 
 class Answerer(Protocol):
-    """What lays down the replies to a round."""
+    """Computes the replies to a round."""
 
     def answer(self, round: Round) -> int:
-        """Writes the replies of the seats that asked, and of no other; returns the version of the weights."""
+        """Writes the replies of the round's seats, and of no others; returns the version of the weights."""
 
     def close(self) -> None: ...
 
 
 class ActSource(Protocol):
-    """Where questions come in that do not lie on the board yet, from other machines."""
+    """A source of requests from other hosts, which are not on the board yet."""
 
     @property
     def num_refused(self) -> int:
-        """Frames and handshakes that were refused."""
+        """Number of frames and handshakes that were refused."""
 
     def next(self, batcher: Batcher, timeout_s: float) -> Round | None:
-        """The next round, of the board and of the listener, waiting at most `timeout_s` for one."""
+        """Returns the next round, from the board and the listener; waits at most `timeout_s` for one."""
 
     def reply(self, round: Round) -> None:
-        """Sends the answers of a settled round to those who do not read them off the board."""
+        """Sends the replies of a settled round to the actors of other hosts."""
 
     def close(self) -> None: ...
 
 
 class PolicyAnswerer:
-    """Answers on the CPU, with a copy of the policy that follows the weights board.
+    """Computes replies on the CPU, with a copy of the policy that follows the weights board.
 
-    The observations are read where they lie. Where only some seats of the span asked, but at least half, the whole
-    span is computed and only theirs is written: the others may still be reading their last answer.
+    Observations are read in place. If at least half of the seats of the span belong to the round, the whole span is
+    computed, but only replies of the round are written: the actors of other seats may still read their last reply.
     """
 
     def __init__(
         self, model: Model, board: ActBoard, weights: WeightsBoard, seed: int, *, with_value: bool = True
     ) -> None:
-        """`with_value=False` leaves the value out of the replies, where nobody reads it."""
+        """`with_value=False` leaves the value out of the replies."""
         self.mirror, self.weights, self.policy = Mirror(model), weights, Policy(model, with_value=with_value)
         self.model, self.board = model, board
         self.rng = torch.Generator().manual_seed(seed)
@@ -86,16 +87,16 @@ class PolicyAnswerer:
         pass
 
     def _rows(self, round: Round) -> slice | Array:
-        """What is computed: the span where it lies, or the seats gathered from it."""
+        """Returns the rows to compute: the whole span in place, or only the seats of the round, gathered."""
         span = round.span
         if round.whole:
             return span
-        # A seat that never asked may hold what no network can read; a recurrent state is gathered anyway.
+        # A seat without any request so far may hold an invalid observation; recurrent states are gathered anyway.
         dense = not self.board.state and 2 * len(round.seats) >= span.stop - span.start
         return span if dense and self.board.asked[span].all() else round.seats
 
     def _reply(self, round: Round, rows: slice | Array, target: Array, tensor: torch.Tensor) -> None:
-        """Lays down the replies of the seats that asked."""
+        """Writes the replies of the round's seats to the board."""
         reply = tensor.numpy().reshape(-1, *target.shape[1:])
         if isinstance(rows, slice) and not round.whole:
             target[round.seats] = reply[round.seats - rows.start]
@@ -104,7 +105,7 @@ class PolicyAnswerer:
 
 
 class InferenceServer:
-    """One round a step: gathers questions, has them answered, shows the replies."""
+    """Serves one round per step: takes the requests, computes the replies, wakes the actors."""
 
     def __init__(self, batcher: Batcher, answerer: Answerer, listener: ActSource | None = None) -> None:
         self.batcher, self.answerer, self.listener = batcher, answerer, listener
@@ -112,7 +113,7 @@ class InferenceServer:
         self.wait_s = self.forward_s = self.transfer_s = 0.0
 
     def step(self, timeout_s: float) -> bool:
-        """Answers one round; waits at most `timeout_s` for it."""
+        """Serves one round; waits at most `timeout_s` for it."""
         round = self._take(timeout_s)
         if round is None:
             return False
@@ -124,7 +125,7 @@ class InferenceServer:
         return True
 
     def _take(self, timeout_s: float) -> Round | None:
-        """The next round, waiting at most `timeout_s` for one; to be claimed before its state is read."""
+        """Returns the next round; waits at most `timeout_s` for one. Claim it before reading its recurrent state."""
         start = time.perf_counter()
         batcher = self.batcher
         round = self._next(0.0) if batcher.rule.spin_us else None
@@ -140,7 +141,7 @@ class InferenceServer:
         return self.batcher.next(timeout_s) if self.listener is None else self.listener.next(self.batcher, timeout_s)
 
     def _settle(self, round: Round, version: int) -> None:
-        """Shows the replies to those who asked."""
+        """Makes the replies visible to their actors."""
         start = time.perf_counter()
         self.batcher.settle(round, version)
         if self.listener is not None:

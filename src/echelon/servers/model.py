@@ -1,4 +1,4 @@
-"""A model that members share by pushing and pulling: the newest weights, by version."""
+"""A model that members share by pushing and pulling its weights, which have versions."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ if TYPE_CHECKING:
 
 
 class PushPullModelServer:
-    """Access to one shared model. The versions that local models have are kept here, model by model.
+    """A client of one shared model; it records the version of each local model.
 
-    A model in DistributedDataParallel or DataParallel is pushed and pulled as the one inside.
+    Of a model wrapped in DistributedDataParallel or DataParallel, the inner model is pushed and pulled.
     """
 
     def __init__(self, model_name: str, o_server: Ordered, *, shares_buffers: bool = True) -> None:
-        """Without `shares_buffers` a model gets buffers with its first pull only; from then on they are its own."""
+        """Without `shares_buffers`, only the first pull loads the model's buffers; later pulls leave them unchanged."""
         self.model_name, self.o_server, self.shares_buffers = model_name, o_server, shares_buffers
         self._versions: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
     def version(self, model: nn.Module) -> int:
-        """The version of the weights that were last pushed from or pulled into `model`; 0 at first."""
+        """Returns the version of the weights that were last pushed from or pulled into `model`; 0 at first."""
         return self._versions.get(bare(model), 0)
 
     def push(self, model: nn.Module, pull_on_fail: bool = True) -> bool:
-        """Shares the weights as the version after the model's.
+        """Stores the weights as the version after the model's; returns whether the push was accepted.
 
-        False if somebody else pushed meanwhile: then the model gets the newest weights. With `pull_on_fail` off it
-        keeps its own and gets only their version, so that its next push counts.
+        A push is rejected if another member has pushed meanwhile; the newest weights are then loaded into the model.
+        With `pull_on_fail=False` the model keeps its weights and takes over only the newest version number, so that
+        its next push is accepted.
         """
         version = self.version(model)
         state = state_of(model, f"model {self.model_name}")
@@ -47,7 +48,7 @@ class PushPullModelServer:
         return False
 
     def pull(self, model: nn.Module) -> bool:
-        """Loads the newest weights if the model has others; True if there are any."""
+        """Loads the newest weights unless the model has them; returns whether the server has any."""
         found = self.o_server.newer(self.model_name, self.version(model))
         if isinstance(found, tuple):
             state, version = found
@@ -58,14 +59,15 @@ class PushPullModelServer:
 
 
 class PushPullModelServerImpl:
-    """The home of one shared model, in the memory of the member that makes it."""
+    """The server of one shared model, in the memory of the member that creates it."""
 
     def __init__(
         self, server_name: str, group: RpcGroup, model_name: str = "model", o_server: Ordered | None = None
     ) -> None:
-        """Without `o_server` it makes an ordered server of the same name.
+        """Without `o_server`, creates an ordered server of the same name.
 
-        `accessor` is for this member; others make `PushPullModelServer(model_name, OrderedServer(server_name, group))`.
+        This member uses `accessor`; others create
+        `PushPullModelServer(model_name, OrderedServer(server_name, group))`.
         """
-        ordered = o_server or OrderedServerImpl(server_name, group, version_depth=0)  # nobody asks for older weights
+        ordered = o_server or OrderedServerImpl(server_name, group, version_depth=0)  # older weights are never pulled
         self.accessor = PushPullModelServer(model_name, ordered)

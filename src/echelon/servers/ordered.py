@@ -1,7 +1,7 @@
-"""Values under keys, with versions: a push counts only if it was made from the newest one.
+"""Versioned values under keys: a push is accepted only if it is based on the newest version.
 
-Versions are labels, numbers or text. The first push of a key always counts; any other must name the newest version as
-the one before it, so of two members that push from the same version, one is told to pull first.
+A version is a label, a number or a string. The first push of a key is always accepted; any other must name the newest
+version as its predecessor. If two members push from the same version, the second is rejected and must pull first.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ Version = int | str
 
 
 class Ordered(Protocol):
-    """What both sides of an ordered server offer."""
+    """The interface of an ordered server and of its clients."""
 
     def push(self, key: str, value: Any, version: Version, prev_version: Version | None) -> bool:
-        """Stores `value` as `version`; False, and nothing is changed, unless `prev_version` is the newest there."""
+        """Stores `value` as `version`; changes nothing and returns False unless `prev_version` is the newest."""
         ...
 
     def pull(self, key: str, version: Version | None = None) -> tuple[Any, Version] | None:
-        """The value of `version` (None: of the newest) and its version; None if that is not there."""
+        """Returns the value of `version` (None: the newest) and its version; None if the server does not have it."""
         ...
 
     def newer(self, key: str, version: Version | None) -> tuple[Any, Version] | Version | None:
-        """The newest value and its version; only the version if it is `version`; None if nothing is there."""
+        """Returns the newest value and its version; only the version if it equals `version`; None without a value."""
         ...
 
 
 class OrderedServerImpl:
-    """Holds the newest version of every key and `version_depth` before it, in the memory of the member that makes it.
+    """Stores the newest version of every key and `version_depth` earlier ones, in the memory of its member.
 
-    Threads that serve other members push and pull; a lock lets one in at a time. Who pushes or pulls here directly
-    shares the value with the server and changes it no more. If the process dies, its values are gone and whoever asks
-    for them gets PeerLost; so does whoever asks here once the host of the world is gone, as nobody else can push.
+    A lock serializes the threads that push and pull for other members. A value that is pushed or pulled in this process
+    is shared with the server, so the caller must not change it. If the process dies, its values are lost and requests
+    for them raise PeerLost. If the host of the world dies, calls in this process raise PeerLost too, as no other member
+    can push.
     """
 
     def __init__(self, server_name: str, group: RpcGroup, version_depth: int = 1) -> None:
@@ -48,7 +49,7 @@ class OrderedServerImpl:
         self.server_name, self.group, self.version_depth = server_name, group, version_depth
         self._lock = threading.Lock()
         self._values: dict[str, OrderedDict[Version, Any]] = {}
-        # Who calls from elsewhere learns of the world's end from the call itself.
+        # Remote callers need no check: their call itself fails after the end of the world.
         group.register(f"{server_name}/push", self._push)
         group.register(f"{server_name}/pull", self._pull)
         group.register(f"{server_name}/newer", self._newer)
@@ -92,7 +93,7 @@ class OrderedServerImpl:
 
 
 class OrderedServer:
-    """Access to the ordered server of this name, from any member of the group; values are copied on their way."""
+    """A client of the ordered server of this name, for any member of the group; values are copied."""
 
     def __init__(self, server_name: str, group: RpcGroup) -> None:
         self.server_name, self.group = server_name, group

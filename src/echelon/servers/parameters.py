@@ -1,4 +1,4 @@
-"""Models on their way: their weights as a dict of tensors, their gradients as one flat vector."""
+"""Models in messages: their weights as a dict of tensors, their gradients as one flat vector."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Shapes = dict[str, list[int]]
 
 
 class ModelError(EchelonError, RuntimeError):
-    """A model cannot be pushed or pulled as it is; the message names the parameter."""
+    """The model cannot be pushed or pulled; the message names the parameter."""
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel or DataParallel, or the model itself."""
+    """Returns the model inside DistributedDataParallel or DataParallel, or the model itself."""
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         inner: nn.Module = model.module
         return inner
@@ -27,27 +27,27 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def state_of(model: nn.Module, where: str) -> State:
-    """A copy of everything in the model that travels, on the CPU."""
+    """Returns a copy of the model's state dict on the CPU."""
     state = {}
     for name, value in bare(model).state_dict().items():
         if not isinstance(value, Tensor):
-            raise ModelError(f"{where}: {name} of the model is a {type(value).__name__}; only tensors travel.")
+            raise ModelError(f"{where}: {name} of the model is a {type(value).__name__}; only tensors can be sent.")
         state[name] = value.detach().to("cpu", copy=True)
     return state
 
 
 @torch.no_grad()
 def load(model: nn.Module, state: Mapping[str, Tensor], where: str, with_buffers: bool = True) -> None:
-    """Copies `state`, or its parameters alone, into the model; raises ModelError, and changes nothing, on a misfit."""
+    """Copies `state`, or only its parameters, into the model; on a mismatch, raises ModelError and changes nothing."""
     own = bare(model).state_dict()
     if state.keys() != own.keys():
         odd = sorted(state.keys() ^ own.keys())
-        raise ModelError(f"{where}: {', '.join(odd)} is only in one of the model and what the server holds.")
+        raise ModelError(f"{where}: {', '.join(odd)} is only in the model or only in the weights of the server.")
     for name, value in own.items():
         if value.shape != state[name].shape:
             raise ModelError(
                 f"{where}: {name} has the shape {list(value.shape)} here and {list(state[name].shape)} at the server. "
-                "All members must make the same model."
+                "All members must create the same model."
             )
     learned = own if with_buffers else dict(bare(model).named_parameters(remove_duplicate=False))
     for name, value in own.items():
@@ -56,23 +56,23 @@ def load(model: nn.Module, state: Mapping[str, Tensor], where: str, with_buffers
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """The parameters that gradients are of, in order."""
+    """Returns the shapes of the model's parameters, in the order of a gradient."""
     return {name: list(value.shape) for name, value in bare(model).named_parameters()}
 
 
 def check_shapes(model: nn.Module, expected: Mapping[str, Any], where: str) -> None:
-    """Raises ModelError naming the first parameter that differs."""
+    """Raises a ModelError that names the first parameter whose shape differs."""
     own = shapes_of(model)
     for name in [*expected, *own]:
         if own.get(name) != expected.get(name):
             raise ModelError(
                 f"{where}: parameter {name} has the shape {own.get(name)} here and {expected.get(name)} in the managed "
-                "model. All members must make the same model."
+                "model. All members must create the same model."
             )
 
 
 def gradient_of(model: nn.Module, where: str) -> Tensor:
-    """The gradients of all parameters, one after the other, in one new vector on the CPU."""
+    """Returns the concatenated gradients of all parameters as one new vector on the CPU."""
     gradients = []
     for name, parameter in bare(model).named_parameters():
         if parameter.grad is None:
@@ -82,12 +82,12 @@ def gradient_of(model: nn.Module, where: str) -> Tensor:
     if not bool(flat.sum().isfinite()) and not bool(flat.isfinite().all()):
         for (name, _), gradient in zip(bare(model).named_parameters(), gradients, strict=True):
             if not bool(gradient.isfinite().all()):
-                raise DivergedError(f"{where}: the gradient of {name} holds a NaN or an infinity. Nothing was pushed.")
+                raise DivergedError(f"{where}: the gradient of {name} has a NaN or infinity. Nothing was pushed.")
     return flat
 
 
 def set_gradient(model: nn.Module, flat: Tensor) -> None:
-    """Makes `flat` the gradients of the model's parameters."""
+    """Sets the gradients of the model's parameters from the vector `flat`."""
     begin = 0
     for parameter in bare(model).parameters():
         end = begin + parameter.numel()

@@ -1,12 +1,13 @@
-"""The shard server: answers the learners of other hosts with what lies in the replay shards of this one.
+"""The shard server: serves the items in the replay shards of this host to the learners of other hosts.
 
-It joins the shards as a learner of this host does, so the actors know nothing of it, and the shard of a dead actor is
-read like any other. It waits for: questions, and while a learner waits for news also for appends. It wakes: the actors
-of this host, as the learners' counts come with their questions. It keeps nothing: a learner whose server died asks its
-successor again. What bounds it: a queue for each connection, and one learner waits for news once. A message that breaks
-the rules costs its sender the connection. If it dies, learners wait for its successor, and in the end drop its shards.
+It opens the shards as a learner of this host does, so actors are not involved, and the shard of a dead actor is read
+like any other. It waits for requests, and while a learner waits for new items also for appends. It wakes the actors of
+this host, because requests contain the learners' counts. It has no state: a learner whose server died sends its request
+to the successor again. Bounds: one queue per connection, and one pending request for new items per learner. An invalid
+message closes the connection of its sender. If the server dies, learners wait for its successor, and finally drop its
+shards.
 
-Needs nothing heavier than numpy and pyzmq.
+Imports nothing heavier than numpy and pyzmq.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from echelon.transport.channel import Message, Part
 from echelon.transport.channel_server import Server
 
 Array = np.ndarray[Any, Any]
-BURST = 100  # messages taken in before those who wait for news get their turn
+BURST = 100  # messages handled before the held requests for new items are checked
 
 
 class ShardServer:
-    """Answers for some of the shards of a run: those of its host."""
+    """Serves those shards of a run that are on this host."""
 
     def __init__(
         self,
@@ -41,12 +42,12 @@ class ShardServer:
         address: str,
         secret: str | None = None,
     ) -> None:
-        """Joins the shards that `wire` is about, in `folder`, and listens; off the loopback only with a secret."""
+        """Opens the shards of `wire` in `folder`, and listens; off the loopback only with a secret."""
         self.wire, self.limiter = wire, Limiter.at(folder, rule)
         self.readers = [ShardReader(Shard.at(folder, index, wire.layout)) for index in wire.shards]
         own = np.zeros(wire.num_counts, np.bool_)
         own[wire.shards] = True
-        self._elsewhere = ~own  # counts that come with questions
+        self._elsewhere = ~own  # counts that requests update
         self._birth = int.from_bytes(hashlib.blake2b(str(folder).encode(), digest_size=7).digest(), "little")
         self._appended = self.limiter.listen(None)
         self._server = Server("replay shards", address, secret, wire.question_bytes, QUEUED_MESSAGES)
@@ -58,11 +59,11 @@ class ShardServer:
 
     @property
     def num_refused(self) -> int:
-        """Messages and handshakes that were refused."""
+        """Number of messages and handshakes that were refused."""
         return self._server.num_refused
 
     def step(self, timeout_s: float) -> bool:
-        """Answers what has come; waits at most `timeout_s` for something."""
+        """Serves the received requests; waits at most `timeout_s` for one."""
         start = time.perf_counter()
         worked = self._server.take(BURST) > 0
         served = time.perf_counter()
@@ -76,21 +77,21 @@ class ShardServer:
 
     def _take(self, message: Message) -> None:
         question = self.wire.understand(message.frames)
-        self._hear(question.counts)
+        self._update_counts(question.counts)
         self._answer(message, question)
 
     def _take_news(self, message: Message) -> None:
         question = self.wire.understand(message.frames)
-        self._hear(question.counts)
+        self._update_counts(question.counts)
         if message.is_post:
             return
-        if (question.since < 0).all():  # it has yet to learn from where on to ask
+        if (question.since < 0).all():  # the first request: the learner does not know the heads yet
             self._answer(message, question)
         else:
             self._server.hold(message, lambda: self._has_news(question), lambda: self._answer(message, question))
 
-    def _hear(self, counts: Array) -> None:
-        """Takes over what is counted elsewhere; a count never goes back."""
+    def _update_counts(self, counts: Array) -> None:
+        """Updates the counts of other hosts; a count never decreases."""
         newer = np.flatnonzero((counts > self.limiter.counts()) & self._elsewhere)
         num_shards = self.limiter.rule.num_shards
         for index in newer.tolist():
@@ -117,7 +118,7 @@ class ShardServer:
         self.num_items += len(whole)
 
     def _items(self, numbers: list[Array]) -> tuple[list[Part], Array]:
-        """The items as they travel, and which are whole."""
+        """Returns the items as message parts, and which of them are whole."""
         layout, ends = self.wire.layout, np.cumsum([len(wanted) for wanted in numbers]).tolist()
         whole = np.zeros(ends[-1], np.bool_)
         if not ends[-1]:
@@ -137,7 +138,7 @@ class ShardServer:
         for reader, wanted, part, end in zip(self.readers, numbers, parts, ends, strict=True):
             if not len(wanted):
                 continue
-            is_there = (wanted >= 0) & (wanted < reader.shard.head)  # a learner may know another shard than this
+            is_there = (wanted >= 0) & (wanted < reader.shard.head)  # the learner may refer to an earlier shard
             whole[end - len(wanted) : end] = is_there & reader.whole(wanted, part)
         return [array.view(np.uint8).reshape(-1).data for array in (rows, *frames)], whole
 
@@ -146,7 +147,7 @@ class ShardServer:
 
 
 def _news(reader: ShardReader, since: int) -> tuple[int, Array]:
-    """The actor's priorities from number `since` on, and the first number that they are of."""
+    """Returns the actor's priorities from number `since` on, and the number of the first."""
     tail, head = reader.window()
     if since < 0:
         return tail, np.empty(0)

@@ -1,6 +1,6 @@
-"""Starts servers on all members of the world: every member calls the same function and gets its accessors.
+"""Functions that start servers: every member calls the same function and gets its clients.
 
-The first member is the home of the models and the primary reducer.
+The first member stores the models and is the primary reducer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Each = Any  # one value for all models, or a list with one for each
 def model_server_helper(
     model_num: int, group_name: str = "model_server", members: str | Sequence[str] = "all"
 ) -> tuple[PushPullModelServer, ...]:
-    """Access to `model_num` shared models. All `members` enter."""
+    """Starts the servers of `model_num` shared models and returns a client of each. All `members` call this."""
     if model_num < 1:
         raise ConfigError(f"model_server_helper: model_num={model_num} must be 1 or more.")
     group, first = _enter(group_name, members, "model_server_helper")
@@ -55,14 +55,15 @@ def grad_server_helper(
     reduce_batch_size: int = 4,
     max_queue_size: int = 64,
 ) -> tuple[PushPullGradServer, ...]:
-    """Access to one gradient server for each of `model_creators`, which are called on the first member only.
+    """Starts one gradient server for each of `model_creators` and returns a client of each.
 
-    All `members` enter, and all of them reduce. `learning_rate`, `optimizer_kwargs` and the arguments of `lr_scheduler`
-    may be lists with one entry for each model. The many parameters are Machin's and those of its gradient server.
+    All `members` call this, and all of them are secondary reducers. `model_creators` are called on the first member
+    only. `learning_rate`, `optimizer_kwargs` and the arguments of `lr_scheduler` may be lists with one entry for each
+    model. The parameters are those of Machin's function and of its gradient server.
     """
     num = len(model_creators)
     if num == 0:
-        raise ConfigError("grad_server_helper: model_creators is empty; give a function for each model.")
+        raise ConfigError("grad_server_helper: model_creators is empty; pass a function for each model.")
     rates = _each("learning_rate", learning_rate, num)
     options = _each("optimizer_kwargs", optimizer_kwargs or {}, num)
     schedule_args = _entries("lr_scheduler_args", lr_scheduler_args, (), num)
@@ -92,7 +93,7 @@ def grad_server_helper(
 
 
 def _enter(group_name: str, members: str | Sequence[str], caller: str) -> tuple[RpcGroup, str]:
-    """The group of the servers, and its first member."""
+    """Creates the group of the servers; returns it and its first member."""
     world = world_here(caller)
     if isinstance(members, str) and members != "all":
         raise ConfigError(f"{caller}: members={members!r} must be 'all' or a list of names.")
@@ -103,7 +104,7 @@ def _enter(group_name: str, members: str | Sequence[str], caller: str) -> tuple[
 
 
 def _each(name: str, given: Each, num: int) -> list[Any]:
-    """One value for each model."""
+    """Returns one value for each model."""
     if isinstance(given, (list, tuple)):
         return _entries(name, given, None, num)
     return [given] * num
@@ -113,5 +114,5 @@ def _entries(name: str, given: Sequence[Any] | None, default: Any, num: int) -> 
     if given is None:
         return [default] * num
     if len(given) != num:
-        raise ConfigError(f"grad_server_helper: {name} has {len(given)} entries for {num} models; give one for each.")
+        raise ConfigError(f"grad_server_helper: {name} has {len(given)} entries for {num} models; pass one for each.")
     return list(given)
