@@ -1,4 +1,4 @@
-"""A member of a world is killed or stopped while others wait for it, in every way there is to wait."""
+"""A member of a world is killed or suspended while others wait for it in every way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCENARIOS = {scenario.name: scenario for scenario in world_victims.SCENARIOS}
 
 @contextmanager
 def running(script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A script of this folder; afterwards no process of it is left, and nothing in shared memory."""
+    """Runs a script of this folder; checks that it leaves no process and nothing in shared memory."""
     mark = secrets.token_hex(8)
     path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: mark}
@@ -59,7 +59,9 @@ def test_who_waits_is_told_whom_it_waited_for(told: Told, name: str) -> None:
         outcomes = [outcome for outcome in outcomes if outcome[0] != "nothing"]
         assert len(outcomes) == 1
     for kind, text, waited_s in outcomes:
-        assert waited_s < world_victims.NOTICED_S  # of whatever is to notice a death; to give up has a shorter one
+        assert (
+            waited_s < world_victims.NOTICED_S
+        )  # for operations that must notice a death; those that must time out have a shorter one
         if scenario.signal == signal.SIGSTOP:
             assert kind == "TransportTimeout" and victim in text
         elif name == "a call through another":
@@ -80,7 +82,7 @@ def test_when_the_host_dies_everybody_who_waits_is_told() -> None:
 
 @pytest.mark.parametrize(("how", "why"), [("killed", "has ended"), ("fails", "it ended with ValueError: it broke")])
 def test_when_the_host_is_gone_buffers_and_servers_do_not_go_on_alone(how: str, why: str) -> None:
-    """Nor do members that live declare each other lost."""
+    """Live members do not declare each other lost."""
     with running("world_alone.py", how) as process:
         out, err = process.communicate(timeout=3 * DEADLINE_S)
         assert process.returncode == 0, err

@@ -1,8 +1,8 @@
-"""Buffers and servers of a world whose host is gone: what the members get who go on using them.
+"""Buffers and servers of a world whose host is gone: the errors of the members that keep using them.
 
-python world_alone.py HOW: four hand-made members, forks of this process. Rank 0, the host, is killed or fails once all
-have used each operation; the others repeat each until it raises. Each prints a line of JSON: its name, operation ->
-kind and text of the error, and whom its buffers declare lost.
+python world_alone.py HOW: four members, forks of this process. Rank 0, the host, is killed or fails once all have used
+each operation; the others repeat each until it raises. Each prints a line of JSON: its name, operation -> type and text
+of the error, and the members that its buffers declare lost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from echelon.world import RpcGroup, World
 SIZE = 4
 TIMEOUT_S = 60.0
 DEADLINE_S = 40.0  # until an operation must have raised: before any timeout
-HOME = "m1"  # of what the servers hold: it outlives the host
+HOME = "m1"  # the servers are in this member: it outlives the host
 REDUCERS = [HOME, "m2"]
 Operations = dict[str, Callable[[], Any]]
 
@@ -50,7 +50,7 @@ def net() -> nn.Module:
 
 
 def buffers_in(group: RpcGroup) -> tuple[Operations, Callable[[], dict[str, str]]]:
-    """What a member asks its buffers for, and whom these declare lost."""
+    """Returns a member's buffer operations, and the members that its buffers declare lost."""
     plain = DistributedBuffer("plain", group, 100)
     weighed = DistributedPrioritizedBuffer("weighed", group, 100)
     episodes = DistributedEpisodeBuffer("episodes", group, 10, 100)
@@ -72,7 +72,7 @@ def buffers_in(group: RpcGroup) -> tuple[Operations, Callable[[], dict[str, str]
 
 
 def servers_in(group: RpcGroup) -> Operations:
-    """What a member asks servers for whose home is another member than the host, or itself."""
+    """Returns a member's operations on servers that are in another member than the host, or in itself."""
     is_home = group.get_cur_name() == HOME
     ordered = OrderedServerImpl("ordered", group) if is_home else OrderedServer("ordered", group)
     settings: Any = {"primary_reducer": HOME, "secondary_reducers": REDUCERS}
@@ -105,7 +105,7 @@ def servers_in(group: RpcGroup) -> Operations:
 
 
 def error_of(operation: Callable[[], Any]) -> tuple[str, str]:
-    """The kind and the text of what `operation` raises, sooner or later."""
+    """Returns the type and text of the error that `operation` finally raises."""
     deadline = time.monotonic() + DEADLINE_S
     try:
         while time.monotonic() < deadline:

@@ -1,8 +1,8 @@
-"""Worlds whose host is killed, for what the others get who wait.
+"""Worlds whose host is killed: the errors of the members that wait.
 
-python world_ends.py host: four hand-made members, forks of this process. Rank 0, the host, kills itself while they
-wait; each of them prints a line of JSON: its name, the kind and the text of its error.
-python world_ends.py launcher: the launched processes print their numbers and wait for ever.
+python world_ends.py host: four members, forks of this process. Rank 0, the host, kills itself while they wait; each of
+them prints a line of JSON: its name, and the type and text of its error.
+python world_ends.py launcher: the launched processes print their pids and wait forever.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def waits_in_a_barrier(world: World, group: RpcGroup) -> None:
 
 
 def waits_in_a_call(world: World, group: RpcGroup) -> None:
-    """Of another than the host: it could go on, but nobody would tell us of its end."""
+    """The callee is not the host: it could continue, but its death would not be reported."""
     group.rpc_sync("m1", wait_for_ever)
 
 

@@ -1,8 +1,8 @@
-"""Two observers who wait for a victim in every way there is, while it is killed or stopped, and tell what they got.
+"""Two observers wait for a victim in every way while it is killed or suspended, and report their errors.
 
-python world_victims.py: all members are forks of this process. Ranks 0 and 1 observe; each scenario has a victim of its
-own. The observers print a line of JSON: name of the scenario -> kind and text of the error, and after how many seconds
-of waiting it was raised.
+python world_victims.py: all members are forks of this process. Ranks 0 and 1 observe; each scenario has its own victim.
+The observers print a line of JSON: name of the scenario -> type and text of the error, and after how many seconds of
+waiting it was raised.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from echelon.errors import EchelonError
 from echelon.frames.modules import among_learners, call
 from echelon.world import CollectiveGroup, RpcGroup, World
 
-TIMEOUT_S = 240.0  # of whatever must notice a death, and of victims until it is their turn
-NOTICED_S = 60.0  # nobody waits so long
-SHORT_S = 0.5  # of whatever must give up
-SHORT_COLLECTIVE_S = 8.0  # the same, where the group has to be made in that time, too
+TIMEOUT_S = 240.0  # for operations that must notice a death, and for victims until it is their turn
+NOTICED_S = 60.0  # longer than any wait
+SHORT_S = 0.5  # for operations that must time out
+SHORT_COLLECTIVE_S = 8.0  # the same, if the group has to be created within that time, too
 OBSERVERS = ("observer-0", "observer-1")
 DELAY_S = 0.1  # from the start of a wait to the kill; sound whatever it is
-LARGE = 1 << 24  # bytes: more than any queue takes in
+LARGE = 1 << 24  # bytes: more than any queue holds
 
 
 def pid() -> int:
@@ -43,7 +43,7 @@ def wait_for_ever() -> None:
 
 @dataclass(frozen=True)
 class Scene:
-    """What an observer has at hand when its wait begins."""
+    """The objects that an observer has when its wait starts."""
 
     world: World
     rpc: RpcGroup
@@ -68,13 +68,13 @@ class Scene:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A way to wait, and the signal that the victim gets meanwhile."""
+    """A way to wait, and the signal that the victim receives meanwhile."""
 
     name: str
     wait: Callable[[Scene], Any]
     collective: bool = False
     signal: signal.Signals = signal.SIGKILL
-    wrapped: bool = False  # all have a model whose gradients go through the collective group
+    wrapped: bool = False  # all have a model whose gradients use the collective group
     stopped: bool = False  # before the wait begins
     alone: bool = False  # the second observer does nothing
 
@@ -173,7 +173,7 @@ SCENARIOS = [
 
 
 def prepare(world: World, number: int) -> Scene:
-    """What observers and victim of a scenario do alike before it begins."""
+    """Runs the common preparation of the observers and the victim of a scenario."""
     scenario, rank = SCENARIOS[number], 2 + number
     victim = world.name_of(rank)
     rpc = GROUPS[scenario.name] = world.create_rpc_group(scenario.name, [*OBSERVERS, victim])
@@ -190,11 +190,11 @@ def prepare(world: World, number: int) -> Scene:
 
 
 def observe(world: World, number: int, observers: RpcGroup) -> tuple[str, str, float]:
-    """The kind and text of what came of it, and how long it took."""
+    """Returns the type and text of the outcome, and how long it took."""
     scenario = SCENARIOS[number]
     scene = prepare(world, number)
     number_of_process = scene.rpc.rpc_sync(scene.victim, pid)
-    observers.barrier()  # both have asked
+    observers.barrier()  # both have sent their request
     if scene.is_first and scenario.stopped:
         os.kill(number_of_process, signal.SIGSTOP)
     observers.barrier()
@@ -220,13 +220,13 @@ def run(rank: int, size: int) -> None:
     name = OBSERVERS[rank] if rank < 2 else f"victim-{rank}"
     world = World(name, rank, size, timeout_s=TIMEOUT_S)
     if rank >= 2:
-        scene = prepare(world, rank - 2)  # whoever lets its group go closes it
+        scene = prepare(world, rank - 2)  # releasing the group closes it
         wait_for_ever()
         del scene
     observers = world.create_rpc_group("observers", OBSERVERS)
     told = {scenario.name: observe(world, number, observers) for number, scenario in enumerate(SCENARIOS)}
     world.stop()
-    os.write(1, f"{json.dumps(told)}\n".encode())  # in one piece
+    os.write(1, f"{json.dumps(told)}\n".encode())  # in one write
 
 
 def main() -> int:

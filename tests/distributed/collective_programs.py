@@ -1,4 +1,4 @@
-"""What members of collective groups do in the tests; each function runs in every process of a launch."""
+"""Programs of the members of collective groups; each function runs in every process of a launch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from echelon.world import World, process_group
 
 
 def every_operation(world: World) -> dict[str, Any]:
-    """What each operation leaves in this process's tensors, in a group of all ranks."""
+    """Returns the results of each operation in this process's tensors, in a group of all ranks."""
     size, rank = world.world_size, world.rank
     group = world.create_collective_group(list(range(size)))
     told: dict[str, Any] = {"size": group.size(), "ranks": group.ranks}
@@ -61,13 +61,13 @@ def every_operation(world: World) -> dict[str, Any]:
 
 
 def messages(world: World) -> Any:
-    """Who sent what, as rank 0 received it."""
+    """Returns the senders and messages that rank 0 received."""
     group = world.create_collective_group(list(range(world.world_size)))
     others = [rank for rank in range(world.world_size) if rank != 0]
     told: list[Any] = []
     if world.rank == 0:
         tensor = torch.zeros(3)
-        told.append(sorted((group.recv(tensor), tensor.tolist()) for _ in others))  # whoever sends first
+        told.append(sorted((group.recv(tensor), tensor.tolist()) for _ in others))  # from the first sender
         told.append([(group.recv(tensor, rank, tag=7), tensor.tolist()) for rank in reversed(others)])
         rooms = {rank: torch.zeros(3) for rank in others}
         waits = {rank: group.irecv(room, rank) for rank, room in rooms.items()}
@@ -83,7 +83,7 @@ def messages(world: World) -> Any:
 
 
 def several_groups(world: World) -> list[float]:
-    """Rank 1 is in all of them, rank 0 and 2 never meet; the second of the same ranks is another one."""
+    """Rank 1 is in all groups, ranks 0 and 2 share none; the second group of the same ranks is a different group."""
     sums = []
     for ranks in ([0, 1], [1, 2], [1, 0], [1]):
         if world.rank in ranks:
@@ -125,7 +125,7 @@ def misuse(world: World) -> None:
 
 
 def averaged_gradient(world: World) -> list[float] | None:
-    """The gradient of a wrapped module in ranks 1 and 2; rank 0 has nothing to do with it."""
+    """Returns the gradient of a wrapped module in ranks 1 and 2; rank 0 is not involved."""
     if world.rank == 0:
         return None
     group = world.create_collective_group([1, 2])
@@ -142,10 +142,10 @@ def averaged_gradient(world: World) -> list[float] | None:
 
 
 def comes_late(world: World) -> str:
-    """Rank 1 comes only after rank 0 has given up; then both try again."""
+    """Rank 1 joins only after rank 0 has timed out; then both retry."""
     rpc = world.create_rpc_group("late", [world.name_of(rank) for rank in (0, 1)])
     if world.rank == 0:
-        with pytest.raises(TransportTimeout, match=f"'{world.name_of(1)}' did not come") as caught:
+        with pytest.raises(TransportTimeout, match=f"'{world.name_of(1)}' did not join") as caught:
             world.create_collective_group([0, 1], timeout=0.2)
         text = str(caught.value)
     rpc.barrier()
@@ -156,14 +156,14 @@ def comes_late(world: World) -> str:
 
 
 def fails_alone(world: World) -> str:
-    """Rank 1 fails just when rank 0 has the group; then both try again."""
+    """Rank 1 fails just when rank 0 has the group; then both retry."""
     rpc, connect = world.create_rpc_group("alone", [world.name_of(rank) for rank in (0, 1)]), process_group._gloo
 
-    connected: list[Any] = []  # until rank 0 has the group: it may still be greeting us
+    connected: list[Any] = []  # until rank 0 has the group: it may still be connecting to this process
 
     def too_late(*args: Any) -> Any:
         connected.append(connect(*args))
-        raise RuntimeError("it took longer than the timeout")
+        raise RuntimeError("connecting took longer than the timeout")
 
     text = ""
     if world.rank == 0:
@@ -182,7 +182,7 @@ def fails_alone(world: World) -> str:
 
 
 def listening(world: World) -> list[str]:
-    """The addresses at which this process listens for TCP while it is in a collective group."""
+    """Returns the addresses at which this process listens for TCP while it is in a collective group."""
     group = world.create_collective_group([0, 1])
     inodes = set()
     for path in Path("/proc/self/fd").iterdir():
@@ -197,7 +197,7 @@ def listening(world: World) -> list[str]:
 
 
 def everything(world: World) -> dict[str, Any]:
-    """What each of the above tells, one after another in one world of three."""
+    """Runs all programs above, one after another in one world of three; returns their results."""
     programs: list[Callable[[World], Any]] = [every_operation, messages, several_groups, averaged_gradient]
     if world.rank < 2:
         programs += [misuse, comes_late, fails_alone, listening]

@@ -1,4 +1,4 @@
-"""Processes that end while groups of theirs are being released; says how each ended."""
+"""Processes that exit while their groups are being released; prints how each exited."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Functions that the tests of `launch` run in the processes it starts; as a script: launches that end in every way.
 
-python launch_programs.py: launches functions of this script, which is `__main__` then, and writes JSON: how the launch
-was to end -> what it returned or raised, and how many processes and folders it left.
+python launch_programs.py: launches functions of this script, which is then `__main__`, and writes JSON: the way to end
+-> what the launch returned or raised, and how many processes and folders it left behind.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def must_hear_of_the_host(world: World) -> bool:
 
 
 def tell(world: World, tensor: torch.Tensor, words: dict[str, Any]) -> Any:
-    """Rank 0 returns at once, and is called all the same; rank 1 leaves by itself."""
+    """Rank 0 returns immediately, and can still be called; rank 1 calls `stop` itself."""
     group = world.create_rpc_group("all", world.members)
     told = (world.rank, world.name, world.members, world.world_size, float(tensor.sum()), words)
-    group.barrier()  # everybody is still there until all have looked
+    group.barrier()  # no member leaves before all have looked
     if world.rank == 2:
         assert group.rpc_sync(world.name_of(0), name) == world.name_of(0)
     if world.rank:
-        world.create_rpc_group("ranks 1 and 2", [world.name_of(1), world.name_of(2)])  # both know who is there
+        world.create_rpc_group("ranks 1 and 2", [world.name_of(1), world.name_of(2)])  # both know the members
     if world.rank == 1:
         world.stop()
         assert get_world() is None
@@ -63,13 +63,13 @@ def tell(world: World, tensor: torch.Tensor, words: dict[str, Any]) -> Any:
 
 
 def hear(world: World, file: str) -> None:
-    """Rank 1 fails while the others wait for it; what they hear goes to `file` and their rank."""
+    """Rank 1 fails while the others wait for it; they write the error that they receive to `file` and their rank."""
     group = world.create_rpc_group("all", world.members)
     if world.rank == 1:
         group.barrier()
         raise ValueError("it broke")
     try:
-        group.barrier()  # of this one, too, the news of the end may come first
+        group.barrier()  # the end of the world may arrive first here, too
         group.barrier()
     except BaseException as error:
         Path(f"{file}{world.rank}").write_text(f"{type(error).__name__}: {error}")
@@ -77,7 +77,7 @@ def hear(world: World, file: str) -> None:
 
 
 def end(world: World, how: str) -> Any:
-    """Rank 1 ends in some way, the others wait in different ones."""
+    """Rank 1 ends in some way while the others wait in different ways."""
     if how == "exit at the start" and world.rank == 1:
         sys.exit(0)
     group = world.create_rpc_group("all", world.members)

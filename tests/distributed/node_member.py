@@ -1,4 +1,4 @@
-"""A member process for the tests: joins, serves a few functions, polls until told to stop or its starter is gone."""
+"""A member process for the tests: joins, serves a few functions, polls until it is stopped or its starter is gone."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from echelon.world import launch
 
 LOOPBACK = "0100007F"  # 127.0.0.1 as /proc/net/tcp writes it
 
-Told = list[dict[str, Any]]  # of each rank: program -> what it told
+Told = list[dict[str, Any]]  # per rank: program -> its report
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_who_gave_up_can_try_again(told: Told) -> None:
 
 
 def test_who_failed_alone_can_try_again_with_the_others(told: Told) -> None:
-    assert "it took longer than the timeout" in told[1]["fails_alone"]
+    assert "connecting took longer than the timeout" in told[1]["fails_alone"]
 
 
 def test_nothing_listens_beyond_the_loopback(told: Told) -> None:

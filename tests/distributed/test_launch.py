@@ -1,4 +1,4 @@
-"""launch: results, failures, ends, and what is left afterwards, with real processes."""
+"""launch: results, failures, ends, and leftovers, with real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from echelon.world import launch, launching
 from running import DEADLINE_S, MARK, TESTS
 
 SCRIPT = TESTS / "distributed" / "launch_programs.py"
-WORDS = {  # how one of four members ends -> what launch returns or raises says
+WORDS = {  # how one of four members ends -> the result or the error text of launch
     "return": [f"[{', '.join([repr(['0', '1', '2', '3'])] * 4)}]"],  # functions of the script itself were found
     "raise": ["RpcException: '1' (rank 1, process ", ") failed with ValueError: it broke", "in end_by\n    raise Val"],
     "kill": ["PeerLost: '1' (rank 1, process ", ") was ended by SIGKILL, and the rest stopped."],
@@ -97,14 +97,14 @@ def outcomes() -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", WORDS)
 def test_a_launch_ends_with_its_members_and_leaves_nothing(outcomes: dict[str, Any], how: str) -> None:
-    """The others wait in a collective, a call, a barrier, or for a group: `exit(0)` ends them, a failure does, too."""
+    """The others wait in a collective, a call, a barrier, or for a group: `exit(0)` or a failure ends them."""
     told, num_processes, num_folders = outcomes[how]
     assert [words for words in WORDS[how] if words not in told] == [], told
     assert (num_processes, num_folders) == (0, 0)
 
 
 def test_results_come_in_the_order_of_the_ranks() -> None:
-    """Whoever returned serves on; whoever left by itself has a result all the same."""
+    """A member that returned keeps serving; a member that called `stop` has a result, too."""
     names = ["c", "a", "b"]
     told = launch(programs.tell, 3, (torch.ones(4), {"k": [1, None]}), names=names)
     assert told == [(rank, names[rank], ["a", "b", "c"], 3, 4.0, {"k": [1, None]}) for rank in range(3)]
@@ -116,8 +116,8 @@ def test_everybody_knows_of_all_from_the_start_even_if_word_of_them_is_late(tmp_
 
 
 def test_whoever_waits_hears_why_a_member_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not that its process was ended, nor, depending on who is faster, that it left."""
-    monkeypatch.setattr(launching, "FAILED_GRACE_S", DEADLINE_S)  # until they have written it down
+    """The error is the failure, never that the process ended or, depending on timing, that it left."""
+    monkeypatch.setattr(launching, "FAILED_GRACE_S", DEADLINE_S)  # until they have written the file
     with pytest.raises(RpcException, match="failed with ValueError: it broke"):
         launch(programs.hear, 3, (str(tmp_path / "heard-"),))
     for rank in (0, 2):
@@ -126,7 +126,7 @@ def test_whoever_waits_hears_why_a_member_failed(tmp_path: Path, monkeypatch: py
 
 
 def test_functions_beside_a_module_deep_in_a_package_can_be_called(tmp_path: Path) -> None:
-    """`python -m program.deep.main`: the whole package is the program's own, in the launched processes, too."""
+    """`python -m program.deep.main`: the whole package belongs to the program, in the launched processes too."""
     (tmp_path / "program" / "deep").mkdir(parents=True)
     (tmp_path / "program" / "other.py").write_text("def double(x):\n    return 2 * x\n")
     (tmp_path / "program" / "deep" / "main.py").write_text(DEEP)
@@ -136,7 +136,7 @@ def test_functions_beside_a_module_deep_in_a_package_can_be_called(tmp_path: Pat
 
 
 def test_the_members_watch_their_launcher_by_its_process() -> None:
-    """So they need not hear of it: stopping everything for a while ends nothing."""
+    """They need no heartbeats of it: suspending all processes for a while ends nothing."""
     assert launch(programs.must_hear_of_the_host, 1) == [False]
 
 
@@ -152,7 +152,7 @@ def test_a_script_that_launches_when_it_is_loaded_is_told_so(tmp_path: Path) -> 
         (lambda: launch(lambda world: 1, 2), "a lambda of test_launch cannot be called in another process"),
         (lambda: launch(programs.name, 0), "world_size of at least 1"),
         (lambda: launch(programs.name, 2, names=["a", "a"]), "as many different names"),
-        (lambda: launch(programs.name, 1, names=["a b"]), "no name for a member"),
+        (lambda: launch(programs.name, 1, names=["a b"]), "not a valid member name"),
         (lambda: launch(programs.name, 2, engine="magic"), "no engine 'magic'"),
         (lambda: launch(programs.name, 2, (object(),)), r"args of launch\(\) cannot be sent .*builtins.object"),
     ],

@@ -1,4 +1,4 @@
-"""The world with real processes: calls, posts, deaths, former lives, hostile frames, and nothing left behind."""
+"""Nodes in real processes: calls, posts, deaths, old incarnations, hostile frames, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
 
 @pytest.fixture
 def start(host: Node) -> Iterator[Start]:
-    """Starts a member in a process of its own and waits until it has joined."""
+    """Starts a member in a new process and waits until it has joined."""
     children: list[ForkServerProcess] = []
 
     def start_member(name: str) -> ForkServerProcess:
@@ -153,7 +153,7 @@ def test_a_silent_peer_times_out_by_name(host: Node, start: Start) -> None:
     with pytest.raises(TransportTimeout, match=rf"'a' \(process {child.pid}\) did not answer pid\(\).*0.2 s"):
         host.call("a", "pid", timeout_s=0.2)
     send_signal(child, signal.SIGCONT)
-    assert ask(host, "a", "echo", 2) == (2,)  # the late answer to the first call is not taken for this one's
+    assert ask(host, "a", "echo", 2) == (2,)  # the late reply to the first call is not taken for the reply to this one
     with pytest.raises(TransportTimeout, match=r"no 'nobody' joined\. The members are a, coordinator"):
         host.call("nobody", "pid", timeout_s=0.05)
 
@@ -162,7 +162,7 @@ def test_whoever_waits_for_a_killed_member_gets_peer_lost(host: Node, start: Sta
     victim, _ = start("victim"), start("waiter")
     victim.kill()
     victim.join()
-    ask(host, "waiter", "post", "waiter", "relay", "victim", "pid")  # it calls a dead process now, and waits
+    ask(host, "waiter", "post", "waiter", "relay", "victim", "pid")  # it now calls a dead process, and waits
     assert ask(host, "waiter", "members") == ["coordinator", "victim", "waiter"]  # and serves meanwhile
     host.forget("victim", "killed by signal 9")
     wait_for(host, lambda: ask(host, "waiter", "lost") != [])
@@ -181,9 +181,9 @@ def test_a_new_incarnation_takes_the_name_over(host: Node, start: Start) -> None
     host.serve("note", notes.append)
     old = start("a")
     start("b")
-    assert ask(host, "b", "relay", "a", "pid") == ask(host, "a", "pid") == old.pid  # so it is connected with both
+    assert ask(host, "b", "relay", "a", "pid") == ask(host, "a", "pid") == old.pid  # so it is connected to both
     send_signal(old, signal.SIGSTOP)
-    host.post("a", "post", "coordinator", "note", 1)  # the old one will run this when it wakes up
+    host.post("a", "post", "coordinator", "note", 1)  # the old process will run this when it wakes up
     new = start("a")
     assert ask(host, "a", "pid") == new.pid
     assert ask(host, "b", "relay", "a", "pid") == new.pid
@@ -196,7 +196,7 @@ def test_a_new_incarnation_takes_the_name_over(host: Node, start: Start) -> None
 
 
 def test_whoever_joins_is_known_to_all_and_who_missed_that_asks(tmp_path: Path) -> None:
-    """Many come at once: the others are told of several together."""
+    """Many join simultaneously: the others receive several joins in one message."""
     with Node.host("inproc://many") as host:
         members = [Node.join("inproc://many", f"m{index}", timeout_s=PATIENCE_S) for index in range(40)]
         everybody = [*members, host]
@@ -208,7 +208,7 @@ def test_whoever_joins_is_known_to_all_and_who_missed_that_asks(tmp_path: Path) 
 
         names = {one.name for one in everybody}
         wait_for(host, lambda: all_know(names))
-        members[3]._directory.version -= 1  # as if the last change had not come
+        members[3]._directory.version -= 1  # as if the last change had not arrived
         members[3]._directory.members.pop("m39")
         members.pop(7).close()
         everybody = [*members, host]
@@ -221,7 +221,7 @@ def test_whoever_joins_is_known_to_all_and_who_missed_that_asks(tmp_path: Path) 
 
 
 def test_a_former_life_is_refused(host: Node, knock: Knock) -> None:
-    """Two lives of one name in this process: what the first one still says counts for nothing."""
+    """Two incarnations of one name in this process: later messages of the first are refused."""
     notes: list[int] = []
     host.serve("note", notes.append)
     frames = encode((7, "a", "0123456789abcdef", "note", (1,)))
@@ -240,7 +240,7 @@ def test_a_former_life_is_refused(host: Node, knock: Knock) -> None:
 
 
 def member_of(host: Node, file: str) -> str:
-    """An address where nobody is, as a member of `host` would have it."""
+    """Returns an address that a member of `host` could have, without a listener."""
     return "tcp://127.0.0.1:1" if host.address.startswith("tcp") else f"{host.address.rpartition('/')[0]}/{file}"
 
 
@@ -268,7 +268,9 @@ def test_hostile_frames_cost_the_host_nothing(host: Node, start: Start, knock: K
         socket = knock()
         socket.send_multipart(frames)
         wait_for(host, lambda count=count: host.refused == count)  # type: ignore[misc]
-        socket.send_multipart(encode((1, "x", "y", "_join", (host.address, 1, ()))))  # ignored: it had its chance
+        socket.send_multipart(
+            encode((1, "x", "y", "_join", (host.address, 1, ())))
+        )  # ignored after the invalid message
     strangers: list[tuple[str, str, tuple[Any, ...]]] = [
         ("coordinator", "_join", (host.address, 1, ())),
         ("z", "_join", ("ipc:///etc/passwd", 1, ())),
@@ -360,8 +362,8 @@ def test_a_dead_file_is_replaced_and_a_live_host_is_not(tmp_path: Path) -> None:
         ("tcp://192.0.2.1:5000", "loopback"),
         ("tcp://127.0.0.1:high", "no port"),
         ("tcp://127.0.0.1:70000", "no port"),
-        ("udp://127.0.0.1:1", "no address"),
-        ("inproc://", "no address"),
+        ("udp://127.0.0.1:1", "not an address"),
+        ("inproc://", "not an address"),
     ],
 )
 def test_an_address_that_cannot_work_is_refused(address: str, word: str) -> None:
@@ -370,7 +372,7 @@ def test_an_address_that_cannot_work_is_refused(address: str, word: str) -> None
 
 
 def test_names_and_joins_that_cannot_work(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no name for a member"):
+    with pytest.raises(ConfigError, match="not a valid member name"):
         Node.host(f"ipc://{tmp_path}/x", "../x")
     with pytest.raises(ConfigError, match="107"):
         Node.join(f"ipc://{tmp_path}/x", "n" * 64)
@@ -398,7 +400,7 @@ def test_worlds_of_one_thread_call_each_other(request: pytest.FixtureRequest) ->
     host.forget("b", "no longer needed")
     with pytest.raises(PeerLost, match="no longer needed"):
         a.call("b", "through_a", 1)
-    with pytest.raises(ConfigError, match="host's alone"):
+    with pytest.raises(ConfigError, match="only the host can call forget"):
         a.forget("b", "")
     with pytest.raises(ConfigError, match="leading underscore"):
         a.serve("_join", len)

@@ -1,4 +1,4 @@
-"""Worlds made by hand: calls, groups and keys, threads, deaths and ends, in real processes."""
+"""Worlds without `launch`: calls, groups and keys, threads, deaths and ends, in real processes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_process_may_leave_and_enter_the_next_world() -> None:
 def test_a_host_that_stops_serves_the_other_ranks_until_they_have_left() -> None:
     told, *rest = run(programs.stop_the_host_early, 3)
     assert rest == [None, None]
-    assert told == ["'m0', the host of its world, waits for 'm1', 'm2' to leave. Ctrl-C ends all."]
+    assert told == ["'m0', the host of its world, waits for 'm1', 'm2' to leave. Ctrl-C ends the world."]
 
 
 @pytest.mark.parametrize("how", ["barrier", "call", "group"])
@@ -86,7 +86,7 @@ def test_whoever_waits_for_a_killed_member_learns_its_name(how: str) -> None:
             assert member.error == "", member.error
             kind, text, waited_s = member.value
             assert kind == "PeerLost" and "'m1'" in text, text
-            assert "has ended" in text or "left while" in text, text  # that is: while its line was being opened
+            assert "has ended" in text or "left while" in text, text  # "left while": while its channel was being opened
             assert waited_s < TIMEOUT_S  # that would be its own timeout
 
 
@@ -148,20 +148,20 @@ def test_the_host_is_told_that_somebody_came_with_another_secret(monkeypatch: py
     secret = "a secret of somebody else, as long"
     refused = threading.Thread(target=lambda: wait_until(lambda: is_turned_away(address, secret), "it is refused"))
     refused.start()
-    with pytest.raises(TransportTimeout, match=r"rank 1 did not .* ECHELON_SECRET of somebody who came was another"):
+    with pytest.raises(TransportTimeout, match=r"rank 1 .* did not join .* its ECHELON_SECRET was different"):
         World("m0", 0, 2, address, timeout_s=5.0)
     refused.join()
 
 
 @pytest.mark.parametrize("ask", [get_cur_rank, get_cur_name])
 def test_a_process_in_no_world_has_neither_rank_nor_name(ask: Callable[[], object]) -> None:
-    with pytest.raises(RuntimeError, match=f"{ask.__name__}: this process is in no world. Make a World"):
+    with pytest.raises(RuntimeError, match=f"{ask.__name__}: this process is in no world. Create a World"):
         ask()
 
 
 @pytest.mark.xdist_group("siblings")
 def test_a_world_that_is_not_complete_names_who_is_missing() -> None:
-    with pytest.raises(TransportTimeout, match=r"rank 1, 2 did not come within 0.2 s"):
+    with pytest.raises(TransportTimeout, match=r"rank 1, 2 of .* did not join within 0.2 s"):
         World("m0", 0, 3, timeout_s=0.2)
     with pytest.raises(TransportTimeout, match=r"'m1' found no host of its world within 0\.2 s"):
         World("m1", 1, 3, timeout_s=0.2)
@@ -177,10 +177,10 @@ def test_a_world_that_is_not_complete_names_who_is_missing() -> None:
         (("m", -1, 3), "neither a rank nor an address"),
         (("m", 3, 3), "rank=3 of world_size=3"),
         (("m", 0), "rank=0 of world_size=-1"),
-        (("a b", 0, 1), "no name for a member"),
+        (("a b", 0, 1), "not a valid member name"),
         (("m", 0, 1, "tcp://192.0.2.1:5000"), "ECHELON_SECRET"),
         (("m", 0, 1, "tcp://nowhere"), "no port"),
-        (("m", 0, 1, "http://x"), "no address"),
+        (("m", 0, 1, "http://x"), "not an address"),
     ],
 )
 def test_a_world_that_cannot_be_says_why(arguments: tuple[object, ...], why: str) -> None:
@@ -192,9 +192,9 @@ def test_a_world_that_cannot_be_says_why(arguments: tuple[object, ...], why: str
 @pytest.mark.parametrize(
     ("theirs", "ours", "how"),
     [
-        ("a secret of theirs", "a secret of ours", "with the ECHELON_SECRET that it has"),
+        ("a secret of theirs", "a secret of ours", "with its value of ECHELON_SECRET"),
         ("a secret of theirs", "", "without ECHELON_SECRET"),
-        ("", "a secret of ours", "with the ECHELON_SECRET that it has"),
+        ("", "a secret of ours", "with its value of ECHELON_SECRET"),
     ],
 )
 def test_who_has_not_the_secret_of_the_host_is_told_before_its_timeout(
@@ -214,7 +214,7 @@ def test_who_has_not_the_secret_of_the_host_is_told_before_its_timeout(
     monkeypatch.setenv("ECHELON_SECRET", ours)
     try:
         assert opened.wait(PATIENCE_S)
-        with pytest.raises(Refused, match=f"the world at {address} does not let 'm1' in {how}. Set ECHELON_SECRET"):
+        with pytest.raises(Refused, match=f"the world at {address} does not admit 'm1' {how}. Set ECHELON_SECRET"):
             World("m1", 1, 2, address, timeout_s=1e6)
     finally:
         over.set()

@@ -1,4 +1,4 @@
-"""How plain processes leave a world without `stop`, and what the one that waits for them is told."""
+"""Plain processes that leave a world without `stop`, and the errors of a member that waits for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BROKE = "it ended with ValueError: it broke"
 WORDS = {
     "exits in a block": (0, "WorldStopped", "'m0' called exit(0)"),
     "raises SystemExit in a block": (0, "WorldStopped", "'m1' called exit(0)"),
-    "exits": (0, "PeerLost", "it left"),  # a plain process cannot tell that from the end of its script
+    "exits": (0, "PeerLost", "it left"),  # a plain process cannot distinguish that from the end of its script
     "ends the world": (0, "WorldStopped", "it is solved"),
     "raises": (1, "PeerLost", BROKE),
     "raises in a block": (1, "PeerLost", BROKE),
@@ -27,7 +27,7 @@ WORDS = {
 
 @pytest.mark.parametrize("how", WORDS)
 def test_who_waits_is_told_how_the_other_went(how: str) -> None:
-    """The host among them: after an error of its own it keeps nobody waiting for the 60 s of its timeout."""
+    """This includes the host: if it fails, no member waits for the 60 s of its timeout."""
     path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: "edges"}
     command = [sys.executable, "-W", "error", world_edges.__file__]

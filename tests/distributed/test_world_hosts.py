@@ -28,7 +28,7 @@ Outcome = dict[int, dict[str, str]]  # rank -> program -> how it failed
 
 
 def start(words: Words, ranks: str, size: int, address: str, secret: str | None) -> subprocess.Popen[str]:
-    """The members `ranks`, with `words` before their command."""
+    """Starts the members `ranks`, with `words` before their command."""
     environment = {key: value for key, value in os.environ.items() if key != "ECHELON_SECRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)]), "OMP_NUM_THREADS": "1"}
     environment |= {MARK: f"world-{os.getpid()}"} | ({"ECHELON_SECRET": secret} if secret else {})
@@ -38,11 +38,11 @@ def start(words: Words, ranks: str, size: int, address: str, secret: str | None)
 
 @contextmanager
 def started(members: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
-    """Afterwards none of the members is left."""
+    """Ends all of the members at the end of the block."""
     try:
         yield
     finally:
-        for pid in processes_marked(f"world-{os.getpid()}"):  # a member, and the command that put it onto its host
+        for pid in processes_marked(f"world-{os.getpid()}"):  # a member, and the command that runs it on its host
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for member in members:
@@ -51,7 +51,7 @@ def started(members: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
 
 
 def outcome_of(hosts: dict[str, Words], address: str = "", secret: str | None = None) -> Outcome:
-    """Runs the suite in a world that has the ranks `0,1` on one host and so on; checks that nothing is left of it."""
+    """Runs the suite in a world with the ranks `0,1` on one host and so on; checks that nothing is left behind."""
     size = len(",".join(hosts).split(","))
     members = [start(words, ranks, size, address, secret) for ranks, words in hosts.items()]
     with started(members):
@@ -93,7 +93,7 @@ def over_two_hosts() -> Outcome:
 
 
 def over_one_memory() -> Outcome:
-    """The third member shares the others' memory, but not their network, as containers of one host may."""
+    """The third member shares the memory of the others, but not their network, like containers of one host."""
     with made_hosts() as (near, far):
         return outcome_of({"0,1": near, "2": far}, f"tcp://{NEAR}:{free_port()}", SECRET)
 
@@ -117,14 +117,14 @@ def test_the_program_runs(outcome: Outcome, program: str) -> None:
 
 
 def test_a_member_with_another_secret_or_none_is_refused_in_one_line() -> None:
-    """The host waits, the others come with the wrong secret and without one."""
+    """The host waits; the others have a wrong secret and none."""
     with made_hosts() as (near, far):
         address = f"tcp://{NEAR}:{free_port()}"
         secrets = {"0": SECRET, "1": "quite another secret, as it happens", "2": None}
         members = {ranks: start(near if ranks == "0" else far, ranks, 3, address, secrets[ranks]) for ranks in secrets}
         with started(list(members.values())):
             for ranks, words in {
-                "1": "errors.Refused: the world at {} does not let 'm1' in with the ECHELON_SECRET that it has",
+                "1": "errors.Refused: the world at {} does not admit 'm1' with its value of ECHELON_SECRET",
                 "2": "errors.ConfigError: {} is not on the loopback, where peers must be authenticated",
             }.items():
                 _, err = members[ranks].communicate(timeout=DEADLINE_S)

@@ -1,4 +1,4 @@
-"""Processes that call each other in every way there is: nothing is lost, doubled, reordered or changed."""
+"""Processes that call each other in every way: nothing is lost, duplicated, reordered or changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the members of a hand-made world, each running a program, and collects what became of them."""
+"""Starts the members of a world without `launch`, each running a program, and collects their outcomes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORKSERVER.set_forkserver_preload(["world_programs", "world_faults", "echelon.wo
 
 @dataclass
 class Outcome:
-    """What became of one member."""
+    """The outcome of one member."""
 
     process: ForkServerProcess
     pipe: Connection
@@ -28,7 +28,7 @@ class Outcome:
     error: str = ""
 
     def collect(self) -> Outcome:
-        """Waits for its end."""
+        """Waits until the member has ended."""
         if self.pipe.poll(PATIENCE_S):
             with contextlib.suppress(EOFError):  # it was killed
                 self.value, self.error = self.pipe.recv()
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def attend(entrance: tuple[Any, ...], program: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
-    """Makes a World, runs a program in it, and tells how it went."""
+    """Creates a World, runs a program in it, and reports its outcome."""
     try:
         name, rank, size, address = entrance
         world = World(name, rank, size, address, timeout_s=TIMEOUT_S)
@@ -52,7 +52,7 @@ def attend(entrance: tuple[Any, ...], program: Callable[..., Any], args: tuple[A
 def started(
     program: Callable[..., Any], size: int = 2, args: tuple[Any, ...] = (), address: str = "", guests: int = 0
 ) -> Iterator[list[Outcome]]:
-    """The members of a hand-made world, and guests without a rank, each running `program`; none is left afterwards."""
+    """Starts the members of a world, and guests without a rank, each running `program`; ends all of them afterwards."""
     members = []
     entrances = [(f"m{rank}", rank, size, address) for rank in range(size)]
     entrances += [(f"guest{i}", -1, -1, address) for i in range(guests)]
@@ -73,7 +73,7 @@ def started(
 
 
 def run(program: Callable[..., Any], size: int = 2, args: tuple[Any, ...] = ()) -> list[Any]:
-    """What `program` returns in each member of a world; fails with the error of one that failed."""
+    """Returns the results of `program` in all members of a world; raises the error of a member that failed."""
     with started(program, size, args) as members:
         for member in members:
             member.collect()

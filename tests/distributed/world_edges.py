@@ -1,6 +1,6 @@
-"""One of two members of a hand-made world, as a plain process: python world_edges.py RANK HOW.
+"""One of two members of a world, as a plain process: python world_edges.py RANK HOW.
 
-Rank `WHO[HOW]` goes in that way; the other waits for it and prints a line of JSON: the kind and the text of its error.
+Rank `WHO[HOW]` leaves in that way; the other waits for it and prints a line of JSON: the type and text of its error.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(rank: int, how: str) -> None:
         go(world, how)
     try:
         if rank != WHO[how]:
-            group.barrier()  # of this one, too, the news of the end may come first
+            group.barrier()  # the end of the world may arrive first here, too
         if how == "dies while it connects":
             world.create_collective_group([0, 1])
         else:
@@ -65,7 +65,7 @@ def main(rank: int, how: str) -> None:
 
 
 def set_and_die(store: WorldStore, key: str, value: Any) -> None:
-    """Everybody has come, and gloo has begun to exchange addresses, but not its last one."""
+    """All members have joined and gloo has started to exchange addresses, but the last one is missing."""
     if "/here/" not in key:
         os.kill(os.getpid(), signal.SIGKILL)
     store._ask("set", key, value.encode() if isinstance(value, str) else bytes(value))

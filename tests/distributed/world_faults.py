@@ -1,6 +1,6 @@
-"""Programs about what must not go on for ever: a stopped peer, a dead owner, a dead process with unread answers.
+"""Programs with waits that must end: for a suspended peer, a dead owner, a dead process with unread replies.
 
-And members that leave, by `exit` or by a signal, while others wait for them in every way.
+Also members that leave, by `exit` or by a signal, while others wait for them in every way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from world_programs import add, die, group_of, sleep_long
 from echelon.errors import EchelonError, PeerLost, TransportTimeout, WorldStopped
 from echelon.world import RpcGroup, World, get_world
 
-LARGE = 1 << 20  # numbers: goes through a block of its own
+LARGE = 1 << 20  # numbers: sent through a separate block
 PAUSE = threading.Event()
 ARRIVED = threading.Semaphore(0)
 
@@ -29,7 +29,7 @@ def make_large() -> torch.Tensor:
 
 
 def call_while_another_thread_opens(world: World) -> Any:
-    """The line to a stopped member is being opened: who comes after that waits no longer than it wants to."""
+    """A thread opens the channel to a suspended member: another thread waits no longer than its own timeout."""
     group = group_of(world)
     if world.rank == 0:
         member = world._node.member("m1")
@@ -41,7 +41,7 @@ def call_while_another_thread_opens(world: World) -> Any:
         opening = world._switchboard._opening
         while "m1" not in opening or not opening["m1"].locked():
             PAUSE.wait(0.001)
-        with pytest.raises(TransportTimeout, match=r"'m1' opened no line for 'm0' within 0\.1 s"):
+        with pytest.raises(TransportTimeout, match=r"'m1' opened no channel for 'm0' within 0\.1 s"):
             group.rpc_sync("m1", add, timeout=0.1, args=(1,))
         assert first.is_alive()
         os.kill(member.pid, signal.SIGCONT)
@@ -51,7 +51,7 @@ def call_while_another_thread_opens(world: World) -> Any:
 
 
 def inherit_a_service(world: World) -> Any:
-    """The owner of a key dies, and another member registers it: who remembers the dead one finds its successor."""
+    """The owner of a key dies, and another member registers it: callers that cached the dead owner find the new one."""
     group = group_of(world)
     if world.rank == 1:
         group.register("key", lambda: "m1")
@@ -63,7 +63,7 @@ def inherit_a_service(world: World) -> Any:
         die()
     with pytest.raises(PeerLost, match="'m1'"):
         group.barrier()
-    while "m1" in world._switchboard._calls:  # until this process, too, is told of the death
+    while "m1" in world._switchboard._calls:  # until this process, too, is notified of the death
         PAUSE.wait(0.001)
     rest = world.create_rpc_group("rest", ["m0", "m2"])
     if world.rank == 2:
@@ -76,7 +76,7 @@ def inherit_a_service(world: World) -> Any:
 
 
 def lose_unread_answers(world: World) -> Any:
-    """A member dies whose large answers nobody has read; its survivor may read them or not, but goes on."""
+    """A member dies with large unread replies; the survivor may read them or not, but continues."""
     group = group_of(world)
     if world.rank == 1:
         assert group.rpc_sync("m0", add, args=(1,)) == 2
@@ -155,7 +155,7 @@ def note_arrival() -> None:
 def lose_the_host(world: World) -> Any:
     group = group_of(world)
     if world.rank == 0:
-        for _ in range(2):  # both are out of what made the group: there they would not be asked what they were told
+        for _ in range(2):  # until both have created the group, where an error would not be recorded
             assert ARRIVED.acquire(timeout=PATIENCE_S)
         threading.Timer(0.3, die).start()
     else:
@@ -172,7 +172,7 @@ def lose_the_host(world: World) -> Any:
 
 
 def miss_somebody(world: World) -> Any:
-    """The survivors go on without the dead."""
+    """The survivors continue without the dead member."""
     group = group_of(world)
     if world.rank == 1:
         die()

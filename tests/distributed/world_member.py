@@ -1,4 +1,4 @@
-"""Hand-made members of a world, forks of this process: they run every program of the suite and tell what failed.
+"""Members of a world, forks of this process: they run every program of the suite and report failures.
 
 python world_member.py RANKS SIZE [ADDRESS]; RANKS are those of this host, such as 0,1. Each prints a line of JSON.
 """
@@ -26,7 +26,7 @@ def run(rank: int, size: int, address: str) -> None:
         except Exception:
             failures[program.__name__] = traceback.format_exc()
     world.stop()
-    os.write(1, f"{json.dumps([rank, os.getpid(), failures])}\n".encode())  # in one piece
+    os.write(1, f"{json.dumps([rank, os.getpid(), failures])}\n".encode())  # in one write
 
 
 def main(ranks: str, size: str, address: str = "") -> int:

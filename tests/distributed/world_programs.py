@@ -51,7 +51,7 @@ def die() -> None:
 
 
 def num_kept() -> int:
-    """How many results this process keeps for others."""
+    """Returns how many results this process keeps for others."""
     world = get_world()
     assert world is not None
     return sum(len(callee.handle.kept) for callee in world._switchboard._served.values())
@@ -102,7 +102,7 @@ def recurse(world: World) -> Any:
 
 
 def wait_in_a_handler(world: World) -> Any:
-    """A call that waits for something else than a call holds up its own caller's calls alone."""
+    """A call that waits in its handler delays only the calls of the same caller."""
     group = group_of(world)
     if world.rank == 1:
         stuck = group.rpc_async("m0", wait_at_gate)
@@ -113,14 +113,14 @@ def wait_in_a_handler(world: World) -> Any:
         return (stuck.wait(), behind.wait())
     group.barrier()  # the gate is shut until m1 has looked
     if world.rank == 2:
-        assert group.rpc_sync("m0", add, args=(2,)) == 3  # another caller's are served
+        assert group.rpc_sync("m0", add, args=(2,)) == 3  # calls of another caller are served
         group.rpc_sync("m0", open_gate)
     group.barrier()
     return None
 
 
 def leave_answers_unread(world: World) -> Any:
-    """Futures that nobody waits for hold nobody up: more answers than any line holds, in either direction."""
+    """Futures that are never awaited block nobody: more replies than any line holds, in both directions."""
     group = group_of(world)
     other = f"m{1 - world.rank}"
     block = torch.zeros(2000)
@@ -159,7 +159,7 @@ def refuse_bad_calls(world: World) -> Any:
 
     for function, why in (
         (lambda: 1, "a lambda of world_programs cannot be called"),
-        (inner, "it lies inside another object"),
+        (inner, "it is defined inside another object"),
         (len, "not a function written in Python"),
         (torch.add, "builtin_function_or_method"),
         (world.get_members, "method"),
@@ -168,11 +168,11 @@ def refuse_bad_calls(world: World) -> Any:
         with pytest.raises(ConfigError, match=why) as caught:
             group.rpc_sync(other, function)
         assert "register() it as a service" in str(caught.value)
-    with pytest.raises(Refused, match=r"torch\.functional is not of this program"):
+    with pytest.raises(Refused, match=r"torch\.functional is not a module of this program"):
         group.rpc_sync(other, torch.functional.einsum)
-    with pytest.raises(Refused, match=r"echelon\.world\.world is not of this program"):
+    with pytest.raises(Refused, match=r"echelon\.world\.world is not a module of this program"):
         group.rpc_sync(other, get_world)
-    with pytest.raises(Refused, match="os is not of this program"):
+    with pytest.raises(Refused, match="os is not a module of this program"):
         group.rpc_sync(other, os.walk)
     with pytest.raises(ConfigError, match=r"world_programs:add\(\) cannot be sent to 'm.': args\[0\]\['k'\] is a"):
         group.rpc_sync(other, add, args=({"k": {1}},))
@@ -200,18 +200,18 @@ def refuse_bad_calls(world: World) -> Any:
 def misuse_groups(world: World) -> Any:
     with pytest.raises(WorldError, match=r"'m[01]' is not in the group 'odd' of 'm7'"):
         world.create_rpc_group("odd", ["m7"])
-    with pytest.raises(WorldError, match="different members"):
+    with pytest.raises(WorldError, match="distinct members"):
         world.create_rpc_group("odd", ["m0", "m0", "m1"])
     group = group_of(world)
     with pytest.raises(WorldError, match="there is a group 'all' already"):
         world.create_rpc_group("all", ["m0", "m1"])
     if world.rank == 0:
-        absent = r"'nobody' did not create the group 'vain' within 0\.2 s\. Not in this world at all: 'nobody'\."
+        absent = r"'nobody' did not create the group 'vain' within 0\.2 s\. Not in this world: 'nobody'\."
         with pytest.raises(TransportTimeout, match=absent):
             world.timeout_s = 0.2
             world.create_rpc_group("vain", ["m0", "nobody"])
         world.timeout_s = TIMEOUT_S
-        with pytest.raises(TransportTimeout, match=r"'m1' did not come to the barrier of the group 'all' within 0.1 s"):
+        with pytest.raises(TransportTimeout, match=r"'m1' did not reach the barrier of the group 'all' within 0.1 s"):
             group.barrier(timeout=0.1)
         open_gate()
     else:
@@ -225,11 +225,11 @@ def misuse_groups(world: World) -> Any:
             group.pair("mine", 2)
         with pytest.raises(KeyError, match="'mine' is not paired by 'm0' in the group 'all'"):
             group.unpair("mine")
-        with pytest.raises(KeyError, match="'mine' is not found in the group 'all': nobody has registered it"):
+        with pytest.raises(KeyError, match="'mine' is not found in the group 'all': no member has registered it"):
             group.registered_sync("mine")
         with pytest.raises(WorldError, match="is not callable"):
             group.register("x", 3)  # type: ignore[arg-type]
-        group.register("mine", add)  # values and services have names of their own
+        group.register("mine", add)  # values and services have separate names
     group.barrier()
     group.destroy()
     group.destroy()
@@ -241,7 +241,7 @@ def misuse_groups(world: World) -> Any:
 
 
 def move_a_service(world: World) -> Any:
-    """The key goes from one owner to another: those who remember the first one find the second."""
+    """A key moves to another owner: callers that cached the first owner find the second."""
     group = group_of(world)
     told = []
     for owner in ("m0", "m1"):
@@ -299,7 +299,7 @@ STOPPING: list[bool] = []
 
 
 def stop_the_host_early(world: World) -> Any:
-    """The host has nothing more to do; the others call it, and meet by it, for long after its own timeout."""
+    """The host is done; the others call it, and use its barriers, for long after its timeout."""
     group = group_of(world)
     if world.rank == 0:
         told: list[str] = []
@@ -320,15 +320,15 @@ def stop_the_host_early(world: World) -> Any:
 
 
 def receive_guests(world: World) -> Any:
-    """Two members with ranks and one guest, which comes, is called, calls, and leaves."""
+    """Two members with ranks and one guest, which joins, is called, calls, and leaves."""
     if world.rank == 0:
         ranked = world.create_rpc_group("ranked", ["m0", "m1"])
         ranked.barrier()
         with pytest.raises(Refused, match=r"there is a 'm1' in the world at .* already\. Names are unique"):
             enter(Entrance("m1", -1, -1, world.address, TIMEOUT_S))
-        with pytest.raises(Refused, match="is complete: 2 came, and it has begun"):
+        with pytest.raises(Refused, match="is complete: 2 ranks joined, and it has begun"):
             enter(Entrance("m2", 1, 2, world.address, TIMEOUT_S))
-        with pytest.raises(Refused, match=r"came as rank 1 of 7 .* which has 2 ranks|is complete"):
+        with pytest.raises(Refused, match=r"as rank 1 of 7, .* has 2 ranks|is complete"):
             enter(Entrance("m2", 1, 7, world.address, TIMEOUT_S))
         ranked.destroy()
     elif world.rank == 1:
@@ -344,7 +344,7 @@ def receive_guests(world: World) -> Any:
         return told
     with pytest.raises(PeerLost, match=r"'guest0'.*it left"):
         everybody.rpc_sync("guest0", sleep_long)
-    with pytest.raises(PeerLost, match="'guest0' never came to the barrier of the group 'everybody': it left"):
+    with pytest.raises(PeerLost, match="'guest0' never reached the barrier of the group 'everybody': it left"):
         everybody.barrier()
     rest = world.create_rpc_group("rest", ["m0", "m1"])
     assert world.members == ["m0", "m1"]

@@ -1,4 +1,4 @@
-"""What every transport of a world must do: programs that all of its members run, each asserting what it sees."""
+"""The suite for every transport of a world: programs that all members run, each with its own assertions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def fill(num_floats: int, value: float) -> torch.Tensor:
 
 
 def go_round(group: str, members: list[str], hops: int) -> list[str]:
-    """Calls on, member after member, while those before wait."""
+    """Calls the next member, which calls the next, while the callers wait."""
     world = get_world()
     assert world is not None
     if hops == 0:
@@ -64,7 +64,7 @@ GROUPS: dict[str, RpcGroup] = {}
 
 def make_group(world: World, name: str) -> RpcGroup:
     group = GROUPS[name] = world.create_rpc_group(name, world.members)
-    group.barrier()  # everybody's functions find it
+    group.barrier()  # the functions of all members use it
     return group
 
 
@@ -167,7 +167,7 @@ def keys_are_shared(world: World) -> None:
 
 
 def calls_go_round(world: World) -> None:
-    """Everybody waits in calls of everybody."""
+    """All members wait in calls to each other."""
     group = make_group(world, "round")
     hops = 3 * len(world.members)
     first = others(world)[0]
@@ -183,7 +183,7 @@ def barriers_hold(world: World) -> None:
     group.pair(f"at of {world.name}", 0)
     for number in range(1, 6):
         if world.rank == number % world.world_size:
-            time.sleep(0.02)  # somebody is late each time
+            time.sleep(0.02)  # another member is late each time
         group.unpair(f"at of {world.name}")
         group.pair(f"at of {world.name}", number)
         group.barrier()
@@ -232,7 +232,7 @@ def tensors_are_reduced(world: World) -> None:
         group.send(torch.zeros(1000), 0)
     group.barrier()
     group.destroy()
-    if world.rank in (0, world.world_size - 1):  # the third does not come, and need not
+    if world.rank in (0, world.world_size - 1):  # the third member is not needed
         pair = world.create_collective_group([0, world.world_size - 1])
         tensor = torch.ones(2)
         pair.all_reduce(tensor)

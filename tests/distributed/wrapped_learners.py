@@ -1,7 +1,7 @@
-"""Two learners share their gradients through DistributedDataParallel, and nothing else of them waits in the world.
+"""Two learners share their gradients through DistributedDataParallel, and wait for nothing else in the world.
 
-python wrapped_learners.py: worker 0 ends the world by `exit(0)` while they learn; rank 2 hears of it in a call, rank 1
-only by the gradients that no longer come.
+python wrapped_learners.py: worker 0 ends the world by `exit(0)` while they learn; rank 2 is notified in a call, rank 1
+only by the gradients that no longer arrive.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class TestDelivery:
         assert "a call of 'caller' was refused, and nothing more is taken from it" in capsys.readouterr().err
 
     def test_what_is_no_request_of_the_handler_is_refused_to_its_caller(self, peers: Peers) -> None:
-        with pytest.raises(Refused, match="is no request"):
+        with pytest.raises(Refused, match="is not a request"):
             peers.calls.begin("f()", ("too", "short"), PATIENCE_S).wait()
         assert peers.begin(lambda: 1).wait() == 1
 

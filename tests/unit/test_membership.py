@@ -1,4 +1,4 @@
-"""What members know of each other: their infos, the watch, the registry of the host, the thread of a node."""
+"""Members without processes: member infos, the watch, the registry of the host, the node thread."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_member_that_removes_its_folder_just_then_has_done_so(
 
 
 def test_siblings_of_two_containers_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their parents may have the same number, and have started at the same time, with the same mount."""
+    """Their parents may have the same pid and start time, in the same mounted folder."""
     monkeypatch.setattr(entrance_module, "SHM_DIR", str(tmp_path))
     here = entrance_module._meeting_folder(2)
     assert entrance_module._meeting_folder(2) == here
@@ -105,7 +105,7 @@ def test_the_thread_of_a_node_ends_without_waiting_for_its_tick(host: Node, monk
 
 
 def test_no_other_thread_polls_a_node_that_has_one(host: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even the one that made it, in which somebody else joins: sockets of ZeroMQ belong to one thread."""
+    """Not even the thread that created it, in which another node joins: ZeroMQ sockets belong to one thread."""
     pollers, poll = set[str](), Node.poll
 
     def noted(node: Node, *args: Any) -> bool:
@@ -123,7 +123,7 @@ def test_no_other_thread_polls_a_node_that_has_one(host: Node, monkeypatch: pyte
 
 
 def test_the_dead_are_heard_out_before_they_are_told_of(host: Node, tmp_path: Path) -> None:
-    """Their last words may still lie in our sockets when their process has ended."""
+    """Their last messages may still be in our sockets when their process has ended."""
     told: list[str] = []
     host.serve("last", told.append)
     watch = MemberWatch(lambda member, why: told.append(why), host.drain)
@@ -147,7 +147,7 @@ with Node.join(sys.argv[1], "m1", timeout_s={PATIENCE_S}) as node:
 
 
 def test_whoever_opens_again_is_served_once_and_nobody_after_the_end(shm_dir: Path) -> None:
-    """Its first try took too long, so it gave it up."""
+    """The caller abandoned its first attempt, which took too long."""
     with Node.host(f"ipc://{shm_dir}/gateway", "m0") as node:
         info = write_info(0, 1, shm_dir)
         thread = NodeThread(node, MemberWatch(lambda one, why: None), lambda: None, lambda error: None)
@@ -158,7 +158,7 @@ def test_whoever_opens_again_is_served_once_and_nobody_after_the_end(shm_dir: Pa
         assert [writer.abandoned for writer in writers] == [True, False]
         switchboard.close()
         assert writers[1].abandoned
-        with pytest.raises(Refusal, match="'m0' is about to leave, and serves nobody any more"):
+        with pytest.raises(Refusal, match="'m0' is about to leave"):
             switchboard._on_open_tcp("m1", "life")
         for writer in writers:
             writer.close(discard=True)
@@ -169,7 +169,7 @@ def test_a_watch_that_was_stopped_itself_blames_nobody(monkeypatch: pytest.Monke
     monkeypatch.setattr(watch_module.time, "monotonic", lambda: now)
     watch = MemberWatch(lambda member, why: died.append((member.name, why)))
     assert not watch.add(Member("far", "ipc:///nowhere/far", 1, "first", FAR.to_wire()), FAR)
-    now += 3 * SILENCE_S  # nobody looked meanwhile
+    now += 3 * SILENCE_S  # the watch was not polled meanwhile
     watch.look()
     assert died == []
     for _ in range(2 * int(SILENCE_S)):
@@ -227,12 +227,12 @@ def test_a_host_that_was_stopped_lets_in_who_knocked_meanwhile(
 
 def test_a_barrier_is_passed_by_all_or_by_none() -> None:
     group = GroupRecord("g", ["a", "b"])
-    group.come("a", 1)
-    group.come("b", 7)
-    assert group.withdraw("a", 1) == OK  # it gave up just when the other came
-    group.come("a", 2)
+    group.arrive("a", 1)
+    group.arrive("b", 7)
+    assert group.withdraw("a", 1) == OK  # it timed out just when the other arrived
+    group.arrive("a", 2)
     assert group.withdraw("a", 2) == ("absent", ["b"])
-    group.come("b", 8)
+    group.arrive("b", 8)
     group.leave("a", "it left")
     assert group.withdraw("b", 8) == ("lost", "a", "it left")
     assert group.withdraw("b", 7) == OK
@@ -247,7 +247,7 @@ def test_a_group_that_somebody_gave_up_leaves_nothing(host: Node) -> None:
         registry._enter_group("g", name, ["a", "b"]).attach(answers.append)
     assert answers == [OK, OK]
     registry._leave_group("g", "a")
-    registry._enter_group("g", "a", ["a", "b"]).attach(answers.append)  # waits until b has left the former one
+    registry._enter_group("g", "a", ["a", "b"]).attach(answers.append)  # waits until b has left the previous group
     assert registry._give_up_group("g", "a") == ["b"]
     registry._leave_group("g", "b")
     registry._enter_group("g", "b", ["a", "b"]).attach(answers.append)
@@ -261,7 +261,7 @@ def test_an_answer_whose_number_is_no_number_is_dropped(host: Node) -> None:
 
 
 def test_a_broken_thread_tells_those_who_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One call is under way when the thread breaks, another comes later."""
+    """One call is pending when the thread breaks, another is made later."""
     with Node.host(f"ipc://{tmp_path}/gateway", "m0") as node:
         node.serve("wait", lambda: broken.append("asked") or Deferred())
         broken: list[str] = []

@@ -1,4 +1,4 @@
-"""Waiting for an operation of a collective group: what torch says of it is told as it is, whenever it comes."""
+"""Waiting for an operation of a collective group: torch's result is reported, whenever it arrives."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 from echelon.errors import PeerLost, TransportError
 from echelon.world import operation
-from echelon.world.operation import Circle, CollectiveMembers, Operation
+from echelon.world.operation import CollectiveMembers, GroupHealth, Operation
 from echelon.world.store import WorldStore
 
-SEAT = CollectiveMembers("0-1.1", (0, 1), ("a", "b"), 0, timeout_s=60.0)
+ROSTER = CollectiveMembers("0-1.1", (0, 1), ("a", "b"), 0, timeout_s=60.0)
 
 
 class Work:
-    """Torch's side of an operation that ends during the `looks`-th wait, just after that timed out."""
+    """Torch's Work of an operation that completes during the `looks`-th wait, just after that timed out."""
 
     def __init__(self, looks: int, error: str = "") -> None:
         self.looks, self.error = looks, error
@@ -34,8 +34,8 @@ class Work:
 
 def begin(work: Work, gone: str = "") -> Operation:
     reasons: Any = {gone: "it was killed"}
-    circle = Circle(SEAT, cast(WorldStore, None), lambda name: reasons.get(name, ""))
-    return Operation(circle, "reduce()", lambda: work)
+    health = GroupHealth(ROSTER, cast(WorldStore, None), lambda name: reasons.get(name, ""))
+    return Operation(health, "reduce()", lambda: work)
 
 
 @pytest.mark.parametrize("looks", [0, 1, 3])
@@ -50,5 +50,5 @@ def test_what_fails_while_nobody_looks_has_failed_with_its_own_error(monkeypatch
 
 
 def test_who_is_gone_is_noticed_between_two_looks() -> None:
-    with pytest.raises(PeerLost, match=r"reduce\(\) .* cannot end: 'b' is gone: it was killed"):
+    with pytest.raises(PeerLost, match=r"reduce\(\) .* cannot complete: 'b' is gone: it was killed"):
         begin(Work(1000), gone="b").wait()

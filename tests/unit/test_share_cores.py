@@ -1,4 +1,4 @@
-"""How many threads torch has in a process that shares its host with others of its world."""
+"""The number of torch threads in a process that shares its host with other members of its world."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from echelon.world import membership
 from echelon.world.membership import share_cores
 
-FIVE = 5  # more than any machine of ours has by accident
+FIVE = 5  # no machine has this many by default
 
 
 @pytest.fixture(autouse=True)

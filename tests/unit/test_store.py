@@ -1,4 +1,4 @@
-"""The store over the world: the same answers as torch's own, waits that end, and threads that may not ask."""
+"""The store over the world: the same results as torch's own, bounded waits, and threads that must not use it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPERATIONS = st.one_of(
 
 
 def over_the_wire(table: StoreTable) -> Callable[..., Any]:
-    """Asks `table` as another process would: nothing passes that the codec does not carry."""
+    """Calls `table` as another process would, through the codec."""
 
     def ask(*question: Any) -> Any:
         operation, *args = decode([bytes(frame) for frame in encode(question)])
@@ -60,7 +60,7 @@ def test_it_answers_as_a_store_of_torch_does(operations: list[tuple[Any, ...]]) 
 
 
 def test_torch_reaches_every_operation_through_a_prefix() -> None:
-    """torch calls a store of Python from C++, where some functions have other names."""
+    """torch calls a store written in Python from C++, where some functions have other names."""
     store = WorldStore(StoreTable(), timeout_s=0.0)
     prefixed = PrefixStore("p", store)
     prefixed.set("a", "1")
@@ -69,7 +69,7 @@ def test_torch_reaches_every_operation_through_a_prefix() -> None:
     assert prefixed.compare_set("a", "1", "2") == b"2" and prefixed.num_keys() == 2
     assert prefixed.delete_key("a") and not prefixed.delete_key("a")
     prefixed.wait(["n"], timedelta(seconds=0.01))
-    with pytest.raises(TransportTimeout, match=r"nobody set 'p/b' in the world's store within 0\.01 s"):
+    with pytest.raises(TransportTimeout, match=r"set 'p/b' in the world's store within 0\.01 s"):
         prefixed.wait(["b"], timedelta(seconds=0.01))
     store.forget("p/")
     assert store.num_keys() == 0
@@ -118,23 +118,23 @@ def test_threads_of_torch_are_not_let_through_to_what_belongs_to_one_thread() ->
 
 @pytest.mark.parametrize("question", [("set", "a"), ("get", 1), ("set", "a", "text"), ("drop",), (3, 4)])
 def test_the_table_refuses_what_is_no_question(question: tuple[Any, ...]) -> None:
-    with pytest.raises(Refused, match="the store was asked for"):
+    with pytest.raises(Refused, match="the store has no operation"):
         StoreTable()(*question)
 
 
 def test_who_does_not_come_to_a_process_group_is_named() -> None:
     store = WorldStore(StoreTable())
-    with pytest.raises(TransportTimeout, match="'b', 'c' did not come to the process group 'g' of a, b, c"):
+    with pytest.raises(TransportTimeout, match="'b', 'c' did not join the process group 'g' of a, b, c"):
         make_process_group(store, "g", 0, ["a", "b", "c"], timeout_s=0.02)
-    with pytest.raises(TransportTimeout, match=r"'a' did not come to the process group 'g'"):
-        make_process_group(store, "g", 1, ["a", "b"], timeout_s=0.02)  # the first one gave up, it is not there
-    with pytest.raises(TransportTimeout, match=r"'b' did not come"):
+    with pytest.raises(TransportTimeout, match=r"'a' did not join the process group 'g'"):
+        make_process_group(store, "g", 1, ["a", "b"], timeout_s=0.02)  # the first one timed out and has left
+    with pytest.raises(TransportTimeout, match=r"'b' did not join"):
         make_process_group(HashStore(), "g", 0, ["a", "b"], timeout_s=0.02)
 
 
 @pytest.mark.parametrize("version", ["2.9.1", "2.16.0", "3.0.0a0+git0123abc"])
 def test_a_torch_outside_of_the_range_makes_no_process_group(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does it meet anybody first, who would wait for it."""
+    """It fails before it joins the others, which would wait for it."""
     store = HashStore()
     monkeypatch.setattr(torch, "__version__", version)
     with pytest.raises(ConfigError, match=rf"tested with {RANGE}; this is torch {re.escape(version)}\. Install"):
@@ -150,13 +150,13 @@ def test_a_torch_without_what_a_process_group_needs_makes_none(
 ) -> None:
     store = HashStore()
     monkeypatch.delattr(getattr(dist, owner), name)
-    with pytest.raises(ConfigError, match=rf", without {owner}\.{name}\. Install one from 2\.10 to "):
+    with pytest.raises(ConfigError, match=rf", without {owner}\.{name}\. Install a version from 2\.10 to "):
         make_process_group(store, "g", 0, ["a"], timeout_s=1.0)
     assert store.num_keys() == 0
 
 
 def test_pip_installs_a_torch_of_the_range() -> None:
-    """The requirement of the package says the same; so do the versions that `make` installs."""
+    """The package's requirement has the same range; the versions that `make` installs are in it."""
     project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]
     (major, first), (_, last) = FIRST_TORCH, LAST_TORCH
     assert f"torch>={major}.{first},<{major}.{last + 1}" in project["dependencies"]

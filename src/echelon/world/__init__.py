@@ -1,26 +1,26 @@
-"""The world: named processes that call each other, form groups and learn of each other's end.
+"""The world: named processes that call each other, form groups and detect each other's death.
 
-A call goes through these modules, from the caller to the callee and back:
+A call passes through these modules, from the caller to the callee and back:
 
-    world, rpc_group        what a program uses: World, and the groups that it creates
-    membership              this process in the world: entering, being told of deaths and of the end, leaving
-    switchboard             who calls whom by which form of the channel; opened at the first call
-    (transport.channel_*)   the channel: `calls` and `callee` are its two sides, `ends` what is between hosts
-    (transport.lines)       what is between processes of one host, in shared memory
-    functions               what may be called there: the program's own functions, and what has a key
+    world, rpc_group        the user's API: World, and the groups that it creates
+    membership              this process as a member: joining, deaths of others, the end of the world, leaving
+    switchboard             the channel between each caller and callee, opened at the first call
+    (transport.channel_*)   the channel: `calls` and `callee` are its two sides, `ends` connects hosts
+    (transport.lines)       the channel between processes of one host, in shared memory
+    functions               what others may call: the program's own functions, and values and services with a key
 
-Beside the calls, every process has a node, for who is there and what the host keeps; ZeroMQ carries it:
+Besides calls, every process has a node of the control plane, over ZeroMQ. It holds the list of members:
 
-    endpoint, address       sockets, and where they may be bound
-    messages, directory     requests and their answers; names and the members behind them
-    node                    a member of the control plane: joins, asks, answers, without a thread
-    node_thread             the thread that runs it in a World; training runs poll their nodes themselves
-    watch                   who is on this host, and who has died
-    registry                what the host keeps: ranks, groups, keys, barriers, the end
-    entrance                how a process finds the host, or becomes it
+    endpoint, address       sockets, and the addresses where they may bind
+    messages, directory     requests and replies; names and their members
+    node                    a member of the control plane: joins, sends requests, replies; has no thread
+    node_thread             the thread that polls the node of a World; training runs poll their nodes themselves
+    watch                   which members are on this host, and which have died
+    registry                the host's tables: ranks, groups, keys, barriers, whether the world has ended
+    entrance                how a process finds the host of its world, or becomes it
 
-    launching, launched     `launch`, and what the processes that it starts do
-    collective_group        tensors among some ranks, with operation, process_group, store and store_table
+    launching, launched     `launch`, and what its processes do
+    collective_group        tensor operations among some ranks; uses operation, process_group, store and store_table
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Imports what is asked for: the control plane alone, which roles use, needs little of this."""
+    """Imports a public name on first use: roles need only the control plane, which needs few of these modules."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,8 +1,8 @@
-"""Addresses of the world: which there are, and where a member may bind.
+"""Addresses of the world: their kinds, and where a member may bind.
 
-Three kinds of address: `ipc://FOLDER/file` (one machine; the folder should be private), `tcp://HOST:PORT` (off the
-loopback with a secret, by which peers are authenticated), `inproc://name` (several members in one thread of one
-process).
+There are three kinds of address: `ipc://FOLDER/file` (one machine; the folder should be private), `tcp://HOST:PORT`
+(outside the loopback interface it needs a secret, which authenticates peers) and `inproc://name` (several members in
+one thread of one process).
 """
 
 from __future__ import annotations
@@ -16,52 +16,55 @@ from pathlib import Path
 from echelon.errors import ConfigError
 from echelon.transport.secret import check_secret, needs_secret, numeric
 
-IPC_PATH_BYTES = 107  # sockaddr_un holds 108 with the closing zero
+IPC_PATH_BYTES = 107  # sockaddr_un holds 108, including the terminating zero
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
 def check_name(name: str) -> None:
     """Raises ConfigError on a name that cannot be part of an address."""
     if not NAME.fullmatch(name):
-        raise ConfigError(f"{name[:80]!r} is no name for a member: use 1 to 64 letters, digits, or any of '_.:-'.")
+        raise ConfigError(f"{name[:80]!r} is not a valid member name: use 1 to 64 letters, digits, or any of '_.:-'.")
 
 
 def check_address(address: str, secret: str | None = None) -> None:
-    """Raises ConfigError on an address nobody of this world may bind, off the loopback without a `secret`."""
+    """Raises ConfigError on an address that no member may bind, such as one off the loopback without a `secret`."""
     scheme, _, rest = address.partition("://")
     if scheme == "ipc":
         length = len(os.fsencode(rest))
         if length > IPC_PATH_BYTES or not rest.startswith("/"):
             raise ConfigError(
-                f"the address {address} has a path of {length} bytes; ipc needs an absolute one of at most "
-                f"{IPC_PATH_BYTES}. Choose a shorter folder, such as one under /tmp."
+                f"the address {address} has a path of {length} bytes; ipc needs an absolute path of at most "
+                f"{IPC_PATH_BYTES} bytes. Choose a shorter folder, such as one under /tmp."
             )
         if not Path(rest).parent.is_dir():
-            raise ConfigError(f"the address {address} lies in a folder that does not exist. Make it first.")
+            raise ConfigError(f"the folder of the address {address} does not exist. Create it first.")
     elif scheme == "tcp":
         host, _, port = rest.rpartition(":")
         if not port.isascii() or not port.isdigit() or int(port) > 65535:
-            raise ConfigError(f"the address {address} has no port: write tcp://127.0.0.1:PORT (0: any free one).")
+            raise ConfigError(f"the address {address} has no port: write tcp://127.0.0.1:PORT (0: any free port).")
         check_secret(address, secret)
         if host in ("*", "0.0.0.0", ""):
             raise ConfigError(
-                f"the address {address} names no interface, and others could not tell where to connect. Use the "
-                "address of this host by which the others reach it."
+                f"the address {address} names no interface, so others could not connect to it. Use the address at "
+                "which they reach this host."
             )
     elif scheme != "inproc" or not rest:
         raise ConfigError(
-            f"{address!r} is no address: write ipc:///folder/file, tcp://127.0.0.1:PORT or inproc://name."
+            f"{address!r} is not an address: write ipc:///folder/file, tcp://127.0.0.1:PORT or inproc://name."
         )
 
 
 def member_address(host_address: str, name: str, incarnation: str) -> str:
-    """Where a member of the world at `host_address` binds: a sibling file, name, or port on the reaching interface."""
+    """Returns where a member of the world at `host_address` binds.
+
+    That is a file beside the host's, a name below the host's, or any port of the interface that reaches the host.
+    """
     if path := ipc_path(host_address):
         return f"ipc://{path.parent}/{name}.{incarnation}"
     if host_address.startswith("inproc://"):
         return f"{host_address}/{name}.{incarnation}"
     host, _, port = host_address.removeprefix("tcp://").rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: asks the routing table
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing, only queries the routing table
         try:
             probe.connect((host, int(port)))
         except (OSError, ValueError) as error:
@@ -70,7 +73,7 @@ def member_address(host_address: str, name: str, incarnation: str) -> str:
 
 
 def resolved(address: str) -> str:
-    """`address` with the number of its host instead of a name: a name is looked up once, here."""
+    """Returns `address` with its host name resolved to an IP address: a name is looked up once, here."""
     scheme, _, rest = numeric(address).partition("://")
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or host == "*":
@@ -82,7 +85,10 @@ def resolved(address: str) -> str:
 
 
 def is_sibling(host_address: str, address: str, secret: str | None = None) -> bool:
-    """Whether a member at `address` belongs to the world at `host_address`: nobody makes others connect elsewhere."""
+    """Whether `address` may be that of a member of the world at `host_address`.
+
+    The check keeps a member from making the others connect elsewhere.
+    """
     try:
         if secret is None and needs_secret(address):
             return False
@@ -96,12 +102,12 @@ def is_sibling(host_address: str, address: str, secret: str | None = None) -> bo
 
 
 def ipc_path(address: str) -> Path | None:
-    """The socket file of an ipc address."""
+    """Returns the socket file of an ipc address, None for other addresses."""
     return Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
 
 
 def remove(address: str) -> None:
-    """Removes the socket file of an address, where it has one."""
+    """Removes the socket file of an ipc address; other addresses have none."""
     if path := ipc_path(address):
         with suppress(OSError):
             path.unlink(missing_ok=True)

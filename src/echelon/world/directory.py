@@ -1,4 +1,4 @@
-"""Who is in the world: the directory that the host keeps and every member has a copy of."""
+"""The directory of the members of a world: the host maintains it, every member has a copy."""
 
 from __future__ import annotations
 
@@ -7,36 +7,37 @@ from typing import Any
 
 from echelon.errors import Refused
 
-REMEMBERED = 256  # names that left, and incarnations that were retired: the oldest are forgotten
+REMEMBERED = 256  # names that left, and incarnations that were retired: the oldest are evicted
 REASON_CHARACTERS = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One life of a named process: a restarted one has the same name and another incarnation."""
+    """One incarnation of a named process: after a restart, the name is the same and the incarnation is new."""
 
     name: str
     address: str
     pid: int
     incarnation: str
-    info: tuple[Any, ...] = ()  # what it says of itself to everyone; the directory only carries it
+    info: tuple[Any, ...] = ()  # the member's `MemberInfo` on the wire; the directory does not read it
 
 
 @dataclass(slots=True)
 class Directory:
-    """Names and the members behind them; `version` counts its changes, so a copy knows which of two is newer.
+    """Maps names to members; `version` counts its changes, so that of two copies the newer one is known.
 
-    Who joins gets it whole, and then what changes; a copy that missed a change asks for all of it again.
+    A process that joins receives the whole directory, and then only the changes. A member whose copy missed a change
+    requests the whole directory again.
     """
 
     version: int = 0
     members: dict[str, Member] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)  # name -> why it left, until the name joins again
-    retired: dict[str, str] = field(default_factory=dict)  # incarnation -> why nothing of it counts any more
-    changes: list[str] = field(default_factory=list)  # host: the names of every change since the others were told
+    retired: dict[str, str] = field(default_factory=dict)  # incarnation -> why its messages are refused
+    changes: list[str] = field(default_factory=list)  # host: the name of each change that was not yet sent
 
     def add(self, member: Member) -> Member | None:
-        """Enters `member`; returns the one of that name whose place it took."""
+        """Adds `member`; returns the member of the same name that it replaces."""
         old = self.members.get(member.name)
         if old is not None:
             self._retire(old, f"{member.name!r} joined again as process {member.pid}")
@@ -46,7 +47,7 @@ class Directory:
         return old
 
     def remove(self, name: str, reason: str) -> Member | None:
-        """Strikes out `name`; returns who that was."""
+        """Removes `name`; returns the member that had it."""
         old = self.members.pop(name, None)
         if old is not None:
             reason = reason[:REASON_CHARACTERS]
@@ -61,7 +62,7 @@ class Directory:
         self.changes.append(name)
 
     def adopt(self, newer: Directory) -> list[Member]:
-        """Becomes `newer`, unless it is not; returns the members that are no longer there."""
+        """Replaces the contents by those of `newer` if its version is higher; returns the members that left."""
         if newer.version <= self.version:
             return []
         left = [old for old in self.members.values() if newer.members.get(old.name) != old]
@@ -71,15 +72,14 @@ class Directory:
         return left
 
     def take_changes(self) -> tuple[int, Directory]:
-        """What changed since the last time this was asked, and the version before that."""
+        """Returns the changes since the last call, and the version before them."""
         names = set(self.changes)
         version, self.changes = self.version - len(self.changes), []
         members = {name: self.members[name] for name in names if name in self.members}
         return version, Directory(self.version, members, {name: self.gone[name] for name in names if name in self.gone})
 
     def update(self, version: int, changed: Directory) -> list[Member] | None:
-        """Takes in what changed after `version`; returns the members that are no longer there, None if a change before
-        it is missing."""
+        """Applies the changes after `version`; returns the members that left, None if an earlier change is missing."""
         if version > self.version:
             return None
         if changed.version <= self.version:
@@ -112,12 +112,12 @@ class Directory:
 
     @classmethod
     def from_wire(cls, value: object) -> Directory:
-        """The directory another process sent; raises Refused on anything else."""
+        """Returns the directory that another process sent; raises Refused on anything else."""
         match value:
             case (int(version), list(entries), dict(gone)):
                 members = [member_from_wire(entry) for entry in entries]
                 return cls(version, {member.name: member for member in members}, gone)
-        raise Refused(f"a directory was refused: it is {str(value)[:80]}.")
+        raise Refused(f"a directory was refused: {str(value)[:80]} is not one.")
 
     def _retire(self, member: Member, reason: str) -> None:
         self.retired[member.incarnation] = reason
@@ -125,11 +125,11 @@ class Directory:
 
 
 def member_from_wire(value: object) -> Member:
-    """The member another process described; raises Refused on anything else."""
+    """Returns the member that another process described; raises Refused on anything else."""
     match value:
         case (str(name), str(address), int(pid), str(incarnation), tuple(info)):
             return Member(name, address, pid, incarnation, info)
-    raise Refused(f"a member was refused: it is described as {str(value)[:80]}.")
+    raise Refused(f"a member was refused: {str(value)[:80]} does not describe one.")
 
 
 def _shorten(memory: dict[str, str]) -> None:

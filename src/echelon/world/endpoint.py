@@ -1,4 +1,4 @@
-"""The sockets of one member: raw frames in, raw frames out; what they mean is the world's business."""
+"""The sockets of one member: they send and receive raw frames, which `messages` interprets."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 QUEUED_MESSAGES = 20_000  # per peer and direction
 MAX_SOCKETS = 16_384  # one for each peer
-LONGEST_S = 3600.0  # one wait; libzmq counts milliseconds in 32 bits
-BURST = 1000  # messages taken from one socket before the others get their turn
-IGNORED_CONNECTIONS = 10_000  # the oldest are forgotten
+LONGEST_S = 3600.0  # of one wait: libzmq counts milliseconds in 32 bits
+BURST = 1000  # messages read from one socket before the next socket is read
+IGNORED_CONNECTIONS = 10_000  # the oldest are evicted
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A message that came in: a request on the `connection` of our router, or an answer from the peer at `address`."""
+    """A received message: a request on a `connection` of our router, or a reply from the peer at `address`."""
 
     frames: list[bytes]
     connection: bytes = b""
@@ -39,20 +39,20 @@ class Arrival:
 
 
 class Endpoint:
-    """One ROUTER, where requests come in and answers go out, and one DEALER, a link, to each peer.
+    """One ROUTER, which receives requests and sends replies, and one DEALER, a link, to each peer.
 
-    Each queue holds `QUEUED_MESSAGES`; nobody blocks on a full one: `send` says False, an answer is lost. A link that
-    is dropped takes its queue with it. Sockets survive no fork, so a forked copy of an endpoint refuses to work.
+    Each queue holds `QUEUED_MESSAGES`. A full queue never blocks: `send` returns False, a reply is lost. Dropping a
+    link also drops its queue. Sockets do not survive a fork, so a forked copy of an endpoint raises ConfigError.
     """
 
     def __init__(self, address: str, max_frame_bytes: int, secret: str | None = None) -> None:
-        """Binds the router at `address` (tcp with port 0: any free one; a dead ipc file is replaced).
+        """Binds the router at `address` (tcp with port 0: any free port; an ipc file of a dead process is replaced).
 
-        Over tcp both sides prove that they know the `secret`, if there is one.
+        Over tcp, both sides prove that they know the `secret`, if there is one.
         """
         check_address(address, secret)
         self._secret = secret if address.startswith("tcp://") else None
-        self.shared = address.startswith("inproc://")  # such peers must have one context
+        self.shared = address.startswith("inproc://")  # inproc peers must share one context
         self.max_frame_bytes = max_frame_bytes
         self.closed = False
         self.pid = os.getpid()
@@ -61,7 +61,7 @@ class Endpoint:
         self._router = make_socket(self._context, zmq.ROUTER, max_frame_bytes, QUEUED_MESSAGES)
         self._links: dict[str, Socket] = {}
         self._ends: weakref.WeakSet[SocketEnd] = weakref.WeakSet()
-        self._opening = threading.Lock()  # held while there is a new end, or all are closed
+        self._opening = threading.Lock()  # held while an end is created, and while all are closed
         self._ignored: dict[bytes, None] = {}
         self._gate = secure_server(self._router, self._secret) if self._secret is not None else None
         self.watched: list[tuple[Any, int]] = []  # what to poll for messages
@@ -74,7 +74,7 @@ class Endpoint:
 
     @property
     def num_turned_away(self) -> int:
-        """Connections to the router that had another secret, or none."""
+        """Number of connections to the router that had a different secret, or none."""
         return self._gate.num_refused if self._gate else 0
 
     def send(self, address: str, frames: list[Buffer]) -> bool:
@@ -95,14 +95,14 @@ class Endpoint:
         return True
 
     def answer(self, connection: bytes, frames: list[Buffer]) -> None:
-        """Sends `frames` back to where a request came from; lost without a word if the asker is gone."""
+        """Sends `frames` to the sender of a request; they are dropped silently if the sender has left."""
         if not self.closed:
             self._router.send_multipart([connection, *frames], zmq.NOBLOCK)
 
     def open_end(self, make: Callable[..., SocketEnd], address: str, name: str) -> SocketEnd:
-        """An end of calls of the client `name`, as `SocketEnd.listen` or `.connect` makes it; from any thread.
+        """Creates the end of a channel of the client `name` by `SocketEnd.listen` or `.connect`; from any thread.
 
-        It is closed with this endpoint, whose secret and gate it has.
+        The end uses the secret of this endpoint and is closed with it.
         """
         check_address(address, self._secret)
         with self._opening:
@@ -112,9 +112,9 @@ class Endpoint:
         return end
 
     def arrivals(self, timeout_s: float, fds: Sequence[int] = ()) -> Iterator[Arrival]:
-        """What has come in, after waiting up to `timeout_s` for it or for one of `fds` to be readable.
+        """Yields the received messages, after waiting up to `timeout_s` for one or for one of `fds` to be readable.
 
-        Whoever handles one arrival may send, drop links, close, or take arrivals itself.
+        The code that handles one arrival may send, drop links, close, or iterate over arrivals itself.
         """
         self._check_usable()
         addresses = {link: address for address, link in self._links.items()}
@@ -141,22 +141,22 @@ class Endpoint:
         self.watched[:] = [(item, zmq.POLLIN) for item in (self._router, *self._links.values(), *gate)]
 
     def ignore(self, connection: bytes) -> None:
-        """Takes nothing more from a connection that broke the rules."""
+        """Drops all further messages from a connection that sent an invalid one."""
         self._ignored[connection] = None
         if len(self._ignored) > IGNORED_CONNECTIONS:
             del self._ignored[next(iter(self._ignored))]
 
     def drop(self, address: str) -> None:
-        """Closes the link to a peer and forgets what was queued for it."""
+        """Closes the link to a peer and drops the messages queued for it."""
         if link := self._links.pop(address, None):
             link.close(linger=0)
             self._watch()
 
     def close(self) -> None:
-        """Closes everything, waiting a little for what was sent last; a forked copy does nothing."""
+        """Closes all sockets after waiting up to LINGER_MS for the last messages; does nothing in a forked copy."""
         if not self.closed and os.getpid() == self.pid:
             if self.shared:
-                self._router.unbind(self.address)  # at once: a context that lives on frees the name some time later
+                self._router.unbind(self.address)  # now: a context that stays open frees the name only some time later
             self._shut(LINGER_MS)
             remove(self.address)
 
@@ -170,12 +170,12 @@ class Endpoint:
         for socket in (self._router, *self._links.values()):
             socket.close(linger=linger_ms)
         if not self.shared:
-            self._context.term()  # returns when everything is sent or has lingered long enough
+            self._context.term()  # returns when everything is sent or the linger time is over
 
     def _check_usable(self) -> None:
         if os.getpid() != self.pid:
             raise ConfigError(
-                f"the endpoint {self.address} was made in process {self.pid} and used in its fork {os.getpid()}. "
+                f"the endpoint {self.address} was created in process {self.pid} and used in its fork {os.getpid()}. "
                 "Join the world in the process that uses it."
             )
         if self.closed:
@@ -183,10 +183,10 @@ class Endpoint:
 
 
 def _bind(router: Socket, address: str) -> str:
-    """Binds and says where."""
+    """Binds the router; returns its address, with the port that was chosen."""
     if path := ipc_path(address):
         if is_taken(path):
-            raise ConfigError(f"somebody already listens at {address}. End that run, or use another folder.")
+            raise ConfigError(f"another process already listens at {address}. End that run, or use another folder.")
         path.unlink(missing_ok=True)
     try:
         router.bind(address)

@@ -1,8 +1,8 @@
-"""How a process enters a world: where it meets the others, and how it opens the world as its host or joins it.
+"""How a process enters a world: where it finds the others, and how it opens the world as its host or joins it.
 
-Siblings, processes with one parent that run one script, meet in a folder of shared memory whose name says so; nobody
-else can read it. Others meet at an address. What a killed member leaves in a folder is removed by those who outlive it,
-or swept by the next run.
+Siblings, which are processes with the same parent and script, meet in a private folder in shared memory. Its name is
+derived from the user, the parent, the script and the world size. Other processes meet at an address. The folder of a
+killed member is removed by the surviving members, or by the next run.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from echelon.world.registry import BEGUN, Registry
 from echelon.world.watch import MemberInfo, write_info
 
 SHM_DIR = "/dev/shm"
-SHARED = ".shared"  # how the name of a member's folder ends that lies beside its socket
-HOST_SOCKET = "host"  # the socket of the host inside a meeting folder
-LIMITS = Limits(header_bytes=16 << 20, total_bytes=1 << 30)  # of whatever members send each other
-TRY_S = 5.0  # how long a host that listens may take to let us in
+SHARED = ".shared"  # suffix of a member's folder that is beside its socket
+HOST_SOCKET = "host"  # file name of the host's socket in the meeting folder
+LIMITS = Limits(header_bytes=16 << 20, total_bytes=1 << 30)  # of any message between members
+TRY_S = 5.0  # how long a listening host may take to admit this process
 PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Who enters which world; `launched` where the launcher is its host, and not rank 0."""
+    """The name and rank of a process, and the world that it enters; `launched`: the launcher is host, not rank 0."""
 
     name: str
     rank: int
@@ -52,8 +52,8 @@ class Entrance:
         check_name(self.name)
         if self.rank < 0 and not self.address:
             raise ConfigError(
-                f"World({self.name!r}) has neither a rank nor an address. Give rank and world_size in every process "
-                "that starts the world, or the address of one to join."
+                f"World({self.name!r}) has neither a rank nor an address. Pass rank and world_size in every process "
+                "that starts the world, or the address of a world to join."
             )
         if self.rank >= 0 and not self.rank < self.size:
             raise ConfigError(f"World({self.name!r}) has rank={self.rank} of world_size={self.size}: no such rank.")
@@ -65,7 +65,7 @@ class Entrance:
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """A node that is in its world, the host's registry if it is the host, and what it says of itself."""
+    """A node that has entered its world, its `MemberInfo`, and the registry if it is the host."""
 
     node: Node
     info: MemberInfo
@@ -73,7 +73,7 @@ class Entered:
 
 
 def enter(entrance: Entrance) -> Entered:
-    """Opens or joins the world; raises within the entrance's timeout, in a sentence that says why."""
+    """Opens or joins the world; on failure, raises an error with the reason within the entrance's timeout."""
     check_platform()
     address = resolved(entrance.address) or f"ipc://{_meeting_folder(entrance.size)}/{HOST_SOCKET}"
     secret = secret_from_environment() if address.startswith("tcp://") else None
@@ -95,7 +95,7 @@ def _open(entrance: Entrance, address: str, secret: str | None, info: MemberInfo
     while True:
         try:
             return Node.host(address, entrance.name, limits=LIMITS, info=info.to_wire(), secret=secret)
-        except ConfigError:  # a world of ours, there before this one, may be about to end
+        except ConfigError:  # a previous world of these processes may be about to end
             if entrance.address or time.monotonic() >= deadline:
                 raise
             time.sleep(PAUSE_S)
@@ -103,50 +103,56 @@ def _open(entrance: Entrance, address: str, secret: str | None, info: MemberInfo
 
 def _join(entrance: Entrance, address: str, secret: str | None, info: MemberInfo) -> Node:
     deadline = time.monotonic() + entrance.timeout_s
-    name, words = entrance.name, info.to_wire()
+    name, own_info = entrance.name, info.to_wire()
 
-    def knock() -> float:
-        """How long the host may take to let us in, unless it does not want to."""
+    def join_timeout_s() -> float:
+        """Returns how long the host may take to admit this process; raises Refused if the secrets differ."""
         if address.startswith("tcp://") and is_turned_away(address, secret):
-            own = f"with the {SECRET_VARIABLE} that it has" if secret is not None else f"without {SECRET_VARIABLE}"
+            own = f"with its value of {SECRET_VARIABLE}" if secret is not None else f"without {SECRET_VARIABLE}"
             raise Refused(
-                f"the world at {address} does not let {name!r} in {own}. Set {SECRET_VARIABLE} to the same value in "
+                f"the world at {address} does not admit {name!r} {own}. Set {SECRET_VARIABLE} to the same value in "
                 "every member, or in none."
             )
         return min(TRY_S, max(0.1, deadline - time.monotonic()))
 
-    def knock_again(error: TransportTimeout) -> float:
+    def retry_timeout_s(error: TransportTimeout) -> float:
         if time.monotonic() >= deadline:
             raise TransportTimeout(_no_world(entrance, address)) from error
-        return knock()
+        return join_timeout_s()
 
     while True:
         try:
             return Node.join(
-                address, name, timeout_s=knock(), limits=LIMITS, info=words, secret=secret, on_silence=knock_again
+                address,
+                name,
+                timeout_s=join_timeout_s(),
+                limits=LIMITS,
+                info=own_info,
+                secret=secret,
+                on_silence=retry_timeout_s,
             )
         except Refused as error:
             if entrance.address or BEGUN not in str(error) or time.monotonic() >= deadline:
                 raise
-            time.sleep(PAUSE_S)  # siblings' former world is about to end
+            time.sleep(PAUSE_S)  # the previous world of these siblings is about to end
 
 
 def _no_world(entrance: Entrance, address: str) -> str:
     if address.startswith("tcp://"):
         return f"{entrance.name!r} found no world at {address}: {why_silent(address)}"
     return (
-        f"{entrance.name!r} found no host of its world within {entrance.timeout_s:g} s, at {address}. Is rank 0 "
-        "started, by the same parent process and with the same script? If not, give all of them an address."
+        f"{entrance.name!r} found no host of its world within {entrance.timeout_s:g} s, at {address}. Was rank 0 "
+        "started by the same parent process and with the same script? If not, give all processes an address."
     )
 
 
 def _meeting_folder(size: int) -> Path:
-    """The folder where the siblings of this process meet, made by whoever comes first."""
+    """Returns the folder where the siblings of this process meet; the first of them creates it."""
     sweep(SHM_DIR)
     parent = os.getppid()
     script = os.path.realpath(getattr(sys.modules.get("__main__"), "__file__", None) or os.getcwd())
-    words = f"{os.getuid()} {parent} {start_ticks(parent)} {script} {size}"
-    folder = Path(SHM_DIR) / session_name(parent, hashlib.sha256(words.encode()).hexdigest()[:8])
+    identity = f"{os.getuid()} {parent} {start_ticks(parent)} {script} {size}"
+    folder = Path(SHM_DIR) / session_name(parent, hashlib.sha256(identity.encode()).hexdigest()[:8])
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
@@ -156,7 +162,7 @@ def _meeting_folder(size: int) -> Path:
 
 
 def _member_folder(address: str, name: str) -> Path:
-    """A new private folder for what a member of the world at `address` shares: beside its socket if it has one."""
+    """Creates a private folder for a member of the world at `address`, beside its socket file if it has one."""
     if not address.startswith("ipc://"):
         return create_session(SHM_DIR)
     folder = Path(address.removeprefix("ipc://")).parent / f"{name}.{secrets.token_hex(8)}{SHARED}"
@@ -165,20 +171,20 @@ def _member_folder(address: str, name: str) -> Path:
 
 
 def remove_folder_of(dead: MemberInfo, own: MemberInfo) -> None:
-    """Removes what a dead member of this host left behind, if what it said of itself is a member's folder."""
+    """Removes the folder of a dead member of this host, after checking that the path is that of a member's folder."""
     folder = Path(dead.folder)
     is_session = folder.parent == Path(SHM_DIR) and NAME.fullmatch(folder.name)
     is_sibling = folder.parent == Path(own.folder).parent and folder.name.endswith(SHARED)
     if (is_session or is_sibling) and dead.is_near:
-        with contextlib.suppress(FileNotFoundError):  # it has done so itself, just now
+        with contextlib.suppress(FileNotFoundError):  # the member has just removed it itself
             found = folder.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
                 remove_folder(folder)
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a member's folder, and the meeting folder that it lies in if that was the last."""
+    """Removes a member's folder, and the meeting folder that contains it if it is then empty."""
     shutil.rmtree(folder, ignore_errors=True)
     if folder.parent.parent == Path(SHM_DIR):
-        with contextlib.suppress(OSError):  # not empty: others are there
+        with contextlib.suppress(OSError):  # not empty: other members use it
             folder.parent.rmdir()

@@ -1,8 +1,8 @@
-"""What others may call and fetch in this process: functions by import path, and what its groups have under keys.
+"""What others may call and fetch in this process: functions by import path, and the values and services of its groups.
 
-A program's own modules are its script, the module that entered the world, and what lies beside the one or in the top
-package of the other; never the standard library, installed packages, or Echelon. Their functions alone can be called,
-and a name counts only if the module defines that function itself, not if it imported it from elsewhere.
+Only functions of the program's own modules can be called. These are its script, the module that entered the world, and
+the modules beside either of them or in the same top package; never the standard library, installed packages, or
+Echelon. A module's function can be called only if that module defines it, not if it imports it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from echelon.errors import ConfigError
 from echelon.transport.channel import Refusal
 from echelon.transport.channel_callee import Missing
 
-MAIN = ("__main__", "__mp_main__")  # the script: as started, and as a child of it runs it
+MAIN = ("__main__", "__mp_main__")  # names of the script's module: in the started process, and in its children
 VALUE, SERVICE = "value", "service"  # kinds of keys
-_PENDING = object()  # kept in place of a result that is not there yet
+_PENDING = object()  # placeholder of a kept result until the call has returned
 HOW = "Name a function at the top of a module of your program, or register() it as a service."
 
 Function = Callable[..., Any]
 
 
 def name_of(function: Function) -> str:
-    """How `function` is named to another process; raises ConfigError, with the reason, where it cannot be."""
+    """Returns the name of `function` for other processes; raises ConfigError if they cannot call it."""
     if not isinstance(function, FunctionType):
         raise ConfigError(
             f"{_shown(function)} cannot be called in another process: it is a {type(function).__name__}, not a "
@@ -40,9 +40,13 @@ def name_of(function: Function) -> str:
     if "<lambda>" in name:
         raise ConfigError(f"a lambda of {module} cannot be called in another process: it has no name there. {HOW}")
     if "." in name:
-        raise ConfigError(f"{module}.{name} cannot be called in another process: it lies inside another object. {HOW}")
+        raise ConfigError(
+            f"{module}.{name} cannot be called in another process: it is defined inside another object. {HOW}"
+        )
     if getattr(sys.modules.get(module), name, None) is not function:
-        raise ConfigError(f"{module}.{name} cannot be called in another process: that name is something else. {HOW}")
+        raise ConfigError(
+            f"{module}.{name} cannot be called in another process: that name refers to another object. {HOW}"
+        )
     return f"{MAIN[0] if module in MAIN else module}:{name}"
 
 
@@ -51,7 +55,7 @@ def _shown(function: object) -> str:
 
 
 class Scope:
-    """The functions of the program's own modules, and what this process paired and registered in its groups."""
+    """The functions of the program's own modules, and the values and services of this process in its groups."""
 
     def __init__(self, entrance: str) -> None:
         """`entrance` is the module that entered the world, or whose function was launched."""
@@ -64,14 +68,14 @@ class Scope:
         self._foreign = [own, *(Path(path).resolve() for path in paths)]
 
     def bound(self, group: str, kind: str, key: str) -> Any:
-        """What this process has under a key; raises Missing where it has nothing."""
+        """Returns the value or service of this process under a key; raises Missing if there is none."""
         try:
             return self.groups[group][kind, key]
         except KeyError:
             raise Missing from None
 
     def function(self, path: str) -> Function:
-        """The function of that name; raises Refusal where none may be called."""
+        """Returns the function with that name; raises Refusal if it does not exist or may not be called."""
         if (function := self._functions.get(path)) is None:
             function = self._functions[path] = self._resolve(path)
         return function
@@ -83,21 +87,21 @@ class Scope:
         if not isinstance(function, FunctionType) or function.__qualname__ != name:
             raise Refusal(f"{module_name} has no function {name[:80]!r} of its own.")
         if function.__module__ != module_name and not (module_name in MAIN and function.__module__ in MAIN):
-            raise Refusal(f"{name[:80]!r} is not {module_name}'s own: it comes from {function.__module__}.")
+            raise Refusal(f"{name[:80]!r} is not defined in {module_name} but imported from {function.__module__}.")
         return function
 
     def _module(self, name: str) -> ModuleType:
         top = name.partition(".")[0]
         if not all(part.isidentifier() for part in name.split(".")):
-            raise Refusal(f"{name[:80]!r} is no name of a module.")
-        spec = importlib.util.find_spec(top)  # runs nothing: the name has no dot
+            raise Refusal(f"{name[:80]!r} is not a module name.")
+        spec = importlib.util.find_spec(top)  # imports nothing, since the name has no dot
         places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
         if not any(place and self._is_own(Path(place)) for place in places):
             roots = ", ".join(map(str, self._roots)) or "the script"
-            raise Refusal(f"{name[:80]} is not of this program, whose modules lie in {roots}.")
+            raise Refusal(f"{name[:80]} is not a module of this program, whose modules are in {roots}.")
         module = importlib.import_module(name)
         if not (module.__file__ and self._is_own(Path(module.__file__))):
-            raise Refusal(f"{name[:80]} is not of this program: it lies at {module.__file__}.")
+            raise Refusal(f"{name[:80]} is not a module of this program: it is at {module.__file__}.")
         return module
 
     def _is_own(self, place: Path) -> bool:
@@ -110,21 +114,21 @@ class Scope:
 
 
 class Runner:
-    """Does what one caller asks for, and keeps the results that stay here for it."""
+    """Runs the requests of one caller, and keeps the results that the caller asked to leave here."""
 
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
         self.kept: dict[int, Any] = {}
-        self._keeping = threading.Lock()  # a result that comes and the word that nobody needs it may cross
+        self._keeping = threading.Lock()  # a result may arrive while another thread frees it
 
     def __call__(self, request: tuple[Any, ...]) -> Any:
-        """The value, or None where it is kept."""
+        """Returns the value, or None if it is kept here."""
         match request:
             case (int(number), str(group), str(kind), str(name), tuple(args), dict(kwargs), bool(keep)):
                 if not keep:
                     return self._value(group, kind, name, args, kwargs)
             case _:
-                raise Refusal(f"{str(request)[:80]} is no request.")
+                raise Refusal(f"{str(request)[:80]} is not a request.")
         self.kept[number] = _PENDING
         try:
             value = self._value(group, kind, name, args, kwargs)
@@ -132,7 +136,7 @@ class Runner:
             self.kept.pop(number, None)
             raise
         with self._keeping:
-            if number in self.kept:  # else nobody needs it any more
+            if number in self.kept:  # else the caller has freed it
                 self.kept[number] = value
 
     def _value(self, group: str, kind: str, name: str, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
@@ -149,16 +153,16 @@ class Runner:
                 for number in args[0]:
                     self.kept.pop(number, None)
             return None
-        raise Refusal(f"{kind[:80]!r} is nothing that can be asked for.")
+        raise Refusal(f"{kind[:80]!r} is not a kind of request.")
 
 
 def _root(module: ModuleType | None) -> Path | None:
-    """The folder that is the program's own because of `module`: its top package, or where it lies."""
+    """Returns the folder that makes `module` part of the program: that of its top package, else its own."""
     if module is None or not getattr(module, "__file__", None):
         return None
     spec = getattr(module, "__spec__", None)
-    name = spec.name if spec is not None else module.__name__  # of `python -m package.module`: in full
-    if name in MAIN:  # a script by its path, or the one of the launcher, which may be in a package
+    name = spec.name if spec is not None else module.__name__  # the full name under `python -m package.module`
+    if name in MAIN:  # a script started by its path, or the launcher's script, which may be in a package
         name = f"{module.__package__}.{name}" if module.__package__ else name
     depth = name.count(".")
     is_package = hasattr(module, "__path__")

@@ -1,6 +1,6 @@
-"""A process in its world: how it enters, what it is told, how it leaves; `World` is what users see of it.
+"""A process as a member of its world: how it joins, how it handles deaths, how it leaves. `World` is its public form.
 
-Deaths and the end are told in the thread of the node; whoever waits, in whichever thread, gets them as errors.
+The node's thread is notified of deaths and of the end of the world; threads that wait receive them as errors.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from echelon.world.switchboard import Switchboard
 from echelon.world.watch import BEAT_S, MemberInfo, MemberWatch
 
 PAUSE_S = 0.001
-WORD_S = 5.0  # how long word of a member may be under way
-USUAL_THREADS = torch.get_num_threads()  # unless somebody sets it
+DIRECTORY_S = 5.0  # how long a change of the directory may take to arrive
+USUAL_THREADS = torch.get_num_threads()  # torch's default
 
 _here: Membership | None = None
 _lock = threading.Lock()
 
 
 def membership_here() -> Membership | None:
-    """That of this process, if it is in a world."""
+    """Returns the Membership of this process, or None if it is in no world."""
     return _here
 
 
 class Membership:
-    """This process as a member: its node and the thread of it, its lines, whom it watches, and what it offers."""
+    """This process as a member: its node and the node's thread, its channels, the members it watches, its scope."""
 
     def __init__(self, entrance: Entrance, module: str) -> None:
-        """Enters, and returns when all ranks are there; functions beside `module` can be called by others."""
+        """Enters the world and returns when all ranks have joined; others may call functions beside `module`."""
         global _here
         with _lock:
             if _here is not None:
                 raise WorldError(
-                    f"this process is in a world already, as {_here.name!r}; there can be one. stop() it first."
+                    f"this process is in a world already, as {_here.name!r}; it can be in one only. stop() it first."
                 )
             _here = self
         try:
@@ -73,7 +73,7 @@ class Membership:
         self.name, self.rank, self.timeout_s = entrance.name, entrance.rank, entrance.timeout_s
         self.scope = Scope(module)
         self.num_collective: Counter[tuple[int, ...]] = Counter()  # collective groups so far, by their ranks
-        self._over: Callable[[str], BaseException] | None = None  # makes the error of whatever is tried after the end
+        self._over: Callable[[str], BaseException] | None = None  # after the end: makes the error of each operation
         self._departed = threading.Condition()
         entered = enter(entrance)
         self._node, self._registry, self._info = entered.node, entered.registry, entered.info
@@ -96,36 +96,39 @@ class Membership:
         share_cores(sum(1 for name in self._ranked if (one := self._node.member(name)) and MemberInfo.of(one).is_near))
 
     def _await_all(self) -> tuple[list[str], int]:
-        """The names of all ranks in order, and how many there are, once they have come."""
+        """Waits until all ranks have joined; returns their names in order, and the number of ranks."""
         try:
             _, ranked, size = self.control("ready", self.name)
         except TransportTimeout as error:
             missing = self.explain(error, "missing")
             turned_away = self._node.num_turned_away
-            strangers = f" {SECRET_VARIABLE} of somebody who came was another, or none." if turned_away else ""
+            secrets = (
+                f" A process was refused because its {SECRET_VARIABLE} was different or not set." if turned_away else ""
+            )
             raise TransportTimeout(
-                f"of the world at {self._node.host_address}, rank {', '.join(map(str, missing))} did not come within "
-                f"{self.timeout_s:g} s.{strangers} Start it, or raise timeout_s."
+                f"rank {', '.join(map(str, missing))} of the world at {self._node.host_address} did not join within "
+                f"{self.timeout_s:g} s.{secrets} Start it, or raise timeout_s."
             ) from None
-        self.await_word_of(ranked)
+        self.await_members(ranked)
         return ranked, size
 
-    # Asking others; what groups are made of.
+    # Requests to others, which groups use.
 
     def seconds(self, timeout: float | None) -> float:
-        """A timeout as users give it: None, or below 0, is the world's own."""
+        """Returns the timeout in seconds; None and negative values stand for the world's `timeout_s`."""
         return self.timeout_s if timeout is None or timeout < 0 else timeout
 
     def check(self, what: str) -> None:
-        """Raises if the world is over for this process: PeerLost with the host, WorldStopped, or as it left itself.
+        """Raises if the world is over for this process.
 
-        `what` names in the error what was tried.
+        The error is PeerLost if the host is lost, WorldStopped if a member ended the world, WorldError if this process
+        left it. `what` names the attempted operation in the error.
         """
         if self._over is not None:
             raise self._over(what)
 
     def begin_call(self, to: str, what: str, request: tuple[Any, ...], timeout: float | None) -> Future:
-        """Sends a request to `to`; `what` names it in errors."""
+        """Sends a request to the member `to`; `what` names the request in errors."""
         self.check(what)
         seconds = self.seconds(timeout)
         deadline = time.monotonic() + seconds
@@ -137,51 +140,51 @@ class Membership:
             raise ConfigError(place) from None
 
     def free(self, owner: str, number: int) -> None:
-        """A value that `owner` keeps is no longer needed."""
+        """Releases a value that `owner` keeps for this process."""
         self._switchboard.free(owner, number)
 
     def control(self, function: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Asks the host of the world."""
+        """Calls a function of the host's registry."""
         self.check(f"{function}()")
         return self._thread.call(self._node.host_name, function, *args, timeout_s=self.seconds(timeout_s))
 
     def explain(self, error: EchelonError, function: str, *args: Any) -> Any:
-        """Asks the host what is behind `error`; raises that one if the host cannot be asked."""
+        """Asks the host for the details of `error`; raises `error` itself if the host does not reply."""
         try:
             return self.control(function, *args, timeout_s=EXPLAIN_S)
         except EchelonError:
             raise error from None
 
-    def await_word_of(self, names: Sequence[str]) -> None:
-        """Returns when this process knows of members whom the host knows: word of them may come after an answer."""
-        deadline = time.monotonic() + WORD_S
+    def await_members(self, names: Sequence[str]) -> None:
+        """Waits until the local directory has `names`, which the host knows: its update may arrive after a reply."""
+        deadline = time.monotonic() + DIRECTORY_S
         while any(not self.is_there(name) and not self._node.why_gone(name) for name in names):
             if self._over is not None or time.monotonic() >= deadline:
-                break  # the next call says why
+                break  # the next call raises the reason
             time.sleep(PAUSE_S)
 
     def is_there(self, name: str) -> bool:
-        """Whether a member has that name now."""
+        """Whether `name` is a member now."""
         return self._node.member(name) is not None
 
     def why_lost(self, name: str) -> str:
-        """Why a member is gone, or ""; raises WorldStopped, or PeerLost with the host, if the world is over."""
-        self.check("whatever waits")
-        return "" if self._node.member(name) else self._node.why_gone(name) or "it never came"
+        """Returns why a member left, or ""; raises WorldStopped, or PeerLost for the host, if the world is over."""
+        self.check("an operation")
+        return "" if self._node.member(name) else self._node.why_gone(name) or "it never joined"
 
-    # What happens to others; in the thread of the node.
+    # Events of other members, in the node's thread.
 
     def _on_lost(self, member: Member, why: str) -> None:
         try:
             if self._over is None:
-                self._switchboard.lose(member, why)  # reads the last answers, which lie in the folder of the dead
+                self._switchboard.lose(member, why)  # reads the last replies, which are in the dead member's folder
             if self._registry:
                 self._registry.on_lost(member, why)
                 remove_folder_of(MemberInfo.of(member), self._info)
             if member.name == self._node.host_name:
-                text = f"was cut short: {member.name!r}, the host, left: {why}"
+                text = f"was interrupted: {member.name!r}, the host, left: {why}"
                 self._end(lambda what: PeerLost(f"{what} of {self.name!r} {text}."))
-        finally:  # whatever went wrong, nobody waits for it
+        finally:  # wake the waiting threads also after an error
             with self._departed:
                 self._departed.notify_all()
 
@@ -193,7 +196,7 @@ class Membership:
         self._end(lambda what: WorldStopped(f"the world has ended while {self.name!r} was in {what}: {why}."))
 
     def _end(self, failure: Callable[[str], BaseException]) -> None:
-        """From now on everything here raises; the first reason counts."""
+        """Ends this membership: every operation raises from now on; only the first call has an effect."""
         if self._over is None:
             self._over = failure
             self._thread.fail(lambda: failure("a call to the host"))
@@ -202,8 +205,8 @@ class Membership:
             self._switchboard.fail(failure)
 
     def _on_broken(self, error: Exception) -> None:
-        """The thread of the node cannot go on: without it nothing here works, and nobody shall wait for it."""
-        text = f"was cut short: the connection of {self.name!r} to its world broke: {type(error).__name__}: {error}"
+        """Handles an error that ended the node's thread: nothing works without it, so all waits end."""
+        text = f"was interrupted: the connection of {self.name!r} to its world broke: {type(error).__name__}: {error}"
         self._end(lambda what: TransportError(f"{what} {text}"))
         self._switchboard.close()
 
@@ -217,21 +220,21 @@ class Membership:
     # The end.
 
     def end(self, why: str) -> None:
-        """Ends the world for everybody: blocking calls raise WorldStopped."""
-        with contextlib.suppress(WorldStopped):  # by this very end
+        """Ends the world for all members: their blocking calls raise WorldStopped."""
+        with contextlib.suppress(WorldStopped):  # caused by this call
             self.control("end", why, timeout_s=EXPLAIN_S)
 
     def stop(self) -> None:
         """Leaves the world; the host first waits until all other ranks have left or died.
 
-        Until then it serves what it registered and paired, and keeps keys and barriers. It does not wait for members
-        without a rank: what they do next raises PeerLost.
+        Until then the host serves its services and paired values, and keys and barriers work. It does not wait for
+        members without a rank: their next operation raises PeerLost.
         """
         self._await_others()
         self._close()
 
     def _leave(self, error: BaseException | None) -> None:
-        """Leaves without `stop`, because of `error` if there is one: nobody waits for the others then."""
+        """Leaves without `stop`. If `error` is the reason, the host does not wait for the other ranks."""
         try:
             if self._over is not None:
                 pass
@@ -244,24 +247,26 @@ class Membership:
             else:
                 self.control("depart", self.name, f"it ended with {type(error).__name__}: {error}", timeout_s=EXPLAIN_S)
         except (EchelonError, WorldStopped) as late:
-            print_error(f"{self.name!r} could not take leave: {late}")
+            print_error(f"{self.name!r} could not leave its world properly: {late}")
         self._close()
 
     def _await_others(self) -> None:
-        """The host keeps what the other ranks need until they have left or died; if that takes long, it says so."""
+        """Waits, on the host, until the other ranks have left or died; after `timeout_s`, reports whom it waits for."""
         if self._registry is None:
             return
         with self._departed:
             if not self._departed.wait_for(self._is_alone, self.timeout_s):
                 still_there = ", ".join(map(repr, self._others()))
-                print_error(f"{self.name!r}, the host of its world, waits for {still_there} to leave. Ctrl-C ends all.")
+                print_error(
+                    f"{self.name!r}, the host of its world, waits for {still_there} to leave. Ctrl-C ends the world."
+                )
                 self._departed.wait_for(self._is_alone)
 
     def _is_alone(self) -> bool:
         return self._over is not None or not self._others()
 
     def _others(self) -> list[str]:
-        """The other ranks that are there."""
+        """Returns the names of the other ranks that have not left."""
         return [name for name in self._ranked if name != self.name and self.is_there(name)]
 
     def _close(self) -> None:
@@ -274,29 +279,29 @@ class Membership:
         self._thread.do(lambda: self._end(lambda what: WorldError(f"{what}: {self.name!r} has left the world.")))
         self._thread.do(self._switchboard.close)
         self._thread.stop()
-        self.scope.groups.clear()  # what was registered need not live as long as this object
+        self.scope.groups.clear()  # frees values and services before this object is freed
         remove_folder(Path(self._info.folder))
 
 
 def _uncaught_error() -> BaseException | None:
-    """The error that ends this process, asked while it ends; None if it has come to its end.
+    """Returns the error that ends this process, None if it ends normally; called at exit.
 
-    A child of multiprocessing ends with the error in flight. A plain process has lost it by then: `sys.last_value` has
-    one that nobody caught, but nothing is left of `exit()`, which only a `with` block around it sees.
+    In a child of multiprocessing the exception is still being handled. In a plain process it is not: `sys.last_value`
+    holds an uncaught error, but there is no trace of `exit()`, which only a `with World(...)` block detects.
     """
     if (error := sys.exc_info()[1]) is not None:
         return error
-    uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # at a prompt errors end nothing
+    uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # ps1: errors do not end a prompt
     return uncaught if isinstance(uncaught, BaseException) else None
 
 
 def _forget_in_fork() -> None:
-    """A forked copy has none of the threads that a member needs, and is none."""
+    """Removes the membership in a forked child, which has none of the threads that a member needs."""
     global _here
     if _here is not None:
         name, pid = _here.name, os.getppid()
         _here._over = lambda what: WorldError(
-            f"{what}: {name!r} is process {pid}, and this is a fork of it. Make a World in the process that uses it."
+            f"{what}: {name!r} is process {pid}, and this is a fork of it. Create a World in the process that uses it."
         )
         _here = None
 
@@ -305,9 +310,10 @@ os.register_at_fork(after_in_child=_forget_in_fork)
 
 
 def share_cores(num_ranks: int) -> None:
-    """Gives torch this process's share of the cores that `num_ranks` processes have, where nobody has said otherwise.
+    """Limits torch's threads to this process's share of the cores of `num_ranks` processes, unless the user set them.
 
-    By default each would take all of them, and threads that wait for a core by spinning slow everybody down many times.
+    By default every process would use all cores, and threads that spin while they wait slow all processes down many
+    times.
     """
     if num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() == USUAL_THREADS:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))

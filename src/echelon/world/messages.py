@@ -1,4 +1,4 @@
-"""What nodes say to each other: requests and answers, and who sends and takes them."""
+"""Messages between nodes: requests, replies, and the Messenger that sends and handles them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from echelon.transport.codec import Buffer, Limits, decode, encode
 from echelon.world.directory import Member
 from echelon.world.endpoint import Arrival, Endpoint
 
-LAST_WORDS_S = 2.0  # how long what a dead process sent may take from this host's sockets to us
-MAX_ECHOES = 8  # where others never cease to speak
+DRAIN_S = 2.0  # how long messages of a dead process may take from this host's sockets to this one
+MAX_ECHOES = 8  # bounds `drain` while others keep sending
 
 
 @dataclass(frozen=True, slots=True)
 class ControlRequest:
-    """A call (`number` above 0, its answer carries it) or a post (0)."""
+    """A call (`number` above 0, repeated in its reply) or a post (0, without a reply)."""
 
     number: int
     sender: str
@@ -33,27 +33,27 @@ class ControlRequest:
 
     @classmethod
     def from_wire(cls, message: object) -> ControlRequest:
-        """The request another process sent; raises Refused on anything else."""
+        """Returns the request that another process sent; raises Refused on anything else."""
         match message:
             case (int(number), str(sender), str(incarnation), str(function), tuple(args)):
                 return cls(number, sender, incarnation, function, args)
-        raise Refused(f"a message was refused: it is no request but a {type(message).__name__}.")
+        raise Refused(f"a message was refused: it is a {type(message).__name__}, not a request.")
 
 
 @dataclass(slots=True)
 class PendingCall:
-    """A call that waits for its answer."""
+    """A call that waits for its reply."""
 
     member: Member
     function: str
     on_settled: Callable[[PendingCall], None] | None = None  # called in the node's thread
-    number: int = 0  # of a call that `begin` began
+    number: int = 0  # of a call started by `begin`
     settled: bool = False
     value: Any = None
     error: EchelonError | None = None
 
     def settle(self, outcome: object) -> None:
-        """Takes what the peer said; raises Refused if that is no answer."""
+        """Settles with the peer's reply; raises Refused if it is not a valid one."""
         match outcome:
             case (_, "answer", value):
                 self.value = value
@@ -62,7 +62,7 @@ class PendingCall:
         self._notify()
 
     def lose(self, error: EchelonError) -> None:
-        """Settles with `error`: nobody will answer any more."""
+        """Settles with `error`: no reply will arrive."""
         self.error = error
         self._notify()
 
@@ -73,11 +73,14 @@ class PendingCall:
 
 
 class Deferred:
-    """What a handler returns whose answer comes later: `settle` it in the node's thread; only the first time counts."""
+    """A reply that a handler returns now and settles later: call `settle` in the node's thread; only the first counts.
+
+    Without `settle` the caller waits until its timeout.
+    """
 
     def __init__(self) -> None:
         self._send: Callable[[Any], None] | None = None
-        self._value: tuple[Any, ...] = ()  # empty, or the answer
+        self._value: tuple[Any, ...] = ()  # empty, or the reply
 
     def settle(self, value: Any) -> None:
         if not self._value:
@@ -86,19 +89,19 @@ class Deferred:
                 self._send(value)
 
     def attach(self, send: Callable[[Any], None]) -> None:
-        """Says how the answer is sent; at once if there is one."""
+        """Sets the function that sends the reply, and calls it immediately if the reply is settled."""
         self._send = send
         if self._value:
             send(self._value[0])
 
 
 class Messenger:
-    """What asks others and answers them; who may say what is for the node to decide, in `_why_stranger` and `_obey`."""
+    """Sends requests and replies; the node decides who may send what, in `_why_refused` and `_run_control`."""
 
     def __init__(self, me: Member, endpoint: Endpoint, limits: Limits) -> None:
         self.name, self.limits = me.name, limits
-        self.on_error: Callable[[str], None] = print_error  # gets the error of a post that failed here
-        self.refused = 0  # messages that broke the rules; nothing more is taken from that connection
+        self.on_error: Callable[[str], None] = print_error  # receives the error of a post that failed here
+        self.refused = 0  # invalid messages; further messages of their connection are dropped
         self._me, self._endpoint = me, endpoint
         self.open_end = endpoint.open_end
         self._pending: dict[int, PendingCall] = {}
@@ -108,35 +111,36 @@ class Messenger:
 
     @property
     def address(self) -> str:
-        """Where this member is bound; of the host: what the others join."""
+        """The address where this member is bound; the address of the host is the one that others join."""
         return self._endpoint.address
 
     @property
     def num_turned_away(self) -> int:
-        """Who knocked with another secret than ours, or none."""
+        """Number of connections that were refused because their secret was different or missing."""
         return self._endpoint.num_turned_away
 
     @property
     def incarnation(self) -> str:
-        """Tells this life of the name from others."""
+        """Distinguishes this process from earlier and later ones of the same name."""
         return self._me.incarnation
 
     def serve(self, function: str, handler: Callable[..., Any]) -> None:
         """Lets others call `handler` as `function`."""
         if function.startswith("_"):
-            raise ConfigError(f"{function!r} cannot be served: names with a leading underscore are the world's own.")
+            raise ConfigError(f"{function!r} cannot be served: names with a leading underscore are reserved.")
         self._handlers[function] = handler
 
     def abandon(self, pending: PendingCall) -> None:
-        """Waits no longer for what `begin` began."""
+        """Stops waiting for a call that `begin` started; a late reply is ignored."""
         self._pending.pop(pending.number, None)
 
     def drain(self) -> None:
-        """Serves what had reached this process before now, also of those who are dead by now.
+        """Serves the messages that reached this process before this call, including those of members that died since.
 
-        It writes to itself until nothing but its own word comes: ZeroMQ reads a little of each socket in turn.
+        ZeroMQ reads a few messages of each socket in turn. The node therefore sends itself an echo, again and again,
+        until nothing else arrives before the echo.
         """
-        deadline = time.monotonic() + LAST_WORDS_S
+        deadline = time.monotonic() + DRAIN_S
         for _ in range(MAX_ECHOES):
             if self._endpoint.closed or time.monotonic() >= deadline:
                 return
@@ -145,7 +149,7 @@ class Messenger:
             while not echo.settled and (left_s := deadline - time.monotonic()) > 0.0:
                 self.poll(left_s)
             self.abandon(echo)
-            if self._num_arrivals - num_before <= 2:  # the word and its answer
+            if self._num_arrivals - num_before <= 2:  # the echo and its reply
                 return
 
     def _begin(
@@ -156,7 +160,7 @@ class Messenger:
         try:
             if not self._endpoint.send(member.address, self._frames(number, function, args)):
                 raise TransportTimeout(
-                    f"{member.name!r} takes nothing in: the queue of {self.name!r} to it is full, so {function}() "
+                    f"{member.name!r} reads no messages: the queue of {self.name!r} to it is full, so {function}() "
                     "cannot be called."
                 )
         except BaseException:
@@ -165,7 +169,7 @@ class Messenger:
         return pending
 
     def _lose_pending(self, member: Member, why: str) -> None:
-        """Nobody answers what `begin` asked of `member`."""
+        """Fails the calls to `member` that `begin` started: no reply will arrive."""
         for pending in [one for one in self._pending.values() if one.number and one.member == member]:
             self.abandon(pending)
             what = f"{member.name!r} left before it answered {pending.function}() of {self.name!r}: {why}."
@@ -182,7 +186,7 @@ class Messenger:
             self._endpoint.ignore(arrival.connection)
             return
         outcome: tuple[Any, ...]
-        if why := self._why_stranger(request):
+        if why := self._why_refused(request):
             self.refused += 1
             outcome = ("refused", why)
         else:
@@ -197,18 +201,18 @@ class Messenger:
     def _run(self, request: ControlRequest) -> tuple[Any, ...]:
         try:
             if request.function.startswith("_"):
-                return ("answer", self._obey(request))
+                return ("answer", self._run_control(request))
             if (handler := self._handlers.get(request.function)) is None:
                 served = ", ".join(sorted(self._handlers)) or "nothing"
                 raise Refusal(f"{self.name!r} serves no function {request.function[:80]!r}; it serves {served}.")
             return ("answer", handler(*request.args))
-        except Exception as error:  # not ours to handle: it goes to the caller, with its traceback
+        except Exception as error:  # sent to the caller, with its traceback
             return failure(error, posted=not request.number)
 
     def _answer(self, connection: bytes, number: int, outcome: tuple[Any, ...]) -> None:
         try:
             frames = encode((number, *outcome), self.limits)
-        except ConfigError as error:  # the handler returned what the wire does not carry
+        except ConfigError as error:  # the codec cannot encode what the handler returned
             frames = encode((number, *failure(error)), self.limits)
         self._endpoint.answer(connection, frames)
 
@@ -217,7 +221,7 @@ class Messenger:
             outcome = decode(arrival.frames, self.limits)
             number = outcome[0] if isinstance(outcome, tuple) and outcome else None
             pending = self._pending.get(number) if isinstance(number, int) else None
-            if pending is not None and pending.member.address == arrival.address:  # else: it came too late
+            if pending is not None and pending.member.address == arrival.address:  # else it arrived too late
                 pending.settle(outcome)
                 if pending.number:
                     self.abandon(pending)
@@ -225,13 +229,13 @@ class Messenger:
             self.refused += 1
 
     def poll(self, timeout_s: float = 0.0, fds: Sequence[int] = ()) -> bool:
-        """Serves what came in."""
+        """Serves the received messages."""
         raise NotImplementedError
 
-    def _why_stranger(self, request: ControlRequest) -> str:
-        """Why the sender may ask for nothing here, or ""."""
+    def _why_refused(self, request: ControlRequest) -> str:
+        """Returns why the sender's requests are refused, or ""."""
         raise NotImplementedError
 
-    def _obey(self, request: ControlRequest) -> Any:
-        """Does what one of the world's own functions, with a leading underscore, says."""
+    def _run_control(self, request: ControlRequest) -> Any:
+        """Runs one of the world's own functions, whose names have a leading underscore."""
         raise NotImplementedError

@@ -1,16 +1,16 @@
 """The control plane: named processes that find, call and watch each other.
 
-The host keeps the directory of members, sends it to whoever joins and its changes to everyone. Calls and posts go
-straight from member to member.
+The host maintains the directory of members. It sends the directory to each process that joins, and the changes to all
+members. Calls and posts go directly from member to member.
 
-A Node belongs to one thread of one process and works only inside `call`, `post` and `poll`: there is no thread behind
-it, and a member that does not poll does not answer. A member that waits in `call` serves what comes in meanwhile, so
-two that call each other do not deadlock; a handler may therefore start while another one of the same member waits.
-Make the Node after a fork, in the process that uses it; using one in a forked copy is refused.
+A Node belongs to one thread of one process and works only inside `call`, `post` and `poll`: it has no thread of its
+own, and a member that does not poll does not reply. A member that waits in `call` serves requests meanwhile, so two
+members that call each other do not deadlock; a handler may therefore start while another one of the same member waits.
+Create the Node after a fork, in the process that uses it; using it in a forked copy raises ConfigError.
 
-Bounds: see `Endpoint`. Nobody blocks on a full queue: a post is dropped and counted, a call waits for room until its
-timeout. A peer that dies is noticed by nobody here: whoever watches it tells the host to `forget` it, and then
-everyone who waits for it gets PeerLost. If the host dies, calls to it time out; the world is over.
+Bounds: see `Endpoint`. A full queue never blocks: a post is dropped and counted, a call waits for room until its
+timeout. A Node does not detect the death of a peer: the process that watches the peer calls `forget` on the host, and
+then every wait for the peer raises PeerLost. If the host dies, calls to it time out; the world is over.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from echelon.world.messages import ControlRequest, Messenger, PendingCall
 
 __all__ = ["Node", "RpcException"]
 
-NOTIFY_S = 0.02  # of those who join in this time the others are told together
+NOTIFY_S = 0.02  # joins within this time are sent to the others in one message
 
 _here: weakref.WeakValueDictionary[str, Node] = weakref.WeakValueDictionary()  # address -> Node of this process
 
@@ -45,22 +45,22 @@ class Node(Messenger):
     """A named member of the world: it finds the others by name, calls them and is called."""
 
     def __init__(self, me: Member, host_address: str, limits: Limits, secret: str | None) -> None:
-        """Binds at the address of `me`; `Node.host` and `Node.join` are the ways in."""
+        """Binds at the address of `me`; use `Node.host` or `Node.join` instead."""
         endpoint = Endpoint(me.address, limits.total_bytes, secret)
         super().__init__(dataclasses.replace(me, address=endpoint.address), endpoint, limits)
-        self.admit: Callable[[Member], str] = lambda member: ""  # host: why somebody may not join, or ""
-        self.on_lost: Callable[[Member, str], None] = lambda member, why: None  # told of every member that is gone
-        self.farewell = "the host closed the world"  # host: what the others are told when it closes
+        self.admit: Callable[[Member], str] = lambda member: ""  # host: why a process may not join, or ""
+        self.on_lost: Callable[[Member, str], None] = lambda member, why: None  # called for every member that leaves
+        self.farewell = "the host closed the world"  # host: the reason sent to the others when it closes
         self.dropped = 0  # posts that found no peer or no room
-        self.watched = endpoint.watched  # what to poll, beside other things, for messages that `poll` serves
+        self.watched = endpoint.watched  # the sockets, for callers that poll them together with others
         self._secret = secret
         self._host_address = host_address or self.address
         self._host: Member | None = None
         self._directory = Directory()
-        self._held: list[Arrival] = []  # requests that came while joining: nobody could `serve` anything yet
-        self._behind: set[str] = set()  # host: members whose queue was full when a change was told
-        self._notify_at = 0.0  # host: when the others are told of those who joined since the last time
-        self.thread = threading.get_ident()  # that polls it
+        self._held: list[Arrival] = []  # requests received while joining, before the caller could `serve` anything
+        self._behind: set[str] = set()  # host: members whose queue was full when a change was sent
+        self._notify_at = 0.0  # host: when the joins since the last message are sent to the others
+        self.thread = threading.get_ident()  # the thread that polls it
         _here[self.address] = self
 
     @classmethod
@@ -73,7 +73,7 @@ class Node(Messenger):
         info: tuple[Any, ...] = (),
         secret: str | None = None,
     ) -> Node:
-        """Opens a world at `address` and keeps its directory; the host must poll for others to be able to join."""
+        """Opens a world at `address` and maintains its directory; others can join only while the host polls."""
         check_name(name)
         world = cls(Member(name, address, os.getpid(), secrets.token_hex(8), info), "", limits, secret)
         world._host = world._me
@@ -92,18 +92,19 @@ class Node(Messenger):
         secret: str | None = None,
         on_silence: Callable[[TransportTimeout], float] | None = None,
     ) -> Node:
-        """Enters the world hosted at `address`; whoever bore `name` before is replaced.
+        """Joins the world hosted at `address`; replaces a previous member called `name`.
 
-        A host that has not answered after `timeout_s` is asked again for as long as `on_silence` says, unless that
-        raises: to be asked twice changes nothing, and another host may have come in its place.
+        If the host has not replied after `timeout_s`, the request is sent again, with the timeout that `on_silence`
+        returns; `on_silence` may raise to give up. Joining is idempotent, and a new host may have replaced the first.
 
-        Others may call at once; nothing is served before the first `poll` or `call`, so `serve` what you have first.
+        Others may call this member immediately. Requests are handled from the first `poll` or `call` on, so call
+        `serve` before.
         """
         check_name(name)
         incarnation = secrets.token_hex(8)
         own = member_address(address, name, incarnation)
         world = cls(Member(name, own, os.getpid(), incarnation, info), address, limits, secret)
-        host = Member(f"the host at {address}", address, 0, "")  # its name comes with the answer
+        host = Member(f"the host at {address}", address, 0, "")  # its real name is in the reply
         world._directory.members[host.name] = host
         try:
             match world._ask_in(host, timeout_s, on_silence):
@@ -138,27 +139,27 @@ class Node(Messenger):
 
     @property
     def host_address(self) -> str:
-        """What others join."""
+        """The address that others join."""
         return self._host_address
 
     @property
     def host_name(self) -> str:
-        """Who keeps the directory."""
+        """The name of the member that maintains the directory."""
         return self._host.name if self._host else ""
 
     def member(self, name: str) -> Member | None:
-        """Who bears `name` now."""
+        """Returns the member called `name`, or None."""
         return self._directory.members.get(name)
 
     def why_gone(self, name: str) -> str:
-        """Why `name` left, or "" if it is there or never was."""
+        """Returns why `name` left, or "" if it is a member or never was one."""
         return self._directory.gone.get(name, "")
 
     def call(self, to: str, function: str, *args: Any, timeout_s: float = 5.0) -> Any:
-        """What `function` of member `to` returns; waits for it, and for `to` to join if it never did.
+        """Calls `function` of member `to` and returns its result; waits for `to` to join if it never did.
 
         Raises RpcException with the remote traceback if the handler raised, Refused if `to` serves no such function,
-        PeerLost if `to` left (before or meanwhile), TransportTimeout after `timeout_s`.
+        PeerLost if `to` has left or leaves meanwhile, TransportTimeout after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         while (member := self._directory.members.get(to)) is None:
@@ -173,9 +174,9 @@ class Node(Messenger):
         return self._ask(member, function, args, timeout_s)
 
     def post(self, to: str, function: str, *args: Any) -> None:
-        """Calls `function` of `to` without an answer; one sender's posts and calls arrive in their order.
+        """Calls `function` of `to` without a reply; the posts and calls of one sender arrive in order.
 
-        Never blocks: without a member of that name, or with its queue full, the post is dropped and counted.
+        Never blocks: if there is no such member or its queue is full, the post is dropped and counted.
         """
         frames = self._frames(0, function, args)
         member = self._directory.members.get(to)
@@ -185,16 +186,17 @@ class Node(Messenger):
     def begin(
         self, to: str, function: str, args: tuple[Any, ...], on_settled: Callable[[PendingCall], None]
     ) -> PendingCall:
-        """Calls `function` of `to` without waiting: `on_settled` is called by a later `poll`; PeerLost if `to` left."""
+        """Calls `function` of `to` without waiting; a later `poll` calls `on_settled`. Raises PeerLost if `to` left."""
         member = self._directory.members.get(to)
         if member is None:
-            raise PeerLost(f"{self.name!r} cannot call {to!r}, which is gone: {self.why_gone(to) or 'it never came'}.")
+            why = self.why_gone(to) or "it never joined"
+            raise PeerLost(f"{self.name!r} cannot call {to!r}, which is gone: {why}.")
         return self._begin(member, function, args, on_settled)
 
     def poll(self, timeout_s: float = 0.0, fds: Sequence[int] = ()) -> bool:
-        """Serves what came in, waiting up to `timeout_s` for something or for one of `fds` to be readable.
+        """Serves the received messages, after waiting up to `timeout_s` for one or for one of `fds` to be readable.
 
-        True if a message came in.
+        Returns whether a message was received.
         """
         came, held = False, []
         if self._host is not None and self._held:
@@ -218,21 +220,21 @@ class Node(Messenger):
         return came
 
     def forget(self, name: str, reason: str) -> None:
-        """Declares a member gone (host only): calls to it, also those that wait, raise PeerLost with `reason`."""
+        """Removes a member (host only): pending and later calls to it raise PeerLost with `reason`."""
         self._require_host("forget")
         if name == self.name:
             raise ConfigError(f"the host {name!r} cannot forget itself. Close it.")
         self._strike(name, reason)
 
     def lose_host(self, why: str) -> None:
-        """The host is dead, as this member has found out by itself."""
+        """Removes the host from the local directory: this member has found out by itself that the host is dead."""
         if self._host is not None and not self._is_host and self._directory.remove(self._host.name, why):
-            self._directory.changes.clear()  # which only the host tells
+            self._directory.changes.clear()  # only the host sends changes
             self._forget(self._host)
             remove(self._host.address)
 
     def close(self) -> None:
-        """Leaves, waiting up to 200 ms for the last posts to go out; closing the host ends the world."""
+        """Leaves the world, after waiting up to 200 ms to send the last posts; closing the host ends the world."""
         if self._endpoint.closed or os.getpid() != self._me.pid:
             return
         if self._is_host:
@@ -252,7 +254,7 @@ class Node(Messenger):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    # Asking and answering.
+    # Requests and replies.
 
     def _ask(self, member: Member, function: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
@@ -268,7 +270,8 @@ class Node(Messenger):
                 if (now := time.monotonic()) >= deadline:
                     raise TransportTimeout(
                         f"{member.name!r} (process {member.pid}) did not answer {function}() of {self.name!r} within "
-                        f"{timeout_s} s. Is it dead, stopped, or busy without polling? If it is slow, raise timeout_s."
+                        f"{timeout_s} s. Is it dead, suspended, or busy without polling? If it is slow, raise "
+                        "timeout_s."
                     )
                 sent = sent or self._endpoint.send(member.address, frames)
                 self._wait(deadline if sent else min(deadline, now + 0.01), member.address)
@@ -279,29 +282,30 @@ class Node(Messenger):
         return pending.value
 
     def _wait(self, deadline: float, address: str) -> None:
-        """Serves until something came in or `deadline`; peers in this very thread get their turn first."""
+        """Serves until a message was received or until `deadline`; first polls the peers that share this thread."""
         near = [_here.get(one) for one in dict.fromkeys((address, self._host_address))]
-        mine = (self.thread, self._me.pid)  # a forked process inherits worlds that are not its own
+        mine = (self.thread, self._me.pid)  # a forked process inherits nodes that it must not poll
         local = [world for world in near if world and world is not self and (world.thread, world._me.pid) == mine]
         for world in local:
             world.poll()
         self.poll(0.001 if local else max(0.0, deadline - time.monotonic()))
 
-    # Membership: what the world's own functions do.
+    # Membership: the world's own functions.
 
-    def _why_stranger(self, request: ControlRequest) -> str:
-        """Why a sender may ask for nothing here, or "": it is a former life of a member, or it never joined.
+    def _why_refused(self, request: ControlRequest) -> str:
+        """Returns why the sender's requests are refused, or "": it is a retired incarnation, or it never joined.
 
-        Only the host knows everyone: another member may be called by somebody who joined a moment ago.
+        Only the host can check that the sender joined: the directory of other members may lack a process that has just
+        joined.
         """
         if why := self._directory.retired.get(request.incarnation):
-            return f"{request.sender[:80]!r} in its former life was declared gone: {why}."
+            return f"this incarnation of {request.sender[:80]!r} was declared gone: {why}."
         known = self._directory.members.get(request.sender)
         if self._is_host and request.function != "_join" and (not known or known.incarnation != request.incarnation):
             return f"{request.sender[:80]!r} has not joined this world."
         return ""
 
-    def _obey(self, request: ControlRequest) -> Any:
+    def _run_control(self, request: ControlRequest) -> Any:
         match request.function, request.args:
             case "_join", (str(address), int(pid), tuple(info)) if self._is_host:
                 return self._on_join(Member(request.sender, address, pid, request.incarnation, info))
@@ -316,19 +320,19 @@ class Node(Messenger):
             case "_missed", () if self._is_host:
                 self._behind.add(request.sender)
                 return None
-        raise Refusal(f"{self.name!r} does not take {request.function[:80]!r} from {request.sender[:80]!r}.")
+        raise Refusal(f"{self.name!r} does not accept {request.function[:80]!r} from {request.sender[:80]!r}.")
 
     def _on_join(self, member: Member) -> tuple[Any, ...]:
         if member.name == self.name or not NAME.fullmatch(member.name) or not NAME.fullmatch(member.incarnation):
-            raise Refusal(f"nobody can join as {member.name[:80]!r}: the host has that name, or it is no name.")
+            raise Refusal(f"no process can join as {member.name[:80]!r}: the host has that name, or it is invalid.")
         if not is_sibling(self.address, member.address, self._secret):
             raise Refusal(f"the address {member.address[:200]!r} of {member.name!r} does not belong to {self.address}.")
-        if not self._directory.holds(member):  # else it asks again, as our answer came late
+        if not self._directory.holds(member):  # else it sent the request again, as our reply was late
             if why := self.admit(member):
                 raise Refusal(why)
             is_known = member.name in self._directory.members or member.name in self._directory.gone
             self._enter(member)
-            if is_known or time.monotonic() >= self._notify_at:  # else `poll` tells of all who come until then
+            if is_known or time.monotonic() >= self._notify_at:  # else `poll` sends all joins until then together
                 self._notify_everyone()
         return (self.name, self._directory.to_wire())
 
@@ -338,7 +342,7 @@ class Node(Messenger):
 
     def _strike(self, name: str, reason: str) -> None:
         if old := self._directory.remove(name, reason):
-            self._notify_everyone()  # before those who wait hear of it: they may ask next who is there
+            self._notify_everyone()  # before pending calls fail: their callers may ask next for the members
             self._lose(old)
 
     def _lose(self, member: Member) -> None:
@@ -363,7 +367,10 @@ class Node(Messenger):
             self._forget(member)
 
     def _notify_everyone(self) -> None:
-        """Of what changed; those who joined meanwhile know some of it, and who missed something says so."""
+        """Sends the changes of the directory to all members.
+
+        Members that joined meanwhile have some of the changes already. A member that missed a change replies `_missed`.
+        """
         self._notify_at = time.monotonic() + NOTIFY_S
         version, changed = self._directory.take_changes()
         frames = self._frames(0, "_changed", (version, changed.to_wire()))
@@ -378,4 +385,4 @@ class Node(Messenger):
 
     def _require_host(self, function: str) -> None:
         if not self._is_host:
-            raise ConfigError(f"{function}() is the host's alone, and {self.name!r} is a member. Call the host.")
+            raise ConfigError(f"only the host can call {function}(), and {self.name!r} is not the host.")

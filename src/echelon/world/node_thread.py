@@ -1,7 +1,8 @@
-"""The thread of a node: it polls it, so that a member answers the control plane whatever its other threads do.
+"""The thread that polls a node, so that a member replies on the control plane whatever its other threads do.
 
-Other threads hand it tasks and sleep. Its queue is not bounded by itself: who hands over control calls waits for each.
-A wake-up is a write to a descriptor that the node polls beside its sockets, so none is lost.
+Other threads submit tasks and sleep. The queue of tasks has no bound of its own: a thread that makes a control call
+waits for it before the next. A task wakes the thread by a write to a file descriptor that the node polls with its
+sockets, so no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from echelon.world.messages import PendingCall
 from echelon.world.node import Node
 from echelon.world.watch import MemberWatch
 
-TICK_S = 0.5  # how often it looks around when nothing happens
+TICK_S = 0.5  # how often `on_tick` runs
 
 
 class Ticket:
-    """A control call under way; the thread that waits for it is woken by the thread of the node."""
+    """A pending control call; the node's thread wakes the thread that waits for it."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -46,19 +47,19 @@ class Ticket:
 
 
 class NodeThread:
-    """Runs `node` and looks at `watch` in a thread of its own, from `start` to `stop`."""
+    """Polls `node` and checks `watch` in a thread, from `start` to `stop`."""
 
     def __init__(
         self, node: Node, watch: MemberWatch, on_tick: Callable[[], None], on_broken: Callable[[Exception], None]
     ) -> None:
-        """`on_broken` is told, in this thread, of an error that the node does not survive; it shall `fail` the rest."""
+        """`on_broken` is called in this thread with an error that ends the node; it must `fail` the other calls."""
         self.node = node
         self._watch, self._on_tick, self._on_broken = watch, on_tick, on_broken
         self._tasks: deque[Callable[[], None]] = deque()
         self._tickets: set[Ticket] = set()
-        self._make_error: Callable[[], BaseException] | None = None  # that of every call, once they fail
+        self._make_error: Callable[[], BaseException] | None = None  # after `fail`: makes the error of every call
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # held to ring, and to close the bell
+        self._lock = threading.Lock()  # held to write to the bell, and to close it
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="echelon-node", daemon=True)
 
@@ -67,14 +68,14 @@ class NodeThread:
         self.node.thread = self._thread.ident or 0
 
     def do(self, task: Callable[[], None]) -> None:
-        """Runs `task` in this thread, in the order of the calls; lost once it has stopped."""
+        """Runs `task` in this thread, in the order of submission; after `stop` the task is dropped."""
         self._tasks.append(task)
         with self._lock:
             if self._bell >= 0:
                 os.eventfd_write(self._bell, 1)
 
     def call(self, to: str, function: str, *args: Any, timeout_s: float) -> Any:
-        """What `function` of the node of `to` returns; from any other thread."""
+        """Calls `function` of the node of `to` and returns its result; from any other thread."""
         assert threading.current_thread() is not self._thread, f"{function}() would wait for itself"
         ticket = Ticket()
 
@@ -97,8 +98,8 @@ class NodeThread:
         try:
             if not wait_for(ticket.done, timeout_s):
                 raise TransportTimeout(
-                    f"{to!r} did not answer {function}() of {self.node.name!r} within {timeout_s:g} s. Is it stopped? "
-                    "If it is slow, raise timeout_s."
+                    f"{to!r} did not answer {function}() of {self.node.name!r} within {timeout_s:g} s. Is it "
+                    "suspended? If it is slow, raise timeout_s."
                 )
         finally:
             self.do(end)
@@ -107,17 +108,17 @@ class NodeThread:
         return ticket.value
 
     def post(self, to: str, function: str, *args: Any) -> None:
-        """Calls `function` of the node of `to` without an answer, from any thread."""
+        """Calls `function` of the node of `to` without a reply, from any thread."""
         self.do(lambda: self.node.post(to, function, *args))
 
     def fail(self, make_error: Callable[[], BaseException]) -> None:
-        """Ends the control calls under way, and those that come, with an error; in this thread."""
+        """Ends pending and later control calls with an error; called in this thread."""
         self._make_error = make_error
         for ticket in self._tickets:
             ticket.fail(make_error())
 
     def stop(self) -> None:
-        """Ends the thread, which closes the node; what was handed over before is done first."""
+        """Ends the thread, which closes the node; tasks submitted before run first."""
         self._stopping = True
         self.do(lambda: None)
         if self._thread.is_alive():
@@ -127,7 +128,7 @@ class NodeThread:
         try:
             self._work()
         except Exception as error:
-            self._outlive(error)
+            self._run_failed(error)
         self.node.close()
         self._watch.close()
         with self._lock:
@@ -146,8 +147,8 @@ class NodeThread:
                 looked_at = now
                 self._do(self._on_tick)
 
-    def _outlive(self, error: Exception) -> None:
-        """A bug, ours or of what we rely on: the node leaves, and whoever asks anything of it is told why."""
+    def _run_failed(self, error: Exception) -> None:
+        """Handles an unexpected error, which is a bug: closes the node, then runs tasks, so that calls end with it."""
         print_error(f"{self.node.name!r} leaves its world: {''.join(traceback.format_exception(error))}")
         for end in (lambda: self._on_broken(error), self.node.close):
             self._try(end)

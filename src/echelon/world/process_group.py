@@ -1,15 +1,15 @@
-"""Process groups of torch.distributed among any processes that share a store; the others need not know.
+"""Process groups of torch.distributed among any processes that share a store; other processes are not involved.
 
-What is not public in torch is used here and nowhere else. So a group is refused with a torch outside of the range that
-was tested (`FIRST_TORCH` to `LAST_TORCH`, also in pyproject.toml), and with one that lacks a name.
+Only this module uses private parts of torch. It therefore refuses torch versions outside the tested range
+(`FIRST_TORCH` to `LAST_TORCH`, also in pyproject.toml), and versions that lack a name that it uses.
 
-A group made here is not registered with torch.distributed: its methods (`group.allreduce([tensor]).wait()`) and
-DistributedDataParallel(module, process_group=group) work, and so do those functions of torch.distributed that take
-`group` and count ranks inside of it (`group_src`, `group_dst`).
+A group created here is not registered with torch.distributed: its methods (`group.allreduce([tensor]).wait()`) and
+DistributedDataParallel(module, process_group=group) work, and so do the functions of torch.distributed that take
+`group` and ranks inside it (`group_src`, `group_dst`).
 
-Sockets: gloo listens at `hostname` alone, nccl at the interface that has it, so `hostname` is the address of this host
-by which the other members reach it; 127.0.0.1 where all of them are on one. What travels between hosts is neither
-authenticated nor encrypted by gloo or nccl: keep such groups on a network of their own.
+Sockets: gloo listens at `hostname` only, nccl at the interface with that address. `hostname` is the address at which
+the other members reach this host; 127.0.0.1 if all of them are on one host. gloo and nccl neither authenticate nor
+encrypt the traffic between hosts: keep such groups on a private network.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ GROUP_NAMES = ["BackendType", "_set_default_backend", "_register_backend", "_set
 GLOO_NAMES = ["_Options", "_Options._devices", "_Options._timeout", "create_device"]
 NCCL_NAMES = ["Options", "Options._timeout"]
 BACKENDS = ("gloo", "nccl")
-LOOK_S = 0.1  # how often a wait for gloo looks whether everybody is alive
-LINGER_S = 1.0  # how long a group outlives its end
+LOOK_S = 0.1  # how often a wait for gloo checks that all members are alive
+LINGER_S = 1.0  # how long a group is kept after `end_process_group`
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
-# Every group lives until it is ended: torch keeps only its own half of a store that is written in Python, and it stops
-# for good if the last to let go of a group is a DistributedDataParallel just after an operation. Its end then waits for
-# gloo's thread without giving up the interpreter, which that thread needs to tidy the operation up.
+# Groups are referenced here until `end_process_group`, for two reasons. torch keeps only the C++ half of a store that
+# is written in Python. And torch deadlocks if a DistributedDataParallel drops the last reference to a group just after
+# an operation: the destructor then waits for gloo's thread while it holds the GIL, which that thread needs to release
+# the operation.
 _alive: dict[int, tuple[dist.ProcessGroup, Store]] = {}  # by id
 _releasing = threading.Lock()
 
@@ -64,13 +65,15 @@ def make_process_group(
     watch: Callable[[], None] | None = None,
     on_met: Callable[[], None] = lambda: None,
 ) -> dist.ProcessGroup:
-    """The process group `name` of `members`, of whom this process is number `rank`; returns when all are in it.
+    """Creates the process group `name` of `members`, in which this process has `rank`; returns when all have joined.
 
-    Every member calls it with the same name and members; names are used once for each store. Whoever does not come
-    within `timeout_s` is named by a TransportTimeout; after it, the same bound holds for each operation of the group.
-    `watch` raises when a member is gone, and is asked now and then while gloo connects, in a thread of its own that
-    must be able to ask the store: gloo itself may wait for the dead five times as long, and names nobody. `on_met` is
-    called when all are here: from then on the name is used up, as others may have the group though this one fails.
+    Every member calls this with the same name and members; a name can be used once per store. After `timeout_s`, a
+    TransportTimeout names the members that did not join; later, `timeout_s` bounds each operation of the group.
+
+    `watch` raises when a member has died. It is called repeatedly while gloo connects in a thread of its own, from
+    which the store must be usable: gloo itself may wait five times as long for a dead member, and does not name it.
+    `on_met` is called when all members have joined. From then on the name is used up, because other members may have
+    the group even if this call fails.
     """
     _check(rank, members, backend)
     check_torch(backend)
@@ -80,7 +83,7 @@ def make_process_group(
     try:
         group: Any = dist.ProcessGroup(own, rank, len(members))
         kind = getattr(dist.ProcessGroup.BackendType, backend.upper())
-        if backend == "nccl":  # it connects at the first operation
+        if backend == "nccl":  # connects at the first operation
             made = _nccl(own, group, hostname, timeout_s)
         elif watch is None:
             made = _gloo(own, group, hostname, timeout_s)
@@ -93,14 +96,14 @@ def make_process_group(
     except RuntimeError as error:
         raise TransportError(
             f"the process group {name!r} of {', '.join(members)} could not be connected from {hostname}: {error}. "
-            "Did a member end meanwhile, or is there a firewall between them?"
+            "Did a member exit meanwhile, or is there a firewall between them?"
         ) from error
     _alive[id(group)] = (group, store)
     return cast(dist.ProcessGroup, group)
 
 
 def end_process_group(group: dist.ProcessGroup) -> None:
-    """Ends a group of `make_process_group`; its sockets close a little later, when nothing refers to it any more."""
+    """Ends a group of `make_process_group`; its sockets close LINGER_S later, if nothing else refers to it."""
     group.shutdown()
     timer = threading.Timer(LINGER_S, _release, (id(group),))
     timer.daemon = True
@@ -112,13 +115,13 @@ def _release(key: int) -> None:
         _alive.pop(key, None)
 
 
-# Before the interpreter ends, it waits for a group that is just being released, and no other is released after that: it
-# would stop that thread in the middle, which torch answers by aborting the process.
+# At exit, wait for a release that is in progress, and prevent any later one: the interpreter would stop the releasing
+# thread midway, and torch would abort the process.
 atexit.register(_releasing.acquire)
 
 
 def check_torch(backend: str) -> None:
-    """Refuses a torch that is not known to make groups as we do, before anything has begun."""
+    """Raises ConfigError if this version of torch is not among those that were tested; call it before any work."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     relied_on = {"ProcessGroup": GROUP_NAMES, "ProcessGroupGloo": GLOO_NAMES}
     if backend == "nccl":
@@ -128,13 +131,13 @@ def check_torch(backend: str) -> None:
         lacks = f", without {', '.join(missing)}" if missing else ""
         first, last = (".".join(map(str, end)) for end in (FIRST_TORCH, LAST_TORCH))
         raise ConfigError(
-            f"process groups of several learners or members rely on what torch keeps private, and were tested with "
-            f"torch {first} to {last}; this is torch {torch.__version__}{lacks}. Install one from {first} to {last}."
+            f"process groups of several learners or members use private parts of torch, tested with torch {first} to "
+            f"{last}; this is torch {torch.__version__}{lacks}. Install a version from {first} to {last}."
         )
 
 
 def _has(owner: str, name: str) -> bool:
-    """Whether torch.distributed has the class `owner`, and that the attribute `name`, which may have dots."""
+    """Whether torch.distributed has the class `owner` with the attribute `name`, which may have dots."""
     try:
         operator.attrgetter(f"{owner}.{name}")(dist)
     except AttributeError:
@@ -146,17 +149,18 @@ def _check(rank: int, members: Sequence[str], backend: str) -> None:
     if not 0 <= rank < len(members):
         raise ConfigError(f"there is no rank {rank} among the {len(members)} members {', '.join(members)}.")
     if len(set(members)) < len(members):
-        raise ConfigError(f"a member is named twice among {', '.join(members)}. Name each once.")
+        raise ConfigError(f"a member appears twice among {', '.join(members)}. Name each member once.")
     if backend not in BACKENDS:
         raise ConfigError(f"there is no backend {backend!r}: use {' or '.join(BACKENDS)}.")
     if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
-        raise ConfigError("the backend nccl needs a GPU and a torch that is built with it. Use gloo on this machine.")
+        raise ConfigError("the backend nccl needs a GPU and a torch that is built with nccl. Use gloo on this machine.")
 
 
 def _meet(store: Store, name: str, rank: int, members: Sequence[str], timeout_s: float) -> Store:
-    """Waits until every member is here: gloo and nccl would not say whom they miss. Returns a store for them alone.
+    """Waits until every member has joined, since gloo and nccl would not name the missing; returns the group's store.
 
-    Its prefix comes from a word of each, so that those who try again after a failure read nothing of the first time.
+    The prefix of the store is a hash of one random token per member, so that members that retry after a failure read
+    no keys of the first attempt.
     """
     store.set(f"here/{rank}", secrets.token_hex(8))
     keys = [f"here/{other}" for other in range(len(members))]
@@ -164,14 +168,14 @@ def _meet(store: Store, name: str, rank: int, members: Sequence[str], timeout_s:
         store.wait(keys, timedelta(seconds=timeout_s))
     except (TransportTimeout, dist.DistStoreError) as error:
         late = [member for key, member in zip(keys, members, strict=True) if not store.check([key])]
-        if late:  # else the last has come just now, and goes on
-            store.delete_key(keys[rank])  # whoever comes later must not find us
+        if late:  # else the last member has joined just now
+            store.delete_key(keys[rank])  # members that join later must not count this one
             raise TransportTimeout(
-                f"{', '.join(map(repr, late))} did not come to the process group {name!r} of {', '.join(members)} "
-                f"within {timeout_s:g} s. Every member has to make it."
+                f"{', '.join(map(repr, late))} did not join the process group {name!r} of {', '.join(members)} "
+                f"within {timeout_s:g} s. Every member has to create it."
             ) from error
-    words = b"".join(store.get(key) for key in keys)
-    return PrefixStore(f"{hashlib.sha256(words).hexdigest()[:16]}/", store)
+    tokens = b"".join(store.get(key) for key in keys)
+    return PrefixStore(f"{hashlib.sha256(tokens).hexdigest()[:16]}/", store)
 
 
 def _gloo(store: Store, group: dist.ProcessGroup, hostname: str, timeout_s: float) -> Any:
@@ -183,7 +187,7 @@ def _gloo(store: Store, group: dist.ProcessGroup, hostname: str, timeout_s: floa
 
 
 def _watched(connect: Callable[[], Any], watch: Callable[[], None], deadline: float) -> Any:
-    """What `connect` returns or raises; what `watch` raises meanwhile, or RuntimeError at the `deadline`."""
+    """Runs `connect` in a thread and returns its result; raises its error, that of `watch`, or at the `deadline`."""
     made: Future[Any] = Future()
 
     def work() -> None:
@@ -196,13 +200,13 @@ def _watched(connect: Callable[[], Any], watch: Callable[[], None], deadline: fl
     while not wait_for([made], LOOK_S).done:
         watch()
         if time.monotonic() >= deadline:
-            raise RuntimeError("it took longer than the timeout")
+            raise RuntimeError("connecting took longer than the timeout")
     return made.result()
 
 
 def _nccl(store: Store, group: dist.ProcessGroup, hostname: str, timeout_s: float) -> Any:
     if interface := interface_of(hostname):
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # nccl has no option for it, and reads it once
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # nccl has no option for it; it reads this once
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timedelta(seconds=timeout_s)
@@ -216,7 +220,7 @@ def _devices(backend: str) -> list[str]:
 
 
 def interface_of(hostname: str) -> str:
-    """The name of the interface of this host that has the IPv4 address `hostname`, or ""."""
+    """Returns the name of this host's network interface with the IPv4 address `hostname`, or ""."""
     try:
         wanted = socket.inet_aton(socket.gethostbyname(hostname))
     except OSError:
@@ -225,7 +229,7 @@ def interface_of(hostname: str) -> str:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has no such address
+            except OSError:  # the interface has no IPv4 address
                 continue
             if answer[20:24] == wanted:
                 return name

@@ -1,6 +1,6 @@
-"""What the host of a world keeps besides the directory: ranks, groups, and whether the world has ended.
+"""The tables of a world's host besides the directory: ranks, groups, and whether the world has ended.
 
-It belongs to the thread that runs the host's node, and its functions are served by that node; none of them blocks.
+The registry belongs to the thread that polls the host's node. The node serves its functions; none of them blocks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from echelon.world.node import Node
 from echelon.world.store_table import StoreTable
 from echelon.world.watch import MemberInfo, MemberWatch
 
-Answer = tuple[Any, ...]  # opens with a word: "ok", "lost" (who, why), "differs", "taken", "absent"
+Answer = tuple[Any, ...]  # the first item is "ok", "lost" (name, reason), "differs", "taken" or "absent"
 OK: Answer = ("ok",)
-MET = 4096  # arrivals at barriers that a group remembers, for those who gave up just when they met
-BEGUN = "it has begun"  # in the refusal of a rank that comes when all ranks are there
+MET = 4096  # completed barrier arrivals that a group remembers, for members that timed out at the same moment
+BEGUN = "it has begun"  # in the refusal of a rank that joins after all ranks have joined
 
 
 class Registry:
-    """The host's tables, served to every member; `children` are those whose end somebody else tells of."""
+    """The host's tables, served to every member; `children` are the members whose deaths the launcher reports."""
 
     def __init__(self, node: Node, size: int, children: frozenset[str] = frozenset()) -> None:
         self._node, self._size, self._children = node, size, children
@@ -34,7 +34,9 @@ class Registry:
         self._complete = False
         self._ready: dict[str, Deferred] = {}
         self._groups: dict[str, GroupRecord] = {}
-        self._queued: dict[str, dict[str, Callable[[], None]]] = {}  # group -> who is to enter when its name is free
+        self._queued: dict[
+            str, dict[str, Callable[[], None]]
+        ] = {}  # group -> member -> enters it once the name is free
         node.admit = self._admit
         node.serve("beat", self.watch.hear)
         node.serve("end", self.end)
@@ -45,21 +47,21 @@ class Registry:
         self._serve("create_rpc_group", self._enter_group)
         self._serve("give_up_group", self._give_up_group)
         self._serve("leave_group", self._leave_group)
-        self._serve("barrier", lambda group, *words: self._group(group).come(*words))
-        self._serve("withdraw", lambda group, *words: self._group(group).withdraw(*words))
-        self._serve("bind", lambda group, *words: self._group(group).bind(*words))
-        self._serve("unbind", lambda group, *words: self._group(group).unbind(*words))
-        self._serve("find", lambda group, *words: self._group(group).find(*words))
+        self._serve("barrier", lambda group, *args: self._group(group).arrive(*args))
+        self._serve("withdraw", lambda group, *args: self._group(group).withdraw(*args))
+        self._serve("bind", lambda group, *args: self._group(group).bind(*args))
+        self._serve("unbind", lambda group, *args: self._group(group).unbind(*args))
+        self._serve("find", lambda group, *args: self._group(group).find(*args))
 
     def _serve(self, name: str, function: Callable[..., Any]) -> None:
-        """Serves `function` until the end of the world: after it nobody is answered, but told of the end.
+        """Serves `function` until the end of the world; later requests get no reply, only the "ended" message.
 
-        Answers and that word travel by two connections: an answer could come first, and blame the wrong thing.
+        Replies and that message use different connections: a reply could arrive first and report the wrong cause.
         """
         self._node.serve(name, lambda *args: Deferred() if self.ended else function(*args))
 
     def _admit(self, member: Member) -> str:
-        """Why `member` may not join, or ""."""
+        """Returns why `member` may not join, or ""."""
         try:
             info = MemberInfo.of(member)
         except Refused as error:
@@ -70,7 +72,7 @@ class Registry:
             return f"there is a {member.name!r} in the world at {self._node.address} already. Names are unique."
         if why := self._why_no_rank(member, info):
             return why
-        if info.size and member.name not in self._children:  # those without a size only bring something
+        if info.size and member.name not in self._children:  # size 0: a node that only delivers a result
             self.watch.add(member, info)
         return ""
 
@@ -78,18 +80,18 @@ class Registry:
         if info.rank < 0:
             return ""
         if self._complete:
-            return f"the world at {self._node.address} is complete: {self._size} came, and {BEGUN}."
+            return f"the world at {self._node.address} is complete: {self._size} ranks joined, and {BEGUN}."
         if info.size != self._size or not 0 <= info.rank < self._size:
             return (
-                f"{member.name!r} came as rank {info.rank} of {info.size} to the world at {self._node.address}, which "
-                f"has {self._size} ranks."
+                f"{member.name!r} wants to join as rank {info.rank} of {info.size}, but the world at "
+                f"{self._node.address} has {self._size} ranks."
             )
         if holder := self._by_rank.get(info.rank):
-            return f"{member.name!r} came as rank {info.rank}, which {holder!r} has."
+            return f"{member.name!r} wants to join as rank {info.rank}, which {holder!r} has."
         return ""
 
     def _on_ready(self, name: str) -> Deferred | Answer:
-        """`name` has joined and serves; answered when all ranks are there: with their names, in order."""
+        """Records that `name` has joined and serves requests; replies with the names in order when all ranks have."""
         member = self._node.member(name)
         if member is None:
             raise Refusal(f"{name!r} is not in this world.")
@@ -109,12 +111,12 @@ class Registry:
         return [self._by_rank[rank] for rank in sorted(self._by_rank)]
 
     def forget(self, member: Member, why: str) -> None:
-        """`member` is dead."""
+        """Removes the dead `member` from the directory."""
         if self._node.member(member.name) == member:
             self._node.forget(member.name, why)
 
     def on_lost(self, member: Member, why: str) -> None:
-        """`member` left the directory: nobody waits for it any longer."""
+        """Ends all waits for `member`, which was removed from the directory."""
         self.watch.remove(member)
         if not self._complete:
             self._by_rank = {rank: name for rank, name in self._by_rank.items() if name != member.name}
@@ -122,19 +124,19 @@ class Registry:
         for queue in self._queued.values():
             queue.pop(member.name, None)
         if self.ended:
-            return  # they are told of that
+            return  # the "ended" message ends their waits
         for group in list(self._groups.values()):
             if member.name in group.members:
                 group.leave(member.name, why)
                 self._dissolve(group)
 
     def _depart(self, name: str, why: str) -> None:
-        """`name` leaves, and says why."""
+        """Removes `name`, which leaves for the reason `why`."""
         if member := self._node.member(name):
             self.forget(member, why)
 
     def end(self, why: str) -> None:
-        """Ends the world: everyone's blocking calls raise WorldStopped."""
+        """Ends the world: the blocking calls of all members raise WorldStopped."""
         self.ended = self.ended or why
         for name in self._node.members:
             self._node.post(name, "ended", self.ended)
@@ -169,7 +171,7 @@ class Registry:
         return OK
 
     def _give_up_group(self, name: str, member: str) -> list[str]:
-        """`member` waits for the others no longer; says for whom it did, nobody if all have come just now."""
+        """Ends the wait of `member` for the group; returns the missing members, none if the last has just entered."""
         group = self._group(name)
         if self._queued.get(name, {}).pop(member, None):
             return [other for other in group.entered if other not in group.left]
@@ -185,23 +187,23 @@ class Registry:
 
 
 class GroupRecord:
-    """The members of a group meet when all have entered, and again at every barrier.
+    """The host's record of a group: its members wait for each other on entering, and at every barrier.
 
-    A barrier is as many arrivals as there are members, one of each: the n-th arrival of a member, from whichever of its
-    threads, meets the n-th of every other. One that gave up waiting has not arrived.
+    A barrier needs one arrival of each member: the n-th arrival of a member, from any of its threads, matches the n-th
+    of every other. An arrival that timed out does not count.
     """
 
     def __init__(self, name: str, members: list[str]) -> None:
         self.name, self.members = name, members
         self.entered: dict[str, Deferred] = {}
         self.left: dict[str, str] = {}  # name -> why
-        self._owners: dict[tuple[str, str], str] = {}  # kind and key -> who has it
+        self._owners: dict[tuple[str, str], str] = {}  # kind and key -> owner
         self._arrivals: dict[str, deque[tuple[int, Deferred]]] = {member: deque() for member in members}
-        self._met: deque[tuple[str, int]] = deque(maxlen=MET)  # arrivals that met all others
+        self._met: deque[tuple[str, int]] = deque(maxlen=MET)  # arrivals whose barrier is complete
 
     @property
     def is_over(self) -> bool:
-        """Whether all that entered have left: the name is free again."""
+        """Whether all members that entered have left, so that the name is free again."""
         return all(member in self.left for member in self.entered)
 
     @property
@@ -221,14 +223,14 @@ class GroupRecord:
         return answer
 
     def give_up(self, member: str) -> list[str]:
-        """`member` waits for the others no longer; says who has not come."""
+        """Ends the wait of `member` for the group; returns the members that have not entered."""
         missing = self.missing
         if missing:
             self.entered.pop(member, None)
         return missing
 
     def leave(self, member: str, why: str) -> None:
-        """`member` is gone, for the reason `why`: nobody shall wait for it."""
+        """Ends all waits for `member`, which left for the reason `why`."""
         self.left.setdefault(member, why)
         for waiting in self.entered.values() if self.missing else ():
             self._settle_lost(waiting)
@@ -240,8 +242,8 @@ class GroupRecord:
         lost, why = next(iter(self.left.items()))
         answer.settle(("lost", lost, why))
 
-    def come(self, member: str, number: int) -> Deferred:
-        """`member` is at the barrier; `number` tells this arrival from its others."""
+    def arrive(self, member: str, number: int) -> Deferred:
+        """Records that `member` is at the barrier; `number` distinguishes its arrivals."""
         answer = Deferred()
         if self.left:
             self._settle_lost(answer)
@@ -255,7 +257,7 @@ class GroupRecord:
         return answer
 
     def withdraw(self, member: str, number: int) -> Answer:
-        """That arrival waits no longer; says how it had ended, or who has not come."""
+        """Withdraws an arrival that timed out; returns its outcome if it has one, else the absent members."""
         if (member, number) in self._met:
             return OK
         if self.left:

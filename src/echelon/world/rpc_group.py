@@ -1,8 +1,8 @@
 """RpcGroup: named members that call each other, share values and offer services under keys.
 
-Keys are kept by the host of the world, values and services where they were paired or registered. Callers remember who
-has a key, so a service call costs one round trip; when the owner says that it has it no longer, or is gone, they ask
-the host again. Every method may be called from any thread.
+The host of the world stores the keys and their owners; values and services stay in the process that paired or
+registered them. Callers cache the owner of a key, so a service call takes one round trip; if the owner no longer has
+the key or is gone, they ask the host again. Every method may be called from any thread.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from echelon.world.membership import Membership
 
 DONE = {VALUE: "paired", SERVICE: "registered"}
-EXPLAIN_S = 5.0  # how long an error may take to find out whom it is about
+EXPLAIN_S = 5.0  # how long the host may take to provide the details of an error
 
 Kwargs = Mapping[str, Any] | None
-Fetch = Callable[[float | None], Any]  # gets the value within that many seconds
+Fetch = Callable[[float | None], Any]  # fetches the value, with a timeout in seconds
 
 
 class Remote:
-    """A value in the process of `owner`: the result of a call that stayed there, or what a member paired."""
+    """A handle of a value in the process of `owner`: a result that is kept there, or a paired value."""
 
     def __init__(self, owner: str, fetch: Fetch, free: Callable[[], None] | None = None) -> None:
-        """`free` is called when this handle is gone."""
+        """`free` is called when this handle is deleted."""
         self.owner = owner
         self._fetch, self._free = fetch, free
 
     def to_here(self, timeout_s: float | None = None) -> Any:
-        """A copy of the value, as it is now; raises what the call raised that was to make it."""
+        """Returns a copy of the current value; raises the error of the call that should have produced it."""
         return self._fetch(timeout_s)
 
     def __del__(self) -> None:
@@ -44,11 +44,11 @@ class Remote:
 
 
 class RpcGroup:
-    """Some members of a world; made by `World.create_rpc_group`."""
+    """A group of members of a world, created by `World.create_rpc_group`."""
 
     def __init__(self, world: Membership, name: str, members: Sequence[str]) -> None:
         self._world, self._name, self._members = world, name, sorted(members)
-        self.own: dict[tuple[str, str], Any] = {}  # kind and key -> what others may fetch or call here
+        self.own: dict[tuple[str, str], Any] = {}  # kind and key -> the value or service of this process
         self.owners: dict[tuple[str, str], str] = {}
         self._binding = threading.Lock()
         self._arrivals = itertools.count(1)
@@ -59,19 +59,19 @@ class RpcGroup:
     def rpc_sync(
         self, to: str, func: Callable[..., Any], timeout: float = -1, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> Any:
-        """What `func` returns in the process of the member `to`."""
+        """Runs `func` in the process of the member `to` and returns its result."""
         return self.rpc_async(to, func, timeout, args, kwargs).wait()
 
     def rpc_async(
         self, to: str, func: Callable[..., Any], timeout: float = -1, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> Future:
-        """Begins a call; the future's `wait()` gives the value or the error."""
+        """Starts a call; the future's `wait()` returns the value or raises the error."""
         return self._call(to, func, timeout, args, kwargs, False)
 
     def remote(
         self, to: str, func: Callable[..., Any], timeout: float = -1, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> Remote:
-        """Begins a call whose value stays with `to` until it is fetched, or the handle is no longer needed."""
+        """Starts a call whose result stays in the process of `to` until the handle is deleted."""
         return self._kept(to, self._call(to, func, timeout, args, kwargs, True))
 
     def _call(
@@ -87,54 +87,54 @@ class RpcGroup:
     # Shared values.
 
     def pair(self, key: str, value: Any) -> None:
-        """Shares `value` under `key`; it is sent to whoever fetches it, as it is then."""
+        """Shares `value` under `key`; each fetch sends a copy of its current state."""
         self._bind(VALUE, key, value)
 
     def unpair(self, key: str) -> None:
-        """Takes back what this member paired."""
+        """Removes a value that this member paired."""
         self._unbind(VALUE, key)
 
     def is_paired(self, key: str) -> bool:
         return self._holder(VALUE, key) is not None
 
     def get_paired(self, key: str) -> Remote:
-        """A handle of the value that some member paired; `to_here()` fetches it."""
+        """Returns a handle of a value that a member paired; `to_here()` fetches it."""
         return Remote(self._find(VALUE, key), lambda timeout_s: self._ask(VALUE, key, (), {}, timeout_s).wait())
 
     # Services.
 
     def register(self, key: str, service: Callable[..., Any]) -> None:
-        """Lets the members call `service` by `key`: any callable, run in a thread of this process."""
+        """Lets the members call `service`, any callable, by `key`; it runs in a thread of this process."""
         if not callable(service):
             raise WorldError(f"{key!r} of the group {self._name!r} cannot be registered: {service!r} is not callable.")
         self._bind(SERVICE, key, service)
 
     def deregister(self, key: str) -> None:
-        """Takes back what this member registered."""
+        """Removes a service that this member registered."""
         self._unbind(SERVICE, key)
 
     def is_registered(self, key: str) -> bool:
         return self._holder(SERVICE, key) is not None
 
     def registered_sync(self, key: str, args: Sequence[Any] = (), kwargs: Kwargs = None, timeout: float = -1) -> Any:
-        """What the service `key` returns."""
+        """Calls the service `key` and returns its result."""
         return self._ask(SERVICE, key, args, kwargs, timeout).wait()
 
     def registered_async(
         self, key: str, args: Sequence[Any] = (), kwargs: Kwargs = None, timeout: float = -1
     ) -> Future:
-        """Begins a call of the service `key`."""
+        """Starts a call of the service `key`."""
         return self._ask(SERVICE, key, args, kwargs, timeout)
 
     def registered_remote(
         self, key: str, args: Sequence[Any] = (), kwargs: Kwargs = None, timeout: float = -1
     ) -> Remote:
-        """Begins a call of the service `key` whose value stays with its owner."""
+        """Starts a call of the service `key` whose result stays in the owner's process."""
         owner = self._find(SERVICE, key)
         return self._kept(owner, self._begin(owner, (SERVICE, key, *_given(repr(key), args, kwargs), True), timeout))
 
     def _kept(self, owner: str, future: Future) -> Remote:
-        """A handle of the result of a call, which `owner` keeps until the handle is gone."""
+        """Returns a handle of the result of a call, which `owner` keeps until the handle is deleted."""
         world = self._world
 
         def fetch(timeout_s: float | None) -> Any:
@@ -145,7 +145,7 @@ class RpcGroup:
         return Remote(owner, fetch, lambda: world.free(owner, future.number))
 
     def _ask(self, kind: str, key: str, args: Sequence[Any], kwargs: Kwargs, timeout: float | None) -> Future:
-        """Asks the owner of `key` for a call or a value, and its new one if that has changed."""
+        """Requests a call or a value from the owner of `key`; retries with the new owner if it has changed."""
         self._check_usable()
         request = (kind, key, *_given(repr(key), args, kwargs), False)
         owner = self.owners.get((kind, key))
@@ -154,7 +154,7 @@ class RpcGroup:
         except PeerLost:
             if owner is None:
                 raise
-            self.owners.pop((kind, key), None)  # the call has not reached it, so it may go to its successor
+            self.owners.pop((kind, key), None)  # the call was not sent, so it may go to the next owner
             future = self._begin(self._find(kind, key), request, timeout)
         future.if_missing = lambda: self._begin(self._find(kind, key), request, timeout).wait()
         return future
@@ -173,10 +173,10 @@ class RpcGroup:
 
     def _bind(self, kind: str, key: str, thing: Any) -> None:
         self._check_usable()
-        with self._binding:  # of two threads with one key, one is too late
+        with self._binding:  # two threads may bind the same key
             if (kind, key) in self.own:
                 raise self._taken(kind, key, self._world.name)
-            self.own[kind, key] = thing  # before others can know of it
+            self.own[kind, key] = thing  # before others can find the key
         match self._world.control("bind", self._name, kind, key, self._world.name):
             case ("taken", str(holder)):
                 del self.own[kind, key]
@@ -186,8 +186,8 @@ class RpcGroup:
         self._check_usable()
         if (kind, key) not in self.own:
             raise GroupKeyError(
-                f"{key!r} is not {DONE[kind]} by {self._world.name!r} in the group {self._name!r}, so it cannot take "
-                "it back. Only the owner can."
+                f"{key!r} is not {DONE[kind]} by {self._world.name!r} in the group {self._name!r}, so it cannot remove "
+                "it. Only the owner can."
             )
         self._world.control("unbind", self._name, kind, key, self._world.name)
         self.own.pop((kind, key), None)
@@ -206,7 +206,7 @@ class RpcGroup:
                 self.owners[kind, key] = holder
                 return holder
             case ("lost", str(holder), str(why)):
-                raise PeerLost(f"{key!r} of the group {self._name!r} went with its owner {holder!r}: {why}.")
+                raise PeerLost(f"{key!r} of the group {self._name!r} was lost with its owner {holder!r}: {why}.")
         raise self._unknown(kind, key)
 
     def _taken(self, kind: str, key: str, holder: str) -> GroupKeyError:
@@ -214,16 +214,16 @@ class RpcGroup:
 
     def _unknown(self, kind: str, key: str) -> GroupKeyError:
         self.owners.pop((kind, key), None)
-        return GroupKeyError(f"{key!r} is not found in the group {self._name!r}: nobody has {DONE[kind]} it.")
+        return GroupKeyError(f"{key!r} is not found in the group {self._name!r}: no member has {DONE[kind]} it.")
 
     # The group itself.
 
     def barrier(self, timeout: float = -1) -> None:
-        """Waits until every member has come here.
+        """Waits until every member has reached the barrier.
 
-        The n-th time that a member comes, from whichever of its threads, meets the n-th time of every other. Raises
-        PeerLost if a member died or left, TransportTimeout with the names of those who have not come; whoever gave up
-        has not come.
+        The n-th call of a member, from any of its threads, matches the n-th call of every other member. Raises PeerLost
+        if a member died or left, and TransportTimeout with the names of the absent members. A call that timed out does
+        not count.
         """
         self._check_usable()
         me, number = self._world.name, next(self._arrivals)
@@ -234,58 +234,58 @@ class RpcGroup:
         match answer:
             case ("absent", list(absent)):
                 raise TransportTimeout(
-                    f"{_listed(absent) or 'nobody'} did not come to the barrier of the group "
+                    f"{_listed(absent) or 'no member'} did not reach the barrier of the group "
                     f"{self._name!r} within {self._world.seconds(timeout):g} s."
                 )
             case ("lost", str(lost), str(why)):
-                raise PeerLost(f"{lost!r} never came to the barrier of the group {self._name!r}: {why}.")
+                raise PeerLost(f"{lost!r} never reached the barrier of the group {self._name!r}: {why}.")
 
     def size(self) -> int:
         return len(self._members)
 
     def is_member(self, name: str | None = None) -> bool:
-        """Whether `name`, or this process, is in the group."""
+        """Whether `name`, by default this process, is in the group."""
         return (self._world.name if name is None else name) in self._members
 
     def get_group_name(self) -> str:
         return self._name
 
     def get_group_members(self) -> list[str]:
-        """The names of the members, sorted."""
+        """Returns the names of the members, sorted."""
         return list(self._members)
 
     def get_cur_name(self) -> str:
-        """The name of this process."""
+        """Returns the name of this process."""
         return self._world.name
 
     def meet(self) -> None:
-        """Returns when every member has created the group; `create_rpc_group` does it."""
+        """Waits until every member has created the group; called by `create_rpc_group`."""
         world, name = self._world, self._name
         try:
             answer = world.control("create_rpc_group", name, world.name, self._members)
         except TransportTimeout as error:
             missing = world.explain(error, "give_up_group", name, world.name)
-            if not missing:  # they came just now
+            if not missing:  # the last member has just entered
                 return
             absent = [member for member in missing if not world.is_there(member)]
-            also = f" Not in this world at all: {_listed(absent)}." if absent else ""
+            also = f" Not in this world: {_listed(absent)}." if absent else ""
             raise TransportTimeout(
                 f"{_listed(missing)} did not create the group {name!r} within {world.timeout_s:g} s.{also}"
             ) from None
         match answer:
             case ("lost", str(lost), str(why)):
-                gone = PeerLost(f"{lost!r} never came to the group {name!r}: {why}.")
+                gone = PeerLost(f"{lost!r} never entered the group {name!r}: {why}.")
                 world.explain(gone, "leave_group", name, world.name)
                 raise gone
             case ("differs", list(others)):
                 raise WorldError(
-                    f"the group {name!r} was created with the members {_listed(others)} elsewhere, and with "
-                    f"{self._shown} by {world.name!r}. Names of groups are unique in a world."
+                    f"{world.name!r} creates the group {name!r} with the members {self._shown}, but another process "
+                    f"with {_listed(others)}. Group names are unique in a world."
                 )
-        world.await_word_of(self._members)
+        world.await_members(self._members)
 
     def destroy(self) -> None:
-        """Leaves the group: its keys of this member go; the others' barriers raise PeerLost."""
+        """Leaves the group: the keys of this member are removed; barriers of the others raise PeerLost."""
         if not self._destroyed:
             self._world.scope.groups.pop(self._name, None)
             self._world.control("leave_group", self._name, self._world.name)
@@ -294,7 +294,8 @@ class RpcGroup:
     def check_world(self, what: str) -> None:
         """Raises PeerLost if the host of the world is gone, WorldStopped if the world has ended.
 
-        For `what` needs no call, as all others have left, but must not go on alone.
+        For an operation `what` that makes no call because all other members have left, but must not continue after the
+        end of the world.
         """
         self._world.check(what)
 
@@ -312,7 +313,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _given(what: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call; text or a tensor would fall apart into its parts."""
+    """Returns the arguments of a call; refuses a string or tensor, which would be split into its items."""
     if not isinstance(args, tuple | list):
         raise WorldError(f"args of {what} is {type(args).__name__}, not a tuple: write args=(value,).")
     if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -321,9 +322,9 @@ def _given(what: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str
 
 
 def enter_rpc_group(world: Membership, name: str, members: Sequence[str]) -> RpcGroup:
-    """The group `name` of `members`, of whom this process is one, when all of them have called this."""
+    """Creates the group `name` of `members`, which include this process; returns when all of them have called this."""
     if len(set(members)) < len(members) or isinstance(members, str) or not members:
-        raise WorldError(f"the group {name!r} needs a list of different members, not {members!r}.")
+        raise WorldError(f"the group {name!r} needs a list of distinct members, not {members!r}.")
     if world.name not in members:
         raise WorldError(f"{world.name!r} is not in the group {name!r} of {_listed(members)}, so it cannot create it.")
     group = RpcGroup(world, name, members)

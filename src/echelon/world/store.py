@@ -1,9 +1,9 @@
-"""A torch.distributed store that needs no port of its own: the host keeps its table, members ask it by their calls.
+"""A torch.distributed store without a port of its own: the host has the table, members reach it by control calls.
 
     node.serve("store", StoreTable())                                   # at the host
     store = WorldStore(partial(node.call, "coordinator", "store"))      # at a member
 
-Nothing at the host blocks: a member that waits for a key asks again, 20 times a second at most.
+Nothing blocks at the host: a member that waits for a key repeats its request, with pauses from 1 to 50 ms.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch.distributed.distributed_c10d import Store
 
 from echelon.errors import TransportTimeout
 
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.001, 0.05  # between two questions for a key that is not there yet
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.001, 0.05  # between two requests for a missing key
 NAMED_KEYS = 4  # in an error
 
-Ask = Callable[..., Any]  # ask(operation, *args): what the table answers, from wherever it is
+Ask = Callable[..., Any]  # ask(operation, *args) returns the reply of the table, in whichever process it is
 
 
 class WorldStore(Store):
-    """The store of one process, for torch.distributed: every operation is a question to the host's `StoreTable`.
+    """The store of one process, for torch.distributed: every operation is a request to the host's `StoreTable`.
 
-    `get` and `wait` ask until the key is there, `timeout_s` is over (TransportTimeout) or `watch` raises: it
-    is called before each question and is the place to notice that whoever should set the key is gone. Whatever `ask`
-    raises goes through torch to whoever waits. gloo asks only while a group is made; nccl also at its first
-    operation, and has threads of its own that look at keys now and then: what they ask is answered from nothing when
-    `ask` belongs to one thread, as that of a Node does (`one_thread`).
+    `get` and `wait` repeat their request until the key exists, until `timeout_s` is over (TransportTimeout), or until
+    `watch` raises. `watch` is called before each request, to detect that the process that should set the key is gone.
+    Errors of `ask` pass through torch to the waiting caller. gloo uses the store only while a group is created. nccl
+    also uses it at its first operation, and has threads that read keys from time to time. If `ask` works in one thread
+    only, as that of a Node does, pass `one_thread`: other threads then find an empty store and cannot change it.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class WorldStore(Store):
         while missing := self._missing(keys):
             if time.monotonic() >= deadline:
                 raise TransportTimeout(
-                    f"nobody set {_named(missing)} in the world's store within {timeout_s:g} s. Whoever should have is "
-                    "late, stopped, or never came."
+                    f"no process set {_named(missing)} in the world's store within {timeout_s:g} s. The process that "
+                    "sets it is late, suspended, or was never started."
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
@@ -88,7 +88,7 @@ class WorldStore(Store):
         """Removes every key that begins with `prefix`."""
         self._ask("forget", prefix)
 
-    # torch calls these three of a store written in Python by their C++ names.
+    # torch calls these three methods of a store written in Python by their C++ names.
     compareSet = compare_set
     deleteKey = delete_key
     getNumKeys = num_keys
@@ -103,7 +103,7 @@ class WorldStore(Store):
         return missing
 
     def _is_ours(self) -> bool:
-        """Whether this thread may ask; torch's own threads may look and tell, but not learn or change anything."""
+        """Whether this thread may use `ask`; for torch's own threads, `set`, `add` and `check` do nothing."""
         return self._thread in (None, threading.get_ident())
 
 

@@ -1,4 +1,4 @@
-"""What the host keeps for the stores of torch.distributed; `store` is the side that asks."""
+"""The host's table of the torch.distributed stores; module `store` has the clients."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from echelon.errors import Refused
 
 
 class StoreTable:
-    """The keys and values of every store of a world; any thread of the host may call it, nobody waits in it."""
+    """The keys and values of all stores of a world; any thread of the host may call it, and no call blocks."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
     def __call__(self, operation: str, *args: Any) -> Any:
-        """Does what a `WorldStore` asks for; raises Refused on anything else."""
+        """Runs an operation of a `WorldStore`; raises Refused on anything else."""
         with self._lock:
             match (operation, *args):
                 case "set", str(key), bytes(value):
@@ -36,7 +36,7 @@ class StoreTable:
                     return len(self._values)
                 case "forget", str(prefix):
                     return self._forget(prefix)
-        raise Refused(f"the store was asked for {str(operation)[:80]!r} with {len(args)} values, which it cannot do.")
+        raise Refused(f"the store has no operation {str(operation)[:80]!r} with these {len(args)} arguments.")
 
     def _add(self, key: str, amount: int) -> int:
         total = int(self._values.get(key, b"0")) + amount
@@ -44,7 +44,7 @@ class StoreTable:
         return total
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """The value afterwards: a key that is not there is set only where nothing was expected."""
+        """Returns the value afterwards; a missing key is set only if `expected` is empty."""
         value = self._values.get(key)
         if value is None and expected:
             return expected

@@ -1,8 +1,8 @@
-"""The switchboard: who calls whom by which form of the channel; opened at the first call, ended with the peer.
+"""The switchboard: the channels of this process to and from other members.
 
-The caller asks the callee, by the control plane, to serve it. Processes of one host have two lines in shared memory,
-each made by its writer, and so has a process with itself. For a caller of another host the callee listens at an address
-of its own.
+A channel is opened at the first call and ends with the peer. The caller requests it from the callee over the control
+plane. Two processes of one host, and a process that calls itself, use two lines in shared memory, each created by its
+writer. For each caller on another host, the callee listens at a separate address.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from echelon.world.node import Node
 from echelon.world.node_thread import NodeThread
 from echelon.world.watch import MemberInfo
 
-FREED_AT_ONCE = 10_000  # in one message, whose header has a limit
+FREED_AT_ONCE = 10_000  # numbers in one message, whose header is limited
 
-Failure = Callable[[str], BaseException]  # makes the error of a call, which it is told in words
+Failure = Callable[[str], BaseException]  # makes the error of a call from a description of it
 
 
 class MemberCalls(Calls):
-    """Calls to another member, and word of the results that it keeps and nobody here needs any more."""
+    """Calls to another member; also frees the results that it keeps and that this process no longer needs."""
 
     def __init__(self, peer: str, writer: CallWriter, reader: CallReader, limits: Limits) -> None:
         super().__init__(peer, writer, reader, limits)
         self.freed: deque[int] = deque()
 
     def begin(self, what: str, request: tuple[Any, ...], timeout_s: float) -> Future:
-        """As `Calls` does, after what is freed."""
+        """Starts a call, as in `Calls`, after the pending frees."""
         if self.freed:
             self.free()
         return super().begin(what, request, timeout_s)
 
     def free(self) -> None:
-        """Tells the peer which values it need not keep; from any thread."""
+        """Sends the peer the numbers of the values that it need not keep; from any thread."""
         numbers: list[int] = []
-        with contextlib.suppress(IndexError):  # no more, or another thread has them
+        with contextlib.suppress(IndexError):  # none left, or another thread has taken them
             while len(numbers) < FREED_AT_ONCE:
                 numbers.append(self.freed.popleft())
         if numbers and not self.post(("", "free", "", (numbers,), {}, False)):
@@ -59,7 +59,10 @@ class MemberCalls(Calls):
 
 
 class Switchboard:
-    """Whom this process calls, and who calls it; in any thread, but what comes from the node does so in its thread."""
+    """The channels of this process, as caller and as callee.
+
+    Any thread may use it; the node's thread runs the handlers of the node's messages.
+    """
 
     def __init__(self, thread: NodeThread, info: MemberInfo, scope: Scope, limits: Limits) -> None:
         self._thread, self._node, self._info = thread, thread.node, info
@@ -75,15 +78,15 @@ class Switchboard:
         self._node.serve("drain", self._on_drain)
 
     def calls_to(self, name: str, timeout_s: float) -> MemberCalls:
-        """The calls to `name`; opens them the first time. Raises PeerLost where there is no such member."""
+        """Returns the channel to `name`, opening it the first time. Raises PeerLost if there is no such member."""
         if (calls := self._calls.get(name)) is not None:
             return calls
         with self._lock:
             opening = self._opening.setdefault(name, threading.Lock())
         deadline = time.monotonic() + timeout_s
-        if not opening.acquire(timeout=timeout_s):  # another thread makes it
+        if not opening.acquire(timeout=timeout_s):  # another thread is opening the channel
             raise TransportTimeout(
-                f"{name!r} opened no line for {self._node.name!r} within {timeout_s:g} s. Is it stopped, or busy?"
+                f"{name!r} opened no channel for {self._node.name!r} within {timeout_s:g} s. Is it suspended, or busy?"
             )
         try:
             if (calls := self._calls.get(name)) is not None:
@@ -97,15 +100,15 @@ class Switchboard:
             raise self._failure(f"a call to {name!r}")
         member = self._node.member(name)
         if member is None:
-            raise _lost(self._node, name, self._node.why_gone(name) or "it never came")
+            raise _lost(self._node, name, self._node.why_gone(name) or "it never joined")
         opening = self._open_line if MemberInfo.of(member).is_near else self._open_tcp
         try:
             calls = self._calls[name] = opening(member, timeout_s)
         except PeerLost as error:
-            if self._failure is not None:  # it left, as everybody does at the end of the world
+            if self._failure is not None:  # the member left because the world ended
                 raise self._failure(f"a call to {name!r}") from error
             raise
-        if self._node.member(name) != member:  # it left meanwhile, and nobody would tell these calls
+        if self._node.member(name) != member:  # it left meanwhile, before `lose` could see this channel
             calls.fail(lambda what: _lost(self._node, name, self._node.why_gone(name), what))
         if (failure := self._failure) is not None:
             calls.fail(failure)
@@ -126,8 +129,8 @@ class Switchboard:
             reader = LineReader(Path(folder), answers)
         except BaseException as error:
             writer.close(discard=True)
-            if type(error) is TransportError:  # its folder is gone
-                raise PeerLost(f"{member.name!r} left while {self._node.name!r} began to call it.") from error
+            if type(error) is TransportError:  # the member's folder is gone
+                raise PeerLost(f"{member.name!r} left while {self._node.name!r} opened a channel to it.") from error
             raise
         return MemberCalls(member.name, writer, reader, self._limits)
 
@@ -135,7 +138,7 @@ class Switchboard:
         (info, name) = line
         info = MemberInfo.from_wire(info)
         if not info.is_near or "/" in name:
-            raise Refusal(f"{caller!r} is not on this host, or names no line of its own.")
+            raise Refusal(f"{caller!r} is not on this host, or its line {name[:80]!r} is not in its own folder.")
         reader = LineReader(Path(info.folder), name)
         answers = f"{caller}.{secrets.token_hex(4)}.answers"
         writer = LineWriter(Path(self._info.folder), answers)
@@ -149,7 +152,7 @@ class Switchboard:
         return MemberCalls(member.name, end.writer, end, self._limits)
 
     def _on_open_tcp(self, caller: str, incarnation: str) -> tuple[str, str]:
-        name = secrets.token_hex(8)  # by which the caller alone is known
+        name = secrets.token_hex(8)  # authorizes this caller only
         end = self._node.open_end(SocketEnd.listen, member_address(self._node.address, self._node.name, name), name)
         self._serve(caller, incarnation, end, end.writer)
         return (end.address, name)
@@ -161,12 +164,12 @@ class Switchboard:
         callee = Callee(caller, reader, writer, Runner(self._scope), self._limits, ask_room)
         try:
             if self._closed:
-                raise Refusal(f"{self._node.name!r} is about to leave, and serves nobody any more.")
-            callee.start()  # RuntimeError: the machine has no more threads for us
+                raise Refusal(f"{self._node.name!r} is about to leave, and accepts no more callers.")
+            callee.start()  # RuntimeError: no more threads can be started
         except BaseException:
             callee.close()
             raise
-        if former := self._served.get(incarnation):  # which the caller has given up
+        if former := self._served.get(incarnation):  # the caller has abandoned it
             former.close()
         self._served[incarnation] = callee
 
@@ -175,31 +178,31 @@ class Switchboard:
             calls.drain()
 
     def tick(self) -> None:
-        """Tells peers what they need not keep; in the thread of the node."""
+        """Sends the pending frees to all peers; called in the node's thread."""
         for calls in list(self._calls.values()):
             if calls.freed:
                 calls.free()
 
     def free(self, owner: str, number: int) -> None:
-        """A kept value is no longer needed; only noted here, as this may run in the middle of anything."""
+        """Marks a kept value as no longer needed; `tick` or the next call sends it, as a destructor may call this."""
         if calls := self._calls.get(owner):
             calls.freed.append(number)
 
     def lose(self, member: Member, why: str) -> None:
-        """`member` is gone; in the thread of the node."""
+        """Fails the calls to `member`, which left, and stops serving it; called in the node's thread."""
         if calls := self._calls.pop(member.name, None):
             calls.fail(lambda what: _lost(self._node, member.name, why, what))
         if callee := self._served.pop(member.incarnation, None):
             callee.close()
 
     def fail(self, failure: Failure) -> None:
-        """Nothing more is called from here; what is called here still runs."""
+        """Fails all calls of this process, pending and later; calls to this process still run."""
         self._failure = failure
         for calls in list(self._calls.values()):
             calls.fail(failure)
 
     def close(self) -> None:
-        """Ends all of them; before the node closes, in whose thread nobody is served after it."""
+        """Closes all channels and refuses new callers; call it before the node closes."""
         self._closed = True
         for calls in list(self._calls.values()):
             calls.close()
