@@ -23,12 +23,15 @@ SCRIPT = TESTS / "distributed" / "launch_programs.py"
 WORDS = {  # how one of four members ends -> the result or the error text of launch
     "return": [f"[{', '.join([repr(['0', '1', '2', '3'])] * 4)}]"],  # functions of the script itself were found
     "raise": ["RpcException: '1' (rank 1, process ", ") failed with ValueError: it broke", "in end_by\n    raise Val"],
-    "kill": ["PeerLost: '1' (rank 1, process ", ") was ended by SIGKILL, and the rest stopped."],
+    "kill": ["PeerLost: '1' (rank 1, process ", ") was ended by SIGKILL; the others were stopped."],
     "kill the fork server": [
         "PeerLost: the fork server (process ",
         ") was ended by SIGKILL, and every member with it.",
     ],
-    "leave at once": ["PeerLost: '1' (rank 1, process ", ") left with code 0 without a result, and the rest stopped."],
+    "leave at once": [
+        "PeerLost: '1' (rank 1, process ",
+        ") left with code 0 without a result; the others were stopped.",
+    ],
     "exit with 3": ["RpcException: '1' (rank 1, process ", "called exit(3)"],
     "return what cannot be sent": ["what __main__:end() returned in '1' cannot be sent", "builtins.set"],
     "exit": ["[None, None, None, None]"],
@@ -151,7 +154,7 @@ def test_a_script_that_launches_when_it_is_loaded_is_told_so(tmp_path: Path) -> 
     [
         (lambda: launch(lambda world: 1, 2), "a lambda of test_launch cannot be called in another process"),
         (lambda: launch(programs.name, 0), "world_size of at least 1"),
-        (lambda: launch(programs.name, 2, names=["a", "a"]), "as many different names"),
+        (lambda: launch(programs.name, 2, names=["a", "a"]), "as many distinct names"),
         (lambda: launch(programs.name, 1, names=["a b"]), "not a valid member name"),
         (lambda: launch(programs.name, 2, engine="magic"), "no engine 'magic'"),
         (lambda: launch(programs.name, 2, (object(),)), r"args of launch\(\) cannot be sent .*builtins.object"),

@@ -175,7 +175,7 @@ def test_a_watch_that_was_stopped_itself_blames_nobody(monkeypatch: pytest.Monke
     for _ in range(2 * int(SILENCE_S)):
         now += 1.0
         watch.look()
-    assert died == [("far", f"nothing was heard of it for {SILENCE_S:.0f} s")]
+    assert died == [("far", f"it sent no heartbeat for {SILENCE_S:.0f} s")]
 
 
 def test_a_member_that_died_while_it_joined_is_noticed(host: Node, tmp_path: Path) -> None:

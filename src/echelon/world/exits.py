@@ -1,7 +1,7 @@
-"""The exits of processes that an engine started and a node talks with: roles of a run, of a host, members of a launch.
+"""Exits of processes that an engine started and that joined a node: roles of a run or a host, members of a launch.
 
-What an exit means is for the caller to decide. A run replaces the role, a host agent reports it to the head, and
-`launch` ends the world: the state of a member is its user's, and it is gone.
+The caller decides what an exit means. A run replaces the role, a host agent reports it to the head, and `launch` ends
+the world, because the state of a member belongs to the user and is lost.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from echelon.world.node import Node
 
 
 def take_exits(engine: Engine, node: Node) -> list[Exit]:
-    """The processes that ended since the last call: what each sent last is served, and `node` has forgotten it."""
+    """Returns the exits since the last call, after serving the last messages and removing the processes from `node`."""
     exits = engine.exits()
     if exits:
         node.drain()

@@ -1,4 +1,4 @@
-"""What a process that `launch` started does: it enters the world, runs the function, and serves until all are done."""
+"""The process that `launch` starts: it enters the world, runs the function, and serves until all are done."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from echelon.world.node import Node
 from echelon.world.watch import MemberInfo
 from echelon.world.world import World, get_world
 
-NO_INFO = MemberInfo(-1, 0, "", "", "", "", 0)  # of those who only bring something to the host
-TELL_S = 5.0  # how long the host may take to hear why a member fails
+NO_INFO = MemberInfo(-1, 0, "", "", "", "", 0)  # of a node that only delivers a result to the host
+REPORT_S = 5.0  # how long the host may take to accept the report of a failure
 
 _loading = False
 
 
 def is_loading() -> bool:
-    """Whether this process is running the script of its launcher, to have its functions."""
+    """Whether this process is running the script of its launcher, to define its functions."""
     return _loading
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The program's own script: the file, and the package that it is run in."""
+    """The program's script: its file, and the package in which it runs."""
 
     path: str
     package: str
@@ -43,7 +43,7 @@ class Script:
         return cls(str(getattr(main, "__file__", None) or ""), str(getattr(main, "__package__", None) or ""))
 
     def load(self) -> None:
-        """Runs the script under another name than `__main__`, as multiprocessing does; it is both from then on."""
+        """Runs the script as `__mp_main__`, as multiprocessing does; both names then refer to its module."""
         global _loading
         loader = SourceFileLoader(MAIN[1], self.path)
         spec = importlib.util.spec_from_file_location(MAIN[1], self.path, loader=loader)
@@ -76,7 +76,7 @@ class MemberRole:
         if module != MAIN[0]:
             importlib.import_module(module)
         world = World.launched(self._entrance, module)
-        with contextlib.suppress(WorldStopped):  # somebody else was done
+        with contextlib.suppress(WorldStopped):  # another member ended the world
             self._run(world)
         return True
 
@@ -91,7 +91,7 @@ class MemberRole:
                 error = RunError(f"{world.name!r} (rank {world.rank}) called exit({end.code!r}).")
                 _report(world, error)
                 raise error from None
-            if get_world() is world:  # else: the function left it, saying so
+            if get_world() is world:  # else the function has left the world itself
                 world.end(f"{world.name!r} called exit(0)")
             return
         except BaseException as error:
@@ -107,9 +107,9 @@ class MemberRole:
             world.control("result", world.name, value, timeout_s=threading.TIMEOUT_MAX)
             world.stop()
         else:  # the function stopped it
-            bearer = f"{world.name}:result"
+            courier = f"{world.name}:result"
             address = self._entrance.address
-            with Node.join(address, bearer, timeout_s=world.timeout_s, limits=LIMITS, info=NO_INFO.to_wire()) as node:
+            with Node.join(address, courier, timeout_s=world.timeout_s, limits=LIMITS, info=NO_INFO.to_wire()) as node:
                 node.call(node.host_name, "result", world.name, value, timeout_s=threading.TIMEOUT_MAX)
 
     def close(self) -> None:
@@ -118,8 +118,8 @@ class MemberRole:
 
 
 def _report(world: World, error: BaseException) -> None:
-    """Ends the world for the reason `error`, before its process leaves and the others wonder why."""
+    """Ends the world with `error` as the reason, before this process exits and the others see only its exit."""
     if get_world() is world:
-        with contextlib.suppress(EchelonError, WorldStopped):  # somebody else failed first
+        with contextlib.suppress(EchelonError, WorldStopped):  # another member failed first
             failure = failure_of(error)
-            world.control("failed", world.name, failure.kind, failure.message, failure.traceback, timeout_s=TELL_S)
+            world.control("failed", world.name, failure.kind, failure.message, failure.traceback, timeout_s=REPORT_S)

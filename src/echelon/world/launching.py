@@ -1,4 +1,4 @@
-"""launch: runs a function in several processes of one world, and returns what it returned in each."""
+"""launch: runs a function in several processes of one world, and returns the results."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from echelon.world.node import Node
 from echelon.world.registry import Registry
 from echelon.world.watch import write_info
 
-HOST = "launcher:host"  # the name of the launcher's node, which is no member
+HOST = "launcher:host"  # the name of the launcher's node, which is not a member of the world
 PRELOAD = ("torch", "echelon.world.launched", "echelon.world.collective_group")
 LIKELY = {"gymnasium": "gymnasium", "echelon.frames": "echelon.frames", "echelon.servers.starting": COMPILER}
 LOOK_S = 0.2
-GRACE_S = 5.0  # how long a member may go on when the world has ended
+GRACE_S = 5.0  # how long a member may run after the world has ended
 FAILED_GRACE_S = 1.0  # the same after a failure
-TERMINATE_S = 2.0  # how long it may take to end when it is told to
+TERMINATE_S = 2.0  # how long a member may run after SIGTERM
 
 
 def launch(
@@ -46,17 +46,18 @@ def launch(
 ) -> list[Any]:
     """Calls `fn(world, *args)` in `world_size` processes of this machine; returns their results in rank order.
 
-    A member whose function returned serves the others until all have. `exit(0)` in a member ends the world: blocking
-    calls of the others raise WorldStopped, and the result of those who did not return is None. A failure stops the
-    rest and is raised here: RpcException with the remote traceback, or PeerLost naming who was ended by which signal.
-    `names` are those of the ranks, "0", "1" and so on by default. Nothing is left behind, whatever ends it.
+    A member whose function has returned serves the others until all have returned. `exit(0)` in a member ends the
+    world: blocking calls of the others raise WorldStopped, and the result of a member that did not return is None. A
+    failure of a member stops the others and is raised here, as RpcException with the remote traceback, or as PeerLost
+    with the member and the signal that ended it. `names` are the names of the ranks, by default "0", "1" and so on.
+    However it ends, `launch` leaves no processes or files behind.
     """
     if engine != "local":
         raise ConfigError(f'there is no engine {engine!r} for launch: use "local", processes of this machine.')
     if is_loading():
         raise ConfigError(
-            "launch() was called while a process it started loaded the script, so it would go on for ever. Put the "
-            'call under `if __name__ == "__main__":`.'
+            "launch() was called in one of its own processes while that loaded the script, so it would launch "
+            'processes forever. Put the call under `if __name__ == "__main__":`.'
         )
     members = [str(rank) for rank in range(world_size)] if names is None else list(names)
     _check(world_size, members)
@@ -67,8 +68,8 @@ def launch(
     function, script = name_of(fn), Script.of_this_process()
     if function.startswith(MAIN[0]) and not Path(script.path).is_file():
         raise ConfigError(
-            f"{fn.__name__}() was not read from a file, so no other process can have it. Save it in a .py file, and "
-            "run or import that."
+            f"{fn.__name__}() was not read from a file, so no other process can load it. Save it in a .py file, and "
+            "run or import that file."
         )
     run = Launch(members, tuple(args), timeout_s)
     try:
@@ -81,21 +82,21 @@ def launch(
 
 
 def _preload() -> tuple[str, ...]:
-    """What the members need, and what they will if this process has imported what goes with it: once for all."""
+    """Returns the modules to preload: the basics, plus those that go with modules the caller has already imported."""
     return (*PRELOAD, *(module for sign, module in LIKELY.items() if sign in sys.modules))
 
 
 def _check(world_size: int, names: list[str]) -> None:
     if world_size < 1 or len(names) != world_size or len(set(names)) < world_size:
         raise ConfigError(
-            f"launch() needs world_size of at least 1 and as many different names; got {world_size} and {names}."
+            f"launch() needs a world_size of at least 1 and as many distinct names; got {world_size} and {names}."
         )
     for name in names:
         check_name(name)
 
 
 class Launch:
-    """One launch: its processes, its host, and what became of them; in the launcher's thread."""
+    """One launch: its processes, its host, and their results; runs in the launcher's thread."""
 
     def __init__(self, members: list[str], args: tuple[Any, ...], timeout_s: float) -> None:
         self._members, self._args, self._timeout_s = members, args, timeout_s
@@ -103,11 +104,11 @@ class Launch:
         self._returned: list[Deferred] = []
         self._left: set[str] = set()
         self._failure: EchelonError | None = None
-        self._deadline = 0.0  # when those who are still there are told to end, once the world is over
+        self._deadline = 0.0  # after the end of the world: when the remaining processes are terminated
         self._session = create_session(SHM_DIR)
         try:
             self._engine = LocalEngine(str(self._session), _preload())
-            info = write_info(-1, 0, self._session)  # by it the members watch this process
+            info = write_info(-1, 0, self._session)  # lets the members watch this process
             self._node = Node.host(f"ipc://{self._session}/{HOST_SOCKET}", HOST, limits=LIMITS, info=info.to_wire())
         except BaseException:
             self.close()
@@ -147,7 +148,10 @@ class Launch:
         return answer
 
     def _on_failed(self, name: str, kind: str, message: str, traceback: str) -> None:
-        """A member says why it fails, before it leaves; of a peer that is lost its own exit tells more."""
+        """Records the failure that a member reports before it leaves.
+
+        A PeerLost is ignored: the exit of the lost peer has more details.
+        """
         if not self._registry.ended and kind != PeerLost.__name__:
             self._fail(RpcException(f"{self._who(name)} failed with {kind}: {message}", kind, traceback))
 
@@ -163,7 +167,7 @@ class Launch:
         return len(self._left) == len(self._members)
 
     def step(self) -> None:
-        """Waits a little and deals with what has happened."""
+        """Waits up to LOOK_S for events and handles them."""
         self._node.poll(LOOK_S, [*self._engine.descriptors, *self._registry.watch.descriptors])
         for gone in take_exits(self._engine, self._node):
             self._on_exit(gone)
@@ -181,23 +185,23 @@ class Launch:
         if self._registry.ended:
             return
         who = self._who(gone.name, gone.pid)
-        if gone.failure is not None:  # it failed before it could say so
+        if gone.failure is not None:  # it failed before it could report the failure
             text = f"{who} failed with {gone.failure.kind}: {gone.failure.message}"
             self._fail(RpcException(text, gone.failure.kind, gone.failure.traceback))
         elif gone.ended_with:
             self._fail(PeerLost(f"{gone.ended_with}, and every member with it."))
         elif gone.signal or gone.code or gone.name not in self._results:
             what = "" if gone.signal or gone.name in self._results else " without a result"
-            self._fail(PeerLost(f"{who} {gone.cause}{what}, and the rest stopped."))
+            self._fail(PeerLost(f"{who} {gone.cause}{what}; the others were stopped."))
 
     def results(self) -> list[Any]:
-        """What the function returned in each rank; raises what ended the launch otherwise."""
+        """Returns the results in rank order; raises the failure that ended the launch, if there is one."""
         if self._failure is not None:
             raise self._failure
         return [self._results.get(name) for name in self._members]
 
     def close(self) -> None:
-        """Ends what still runs, and removes everything."""
+        """Ends the processes that still run, and removes the session folder."""
         if engine := getattr(self, "_engine", None):
             engine.close(0.0)
         if node := getattr(self, "_node", None):

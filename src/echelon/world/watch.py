@@ -1,8 +1,8 @@
-"""Who is on this host, and who has died: proofs, process descriptors, heartbeats.
+"""Detects which members are on this host and which have died, by nonces, pidfds and heartbeats.
 
-Two processes are on one host if one can open what the other wrote down in its private folder of shared memory; names of
-hosts prove nothing. If they also share process numbers, a descriptor of the process tells its end at once. Whoever
-cannot be watched so must be heard of: it beats every `BEAT_S` and is taken for dead after `SILENCE_S` without.
+Two processes are on one host if one can read the nonce that the other wrote to its private folder in shared memory;
+host names prove nothing. If they also share a pid namespace, a pidfd reports the end of the process immediately. Any
+other member sends a heartbeat every `BEAT_S`, and is declared dead after `SILENCE_S` without one.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ BEAT_S, SILENCE_S = 2.0, 10.0
 
 @dataclass(frozen=True, slots=True)
 class MemberInfo:
-    """What a member says of itself; `rank` is -1 of one that came later, `size` 0 of the host of a launch."""
+    """A member's description of itself, sent to all members."""
 
-    rank: int
-    size: int
+    rank: int  # -1: joined without a rank
+    size: int  # the world size; 0: not a member, such as the host of a launch
     folder: str  # its private folder
-    nonce: str  # what lies in it
-    namespace: str  # where its process number counts
-    network: str  # where its loopback is
-    ticks: int  # when its process started
+    nonce: str  # in a file of that folder
+    namespace: str  # its pid namespace
+    network: str  # its network namespace, which has its loopback
+    ticks: int  # start time of its process
 
     def to_wire(self) -> tuple[Any, ...]:
         return (self.rank, self.size, self.folder, self.nonce, self.namespace, self.network, self.ticks)
 
     @classmethod
     def from_wire(cls, value: tuple[Any, ...]) -> MemberInfo:
-        """The info of a member; raises Refused on anything else."""
+        """Returns the info that another process sent; raises Refused on anything else."""
         match value:
             case (int(rank), int(size), str(folder), str(nonce), str(namespace), str(network), int(ticks)):
                 return cls(rank, size, folder, nonce, namespace, network, ticks)
-        raise Refused(f"a member was refused: it describes itself as {str(value)[:80]}.")
+        raise Refused(f"a member was refused: {str(value)[:80]} does not describe one.")
 
     @classmethod
     def of(cls, member: Member) -> MemberInfo:
@@ -58,19 +58,19 @@ class MemberInfo:
         """Whether that process is on this host."""
         with contextlib.suppress(OSError, ValueError):
             descriptor = os.open(Path(self.folder) / NONCE, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-            with open(descriptor, "rb") as file:  # the path came from elsewhere: it may name a pipe, which blocks
+            with open(descriptor, "rb") as file:  # another process chose the path: it may be a pipe, which blocks
                 is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
                 return is_file and file.read(len(self.nonce) + 1) == self.nonce.encode()
         return False
 
     @property
     def is_beside(self) -> bool:
-        """Whether that process is on this host and has the same loopback: containers may share the one alone."""
+        """Whether that process is on this host and has the same loopback: containers may share only the memory."""
         return self.is_near and self.network == _network()
 
 
 def write_info(rank: int, size: int, folder: Path) -> MemberInfo:
-    """The info of this process, its nonce written down in `folder`."""
+    """Writes a nonce to `folder`; returns the info of this process."""
     nonce = secrets.token_hex(16)
     descriptor = os.open(folder / NONCE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "w") as file:
@@ -86,15 +86,15 @@ def _network() -> str:
 
 
 class MemberWatch:
-    """Watches members from the thread that polls `descriptors` and calls `look` now and then."""
+    """Detects the deaths of members; one thread polls `descriptors` and calls `look` regularly."""
 
     def __init__(self, on_death: Callable[[Member, str], None], drain: Callable[[], None] = lambda: None) -> None:
-        """`drain` takes in what the dead sent last, before `on_death` is called for them."""
+        """`drain` serves the last messages of dead members, before `on_death` is called for them."""
         self._on_death, self._drain = on_death, drain
         self._poller = select.poll()
         self._by_descriptor: dict[int, Member] = {}
-        self._heard: dict[Member, float] = {}  # those who must be heard of, and when they were
-        self._ended: list[Member] = []  # those who were dead already when they were added
+        self._heard: dict[Member, float] = {}  # members that send heartbeats, and the time of the last one
+        self._ended: list[Member] = []  # dead members that are not reported yet
         self._looked_at = time.monotonic()
 
     @property
@@ -102,7 +102,7 @@ class MemberWatch:
         return list(self._by_descriptor)
 
     def add(self, member: Member, info: MemberInfo) -> bool:
-        """Begins to watch; False if this member must be heard of."""
+        """Starts to watch `member`; returns False if it needs heartbeats."""
         if info.is_near and info.namespace == pid_namespace():
             try:
                 descriptor = os.pidfd_open(member.pid)
@@ -111,7 +111,7 @@ class MemberWatch:
                 return True
             self._by_descriptor[descriptor] = member
             self._poller.register(descriptor, select.POLLIN)
-            if start_ticks(member.pid) != info.ticks:  # another process has its number already
+            if start_ticks(member.pid) != info.ticks:  # another process has its pid already
                 self._drop(descriptor)
                 self._ended.append(member)
             return True
@@ -119,6 +119,7 @@ class MemberWatch:
         return False
 
     def hear(self, name: str) -> None:
+        """Records a heartbeat of `name`."""
         for member in self._heard:
             if member.name == name:
                 self._heard[member] = time.monotonic()
@@ -129,7 +130,7 @@ class MemberWatch:
             self._drop(descriptor)
 
     def look(self) -> None:
-        """Tells of the deaths since the last look."""
+        """Calls `on_death` for the deaths since the last call."""
         for descriptor, _ in self._poller.poll(0) if self._by_descriptor else ():
             if member := self._by_descriptor.get(descriptor):
                 self._drop(descriptor)
@@ -143,10 +144,10 @@ class MemberWatch:
         late = time.monotonic() - SILENCE_S
         for member in [one for one, heard in self._heard.items() if heard < late]:
             del self._heard[member]
-            self._on_death(member, f"nothing was heard of it for {SILENCE_S:.0f} s")
+            self._on_death(member, f"it sent no heartbeat for {SILENCE_S:.0f} s")
 
     def _forgive(self) -> None:
-        """This process was stopped, perhaps with all others: it could hear nobody meanwhile."""
+        """Time during which this process was suspended, perhaps with all others, does not count as silence."""
         now, before = time.monotonic(), self._looked_at
         self._looked_at = now
         if now - before > BEAT_S:
