@@ -22,13 +22,20 @@ import zmq
 from echelon.errors import Refused
 from echelon.transport.channel import HEADER, MAGIC, MAX_REASON_BYTES, NOTHING, Kind, Own, Part, Service
 from echelon.transport.secret import SECRET_VARIABLE, check_secret, numeric
-from echelon.transport.sockets import LINGER_MS, QUEUED_MESSAGES, connect, is_turned_away, why_silent
+from echelon.transport.sockets import (
+    LINGER_MS,
+    QUEUED_MESSAGES,
+    connect,
+    is_turned_away,
+    receive_frames,
+    send_frames,
+    why_silent,
+)
 
 FIRST_REPEAT_S, MAX_REPEAT_S = 0.25, 1.0  # when what nobody answers is sent again
 OVERDUE_S = 2.0  # when one question is sent again while others are answered; then after twice as long
 FULL_S = 0.05  # when what the queue had no room for is sent again
 NUM_POSTS = 16  # that are kept; the oldest are forgotten
-COPIED_BYTES = 1 << 16  # messages of at most so much are copied, which is cheaper than to keep them where they came
 
 Make = Callable[[], Sequence[Part]]  # the frames of a question, whenever it is sent; the first has room for a header
 
@@ -74,7 +81,7 @@ class Client:
         self._silent_since = math.inf  # when something was first asked again, since the server was last heard
         self._repeat_s, self.repeat_at = self._first_s, math.inf
         max_bytes = max(max_bytes, HEADER.size + MAX_REASON_BYTES)
-        self._copies, self._receive_ms = max_bytes <= COPIED_BYTES, -1
+        self._receive_ms = -1
         self.socket = connect(self.address, secret, max_bytes, queued, name)
         self.descriptor = int(self.socket.getsockopt(zmq.FD))
 
@@ -107,12 +114,10 @@ class Client:
         if not self._transmit(Kind.ASK, request.service, request.number, request.own, request.make(), copy):
             request.overdue_at = time.monotonic() + FULL_S
 
-    def _transmit(self, kind: Kind, service: Service, number: int, own: Own, parts: Sequence[Part], copy: bool) -> bool:
+    def _transmit(self, kind: int, service: Service, number: int, own: Own, parts: Sequence[Part], copy: bool) -> bool:
         HEADER.pack_into(parts[0], 0, MAGIC, kind, service.digest, service.layout, number, *own)
         try:
-            for part in parts[:-1]:
-                self.socket.send(part, zmq.SNDMORE | zmq.NOBLOCK, copy=copy)
-            self.socket.send(parts[-1], zmq.NOBLOCK, copy=copy)
+            send_frames(self.socket, parts, copy)
         except zmq.Again:  # the queue is full of what was sent before: nobody takes anything in
             return False
         return True
@@ -155,12 +160,7 @@ class Client:
             self.socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
             self._receive_ms = timeout_ms
         try:
-            if self._copies:
-                frames = [memoryview(self.socket.recv())]
-                while self.socket.getsockopt(zmq.RCVMORE):
-                    frames.append(memoryview(self.socket.recv()))
-            else:
-                frames = [frame.buffer for frame in self.socket.recv_multipart(copy=False)]
+            frames = receive_frames(self.socket)
         except zmq.Again:
             return False
         self._take(frames)
@@ -170,7 +170,7 @@ class Client:
         """One message of the server; answers to what is no longer asked are passed over."""
         if len(frames[0]) < HEADER.size:
             raise self._no_server(frames)
-        magic, kind, service, _, number, *own = HEADER.unpack_from(frames[0])
+        magic, kind, digest, _, number, one, two, three = HEADER.unpack_from(frames[0])
         if magic != MAGIC or kind not in (Kind.ANSWER, Kind.REFUSED, Kind.POST):
             raise self._no_server(frames)
         self.has_heard, self.num_tries = True, 0
@@ -180,11 +180,11 @@ class Client:
         if kind == Kind.POST:
             self.posts.append(frames)
             return
-        request = self._requests.pop((service, number), None)
+        request = self._requests.pop((digest, number), None)
         self._silent_since, self._repeat_s = math.inf, self._first_s
         self.repeat_at = time.monotonic() + self._first_s if self._requests else math.inf
         if request is not None:
-            request.answer, request.own = frames, (own[0], own[1], own[2])
+            request.answer, request.own = frames, (one, two, three)
 
     def _no_server(self, frames: list[memoryview]) -> Refused:
         return Refused(f"{self.address} sent {len(frames[0])} bytes that are no answer: {self.what} is not there.")

@@ -24,13 +24,13 @@ from echelon.errors import Refused
 from echelon.transport.channel import HEADER, Delivery, Kind, Service, digest_of, header
 from echelon.transport.curve import Socket, admit
 from echelon.transport.lines import LineReader, LineWriter
-from echelon.transport.sockets import LINGER_MS, connect, make_socket
+from echelon.transport.sockets import LINGER_MS, connect, make_socket, receive_frames
 
 QUEUED_CALLS = 64  # messages that wait on either side of a connection, and for each direction, before the sender does
 LOOK_S = 0.001  # how often a sender that waits looks for room
 
 CALLS = Service("calls", Delivery.CALL, digest_of("codec 1"))
-OPENING = bytes(header(Kind.ASK, CALLS, 0))  # of every message
+OPENING = header(Kind.ASK, CALLS, 0)  # of every message
 
 Buffer = bytes | memoryview
 
@@ -149,7 +149,7 @@ class SocketEnd:
         """Takes in what has come from our peer; whether anything has."""
         with suppress(zmq.Again):
             while len(self._inbox) < QUEUED_CALLS:
-                frames = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+                frames = receive_frames(self._socket, zmq.NOBLOCK)
                 if self._route and frames.pop(0) != self._route[0]:
                     continue  # somebody who was not told to come here
                 if not frames or frames[0][: HEADER.size] != OPENING:

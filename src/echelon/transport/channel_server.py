@@ -34,7 +34,7 @@ from echelon.transport.channel import (
 )
 from echelon.transport.curve import Socket, secure_server
 from echelon.transport.secret import check_secret, numeric
-from echelon.transport.sockets import LINGER_MS, QUEUED_MESSAGES, make_socket
+from echelon.transport.sockets import LINGER_MS, MORE, QUEUED_MESSAGES, make_socket, receive_frames, send_frames
 
 IGNORED_CONNECTIONS = 10_000  # the oldest are forgotten
 GATE_S = 0.01  # an owner that never sleeps looks at the gate this often
@@ -123,30 +123,26 @@ class Server:
             num += self._release()
         return num
 
-    def _receive(self) -> tuple[bytes, list[zmq.Frame]] | None:
-        receive, noblock = self._socket.recv, zmq.NOBLOCK
+    def _receive(self) -> tuple[bytes, list[memoryview]] | None:
         try:
             while True:
-                connection = receive(noblock)
-                frames = [receive(noblock, copy=False)]
-                while frames[-1].more:
-                    frames.append(receive(noblock, copy=False))
+                connection = self._socket.recv(zmq.NOBLOCK)
+                frames = receive_frames(self._socket, zmq.NOBLOCK)
                 if connection not in self._ignored:
                     return connection, frames
         except zmq.Again:
             return None
 
-    def _deal(self, connection: bytes, parts: list[zmq.Frame]) -> None:
+    def _deal(self, connection: bytes, frames: list[memoryview]) -> None:
         """One message, from anybody at all."""
-        frames = [part.buffer for part in parts]
         if len(frames[0]) < HEADER.size:
             self.refuse(connection)
             return
-        magic, kind, service, layout, number, *own = HEADER.unpack_from(frames[0])
+        magic, kind, digest, layout, number, one, two, three = HEADER.unpack_from(frames[0])
         if magic != MAGIC or kind not in (Kind.ASK, Kind.POST):
             self.refuse(connection)
             return
-        offered = self._offers.get(service)
+        offered = self._offers.get(digest)
         if offered is None:
             self.refuse(connection, "nothing of that kind is served here: it is another server's address")
             return
@@ -156,7 +152,7 @@ class Server:
             self.refuse(connection, what)
             return
         try:
-            handler(Message(connection, known, kind == Kind.POST, number, (own[0], own[1], own[2]), frames))
+            handler(Message(connection, known, kind == Kind.POST, number, (one, two, three), frames))
         except Refused as error:
             self.refuse(connection, str(error))
         except MALFORMED as error:  # costs whoever sent it its connection, and nobody else anything
@@ -223,10 +219,8 @@ class Server:
     def send(self, connection: bytes, *parts: Part, copy: bool = True) -> bool:
         """Queues a message, the first part of which opens with a header; as `answer`."""
         try:
-            self._socket.send(connection, zmq.SNDMORE | zmq.NOBLOCK)
-            for part in parts[:-1]:
-                self._socket.send(part, zmq.SNDMORE | zmq.NOBLOCK, copy=copy)
-            self._socket.send(parts[-1], zmq.NOBLOCK, copy=copy)
+            self._socket.send(connection, MORE)
+            send_frames(self._socket, parts, copy)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise

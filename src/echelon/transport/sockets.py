@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket as sockets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ LINGER_MS = 200  # how long a farewell may take
 RECONNECT_MS, MAX_RECONNECT_MS = 50, 1_000
 KNOCK_S = 1.0  # how long a listener may take to let us in or hang up
 NUM_HANGUPS = 3  # in a row: one may also come from a peer that ends just then
+MORE = zmq.SNDMORE | zmq.NOBLOCK  # made once: to join two flags takes longer than to use them
 HUNG_UP, REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -66,6 +68,23 @@ def connect(
         socket.close()
         raise ConfigError(f"cannot connect to {address}: {error}. Write tcp://HOST:PORT.") from error
     return socket
+
+
+def send_frames(socket: Socket, frames: Sequence[bytes | bytearray | memoryview], copy: bool = True) -> None:
+    """Queues a message, or the rest of one; raises zmq.Again where there is no room for it."""
+    for frame in frames[:-1]:
+        socket.send(frame, MORE, copy=copy)
+    socket.send(frames[-1], zmq.NOBLOCK, copy=copy)
+
+
+def receive_frames(socket: Socket, flags: int = 0) -> list[memoryview]:
+    """The frames of the next message, or the rest of one, where they are; raises zmq.Again where there is none."""
+    part: Any = socket.recv(flags, copy=False)  # knows whether more follows: to ask the socket takes longer
+    frames = [memoryview(part)]
+    while part.more:
+        part = socket.recv(flags, copy=False)
+        frames.append(memoryview(part))
+    return frames
 
 
 def why_silent(address: str) -> str:
