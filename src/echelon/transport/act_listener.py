@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from echelon.errors import Refused
-from echelon.transport.act_board import ActBoard, Array
+from echelon.transport.act_board import ActBoard
 from echelon.transport.act_wire import EXTRA, LIFE_BITS, MAX_LIFE, NUMBER, SEAT, ActWire
 from echelon.transport.batcher import IDLE_SLEEP_S, Batcher, Round
 from echelon.transport.channel import HEADER, MAGIC, Kind, Message
 from echelon.transport.channel_server import Server
 
 BURST = 1_000  # messages taken in before the batcher gets its turn
+FLAGS = bytes([0] + 255 * [1])  # by a byte, the boolean that it means
 
 
 class Asker(NamedTuple):
@@ -32,7 +33,7 @@ class Asker(NamedTuple):
 class Destination(NamedTuple):
     """Where one array of a question goes."""
 
-    leaf: Array  # (S, bytes) of the board
+    row: memoryview  # the bytes of the seat on the board
     span: slice  # of the frame
     is_flag: bool  # bytes other than 0 and 1 are no booleans, whoever sent them
 
@@ -69,14 +70,16 @@ class ActListener:
         self._wire = wire = ActWire(layout)
         self._seats = {seat for group in range(layout.num_groups) for seat in layout.seats_of(server, group)}
         self._askers: dict[int, Asker] = {}
-        self._targets = [
-            Destination(
-                leaf.reshape(layout.num_seats, -1).view(np.uint8),
-                slice(field.offset, field.offset + field.nbytes),
-                field.dtype == np.bool_,
-            )
-            for leaf, field in zip([board.first, *board.observation], wire.question[1:], strict=True)
+        # Bytes and single words as memoryviews, which are faster than numpy's.
+        leaves = [leaf.reshape(layout.num_seats, -1).view(np.uint8) for leaf in (board.first, *board.observation)]
+        spans = [(slice(f.offset, f.offset + f.nbytes), f.dtype == np.bool_) for f in wire.question[1:]]
+        self._destinations = [
+            [Destination(leaf[seat].data, *span) for leaf, span in zip(leaves, spans, strict=True)]
+            for seat in range(layout.num_seats)
         ]
+        self._asked, self._asked_ns, self._answered, self._incarnation = (
+            words.data for words in (board.asked, board.asked_ns, board.answered, board.incarnation)
+        )
         self._choices = [(wire.question[2 + bounds.leaf], bounds) for bounds in choices]
         rows = np.zeros((layout.num_seats, wire.stateful_bytes), np.uint8)  # answers on their way out
         self._rows, self._row_bytes = wire.answer_views(rows), rows.reshape(-1).data
@@ -117,10 +120,10 @@ class ActListener:
         seat = message.own[0]
         self._check(message, seat, HEADER.size)
         if message.is_post:
-            self.board.incarnation[seat] = 0
+            self._incarnation[seat] = 0
             self._askers.pop(seat, None)
         else:
-            self.board.incarnation[seat] = message.number >> LIFE_BITS
+            self._incarnation[seat] = message.number >> LIFE_BITS
             self._channel.answer(message)
 
     def _take(self, message: Message) -> None:
@@ -132,7 +135,7 @@ class ActListener:
 
     def _check(self, message: Message, seat: int, nbytes: int) -> None:
         """Raises Refused at what no client of this server would say."""
-        frames, number, board = message.frames, message.own[1] if message.is_post else message.number, self.board
+        frames, number = message.frames, message.own[1] if message.is_post else message.number
         if len(frames) != 1 or len(frames[0]) != nbytes:
             raise Refused(f"{len(frames[0])} bytes in {len(frames)} frames are no act request")
         if seat not in self._seats:
@@ -140,8 +143,8 @@ class ActListener:
         life = number >> LIFE_BITS
         if not 0 < life <= MAX_LIFE:
             raise Refused(f"{life - 1} is no incarnation")
-        if life < board.incarnation[seat] or number < board.asked[seat]:
-            latest = max(int(board.incarnation[seat]), int(board.asked[seat]) >> LIFE_BITS) - 1
+        if life < self._incarnation[seat] or number < self._asked[seat]:
+            latest = max(self._incarnation[seat], self._asked[seat] >> LIFE_BITS) - 1
             raise Refused(f"seat {seat} was taken by incarnation {latest}; its successor needs a higher one")
 
     def _check_values(self, frame: memoryview) -> None:
@@ -156,18 +159,17 @@ class ActListener:
 
     def _ask(self, asker: Asker, seat: int, frame: memoryview) -> None:
         """Lays a question on the board, as its client would; a repeated one is there already."""
-        board, count = self.board, asker.asked
+        count = asker.asked
         self._askers[seat] = asker
-        if count == board.asked[seat]:
-            if count == board.answered[seat]:
+        if count == self._asked[seat]:
+            if count == self._answered[seat]:
                 self._answer([seat], [asker])
             return
-        raw = np.frombuffer(frame, np.uint8)
-        for leaf, span, is_flag in self._targets:
-            leaf[seat] = raw[span] != 0 if is_flag else raw[span]
-        board.asked_ns[seat] = time.monotonic_ns()
-        board.incarnation[seat] = count >> LIFE_BITS
-        board.asked[seat] = count
+        for row, span, is_flag in self._destinations[seat]:
+            row[:] = bytes(frame[span]).translate(FLAGS) if is_flag else frame[span]
+        self._asked_ns[seat] = time.monotonic_ns()
+        self._incarnation[seat] = count >> LIFE_BITS
+        self._asked[seat] = count
 
     def reply(self, round: Round) -> None:
         """Sends the answers of a settled round to those of its seats that are elsewhere."""

@@ -49,10 +49,11 @@ class RemoteSeat:
             raise ConfigError(f"incarnation={incarnation} of client {client} is not in 0 to {MAX_LIFE - 1}.")
         self.index = group * layout.num_clients + client
         self._wire = wire = ActWire(layout)
-        frame, self._reply = np.zeros(wire.question_bytes, np.uint8), np.zeros(wire.stateful_bytes, np.uint8)
-        self._question = (frame.data,)
+        frame, answer = np.zeros(wire.question_bytes, np.uint8), np.zeros(wire.stateful_bytes, np.uint8)
+        frames = (frame.data,)
+        self._question, self._reply = lambda: frames, answer.data
         self._reply_sizes = (wire.answer_bytes, wire.stateful_bytes)
-        question, reply = views_of(wire.question, frame), views_of(wire.answer, self._reply)
+        question, reply = views_of(wire.question, frame), views_of(wire.answer, answer)
         self.observation = [question[f"observation.{i}"] for i in range(len(layout.observation))]
         self.first = question["first"]
         self.action, self.log_prob, self.value = reply["action"], reply["log_prob"], reply["value"]
@@ -76,7 +77,7 @@ class RemoteSeat:
             self._arrival = None
         own = (self.index, int(self.wants_state), 0)
         # The arrays rest until the answer is read.
-        self._request = self.client.ask(self._wire.act, lambda: self._question, number=self._count, own=own)
+        self._request = self.client.ask(self._wire.act, self._question, number=self._count, own=own)
         if not self.client.has_heard:
             self._connect_by = min(self._connect_by, time.monotonic() + self._connect_timeout_s)
 
@@ -109,7 +110,7 @@ class RemoteSeat:
         frame = request.answer[0]
         if len(request.answer) != 1 or len(frame) not in self._reply_sizes:
             raise Refused(f"{self.address} sent {len(frame)} bytes, which is no answer: it is no inference server.")
-        self._reply[: len(frame)] = np.frombuffer(frame, np.uint8)
+        self._reply[: len(frame)] = frame
         self.version, self._request = request.own[1], None
 
     def state_before(self) -> list[Array]:
