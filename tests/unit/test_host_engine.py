@@ -197,7 +197,10 @@ def test_a_silent_host_is_given_up_and_its_actors_start_at_the_head_once_the_car
         peer.report(Started("actor-2", 78))
 
 
-def test_a_host_that_leaves_before_the_run_begins_leaves_its_place(shm_dir: Path) -> None:
+def test_a_host_that_leaves_before_the_run_begins_leaves_its_place(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where all of it comes in one look at the messages."""
     engine = HostsEngine(str(shm_dir), ("json",), "tcp://127.0.0.1:0", 60.0)  # no host is silent for too long here
     (shm_dir / "carrier.address").write_text("tcp://127.0.0.1:9")
     first, second, third = (Peer(engine, name) for name in ("first", "second", "third"))
@@ -212,6 +215,15 @@ def test_a_host_that_leaves_before_the_run_begins_leaves_its_place(shm_dir: Path
                 left = one.client.ask(EVENTS, lambda: question([Left("a typo")]), number=1, own=own)
                 one.client.wait(left, 5.0)
 
+    take = engine._control.take
+
+    def take_all(most: int) -> int:
+        num = take(most)
+        while thread.is_alive():
+            num += take(most)
+        return num
+
+    monkeypatch.setattr(engine._control, "take", take_all)
     thread = threading.Thread(target=come_and_go)
     thread.start()
     told: list[str] = []

@@ -95,6 +95,7 @@ class HostsEngine(LocalEngine):
         self._far_exits: list[Exit] = []
         self._reports: list[tuple[str, str]] = []
         self._fenced: list[Host] = []  # lost, and the carrier may not know yet
+        self._gathering: Reporter | None = None  # until every host is there
         self._gauges: dict[str, Array] = {}
         self._over = ""
         self._looked_at = time.monotonic()
@@ -113,16 +114,12 @@ class HostsEngine(LocalEngine):
         file that the carrier writes its address to."""
         self._free, self._carrier = list(streams[1:]), carrier
         self._ownership = Ownership(self._folder, streams[-1].stop)
-        self._assignment, missing = assignment, 0
+        self._assignment, self._gathering, missing = assignment, report, 0
         while self._free:
             if missing != (missing := len(self._free)):
                 report(f"waiting for {missing} more host{'s' * (missing > 1)}: echelon host --join {self._shown}")
             self._serve(LOOK_S)
-            for host in [one for one in self._hosts.values() if one.lost]:  # before it had anything to do
-                del self._hosts[host.token]
-                self._fenced = [one for one in self._fenced if one is not host]
-                self._free.insert(0, host.streams)
-                report(host.lost)
+        self._gathering = None
         for host in self._hosts.values():
             report(f"host {host.name} has actors {host.streams.start} to {host.streams.stop - 1}")
 
@@ -233,7 +230,7 @@ class HostsEngine(LocalEngine):
         now = time.monotonic()
         away_s = now - self._looked_at - AWAY_S  # this process was stopped: it could hear nobody meanwhile
         self._looked_at = now
-        for host in self._hosts.values():
+        for host in list(self._hosts.values()):
             host.heard = min(now, host.heard + max(0.0, away_s))
             if not host.lost and now - host.heard > self._lease_s + GRACE_S:
                 self._lose(host, f"host {host.name} was not heard for {now - host.heard:.0f} s")
@@ -251,7 +248,12 @@ class HostsEngine(LocalEngine):
         host.lost = why
         self._ownership.give(host.streams, HERE)
         self._places = {name: token for name, token in self._places.items() if token != host.token}
-        self._fenced.append(host)
+        if self._gathering is None:
+            self._fenced.append(host)
+            return
+        del self._hosts[host.token]  # it had nothing to do yet: the next that joins has its place
+        self._free.insert(0, host.streams)
+        self._gathering(why)
 
     def _serve(self, timeout_s: float) -> None:
         if not self._control.take(BURST):
