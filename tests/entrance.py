@@ -1,4 +1,4 @@
-"""The entrance of workers, as a test sees it: a gateway, and a worker's socket, in one thread."""
+"""A gateway and a worker's socket in one thread, for tests."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class Entrance:
         return Gateway(context)
 
     def begin(self, service: Service, frames: list[Any], number: int = 0) -> PendingRequest:
-        """Sends a message whose frames follow the header."""
+        """Sends a message."""
         whole = [bytearray(HEADER.size), *frames]
         return self.client.ask(service, lambda: whole, number=number)
 
     def finish(self, request: PendingRequest, timeout_s: float = DEADLINE_S) -> Any:
-        """The answer, the error of one that is refused, or None where there is none in time."""
+        """Returns the reply or the error of a refusal, or None if none arrives in time."""
         deadline = time.monotonic() + timeout_s
         try:
             while time.monotonic() < deadline:
@@ -83,7 +83,7 @@ class Entrance:
         return None
 
     def said(self) -> Any:
-        """What the gateway says of its end."""
+        """Returns the message with which the gateway announced its end."""
 
         def look() -> bool:
             self.gateway.step(0.01)
@@ -97,7 +97,7 @@ class Entrance:
         self.client.post(EPISODES, [bytearray(HEADER.size), *pack(message)])
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Serves until `condition` holds: of what has no answer."""
+        """Steps the gateway until `condition` holds; for messages without a reply."""
         wait_until(lambda: (self.gateway.step(0.01), condition())[1], what)
 
     def ask(self, message: Any, timeout_s: float = DEADLINE_S) -> Any:

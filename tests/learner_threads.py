@@ -16,7 +16,7 @@ DEADLINE_S = 120.0  # of what takes a second on an idle machine
 
 
 def in_threads(functions: list[Callable[[], Result]]) -> list[Result]:
-    """What each of them returns, all running at one time; raises what one of them raised."""
+    """Runs the functions concurrently and returns their results; raises the error if one failed."""
     results: dict[int, Any] = {}
 
     def run(index: int) -> None:

@@ -1,4 +1,4 @@
-"""Roles made by hand in one process, over a session of their own: what an actor wrote, and what it should have."""
+"""Roles created by tests in one process with their own session; the data an actor wrote, and the expected data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Trajectory = dict[str, Array]
 
 
 class Stage:
-    """A session folder and a world in this process, in which roles are made by hand."""
+    """A session folder and a world in this process, in which tests create roles."""
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
         session = folder / "session"
@@ -88,7 +88,7 @@ class Stage:
 
 
 class Noted(LossAccount):
-    """An account that keeps what every minibatch said."""
+    """A loss account that keeps the values of every minibatch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Noted(LossAccount):
 
 
 def joined(trajectories: list[Trajectory]) -> Trajectory:
-    """Trajectories as one stream of rows; checks that each begins with the row the one before ended with."""
+    """Joins trajectories to one stream of rows; checks that each begins with the last row of the previous one."""
     for before, after in itertools.pairwise(trajectories):
         for name in ("observation", "first"):
             np.testing.assert_array_equal(after[name][0], before[name][-1], err_msg=f"{name} at a border")
@@ -112,7 +112,7 @@ def joined(trajectories: list[Trajectory]) -> Trajectory:
 
 
 def foretold(make: Callable[[], Any], seed: int, actions: Array) -> dict[str, list[Any]]:
-    """What one environment does with `actions`, by gymnasium's plain calls and the NEXT_STEP rule."""
+    """The expected steps of one environment for `actions`, by plain gymnasium calls with NEXT_STEP autoreset."""
     env = make()
     rows: dict[str, list[Any]] = {"observation": [env.reset(seed=seed)[0]], "first": [True]}
     names = ("reward", "terminated", "truncated", "valid", "episode_return", "episode_length")

@@ -1,4 +1,4 @@
-"""Central acting in whole runs: it repeats exactly inline, keeps the bound on the lag everywhere, and says who acts."""
+"""Whole runs with central acting: inline is reproducible, the lag bound holds everywhere, and the mode is reported."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_processes_keep_the_bound_on_the_lag(
 
 
 def test_a_run_of_before_goes_on(tmp_path: Path, shm_dir: Path) -> None:
-    """A configuration that knows nothing of acting is read, and the choice is told."""
+    """A configuration without an acting section is read, and the chosen mode is reported."""
     summary = train(tmp_path, shm_dir, "impala", "inline", **{"acting.mode": "local"})
     path = Path(summary["run_dir"]) / "config.json"
     config = json.loads(path.read_text())

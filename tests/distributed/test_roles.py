@@ -1,4 +1,4 @@
-"""The roles together: the lag stays within its bound, and the same seed repeats exactly."""
+"""All roles together: the lag stays within its bound, and runs with the same seed are identical."""
 
 from __future__ import annotations
 

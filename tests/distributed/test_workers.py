@@ -86,7 +86,7 @@ class Site:
         return run
 
     def address(self, run: Running) -> str:
-        found = run.until(lambda: re.search(r"workers come to (\S+)", run.text()), "the gateway listens")
+        found = run.until(lambda: re.search(r"workers connect to (\S+)", run.text()), "the gateway listens")
         return found[1]
 
     def worker(self, address: str, *arguments: str, **options: Any) -> Worker:
@@ -167,7 +167,7 @@ def test_workers_come_and_go_and_one_is_killed(site: Site) -> None:
     wait_until(lambda: "CartPole-v1, dqn" in early.text(), "the early worker found the learner")
     assert "is back" in early.text()
     run.until(lambda: re.search(r"worker \w+ left", run.text()), "one has left")
-    run.until(lambda: run.text().count(" came (") >= 3, "all three came")
+    run.until(lambda: run.text().count(" joined (") >= 3, "all three joined")
     run.until(lambda: run.rows() and run.rows()[-1].get("workers", {}).get("workers") == 2, "two are left")
     doomed.process.kill()
     until_episodes(run, 2)
@@ -227,7 +227,9 @@ def test_strangers_are_refused_and_the_rest_goes_on(site: Site, monkeypatch: pyt
     text = other.text()
     assert "(6,)" in text and "Discrete(3)" in text and "(4,)" in text and "Discrete(2)" in text and "Give both" in text
     until_episodes(run, 2)
-    run.until(lambda: "a worker was refused" in run.text() and "somebody was not let in" in run.text(), "that is told")
+    run.until(
+        lambda: "a worker was refused" in run.text() and "a connection was refused" in run.text(), "both are reported"
+    )
     summary = finish(run)
     assert good.episodes() == summary["workers"]["episodes"] and summary["workers"]["refused"] >= 3
 

@@ -1,4 +1,4 @@
-"""What the losses say: their means since the last look, and whether one was lost."""
+"""The loss account: means since the last call of `take`, and detection of NaN and infinite losses."""
 
 from __future__ import annotations
 

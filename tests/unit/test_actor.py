@@ -1,4 +1,4 @@
-"""The actor: what it writes is what its environments did; and learners that read it, all in one process."""
+"""The actor writes exactly what its environments returned; also with learners that read it, all in one process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_restarted_environment_begins_a_new_episode_without_an_end(make_stage:
     assert stream["first"][:, 0].tolist() == [True, False, False, True] + [False] * 4 + [True] + [False] * 4
     assert np.flatnonzero(stream["terminated"]).tolist() == [6, 11]
     assert stream["episode_length"][[6, 11], 0].tolist() == [4, 4]
-    assert stream["episode_return"][[6, 11], 0].tolist() == [410.0, 810.0], "what came before the failure is not in it"
+    assert stream["episode_return"][[6, 11], 0].tolist() == [410.0, 810.0], "steps before the failure do not count"
     assert stream["reward"][2, 0] == 0.0
     stage.world.poll(0.0)
     assert len(stage.messages) == 1 and "actor 0: environment 0" in stage.messages[0]
@@ -132,11 +132,11 @@ def test_the_learner_sees_the_actors_probabilities_and_bounds_their_lag(
     divergences = []
     while learner.counters.updates < 10:
         for actor in actors:
-            while actor.step(0.0):  # as far ahead as they may
+            while actor.step(0.0):  # until they reach their lag bound
                 pass
         learner.account = account = Noted()
         if learner.step(0.0):
-            divergences.append(abs(account.noted[0]["divergence"]))  # before the batch changed anything
+            divergences.append(abs(account.noted[0]["divergence"]))  # before the batch updates the weights
     counters = learner.counters
     assert counters.updates == 10 and counters.dropped == 0 and learner.board.version == 12
     if max_lag == 0:
@@ -149,7 +149,7 @@ def test_the_learner_sees_the_actors_probabilities_and_bounds_their_lag(
 
 
 class PoisonEnv(toy.CounterEnv):
-    """Gives `value` as reward or in its observation at step 3 of its first episode, if it is the chosen one."""
+    """Returns `value` as reward or in the observation at step 3 of its first episode, in one environment only."""
 
     made = 0
 
@@ -173,7 +173,7 @@ class PoisonEnv(toy.CounterEnv):
 def test_a_number_that_is_none_ends_the_run_with_who_where_and_when(
     make_stage: Callable[..., Stage], where: str, row: int, value: float
 ) -> None:
-    PoisonEnv.made = -1  # the first is only looked at
+    PoisonEnv.made = -1  # the first one is made only to read its spaces
     kwargs = {"chosen": 3, "where": where, "value": value}  # the second environment of the second actor
     stage = make_stage(PoisonEnv, **{"actor.num_actors": 2, "env.kwargs": kwargs})
     learner, actors = stage.learner(), [stage.actor(0), stage.actor(1)]

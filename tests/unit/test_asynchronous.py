@@ -194,7 +194,7 @@ def test_a_node_keeps_its_port() -> None:
 def test_a_node_refuses_what_cannot_be() -> None:
     for policy, options, words in (
         ("sac", {}, r'is a name; pass a configuration: echelon.preset\("sac", ENV\)'),
-        (object(), {}, r"object lacks update\(\), its state: a policy of your own has act"),
+        (object(), {}, r"object lacks update\(\), state\(\) and load_state\(\): a user policy needs act"),
         (Plain(), {"save_freq": 3}, "save_freq=3"),
         (Plain(), {"save_func": print}, "save_freq=None"),
         (Plain(), {"save_func": print, "save_freq": 0}, "save_freq=0"),
@@ -231,7 +231,7 @@ def test_the_state_of_a_policy_crosses_as_named_arrays() -> None:
 
 def test_states_that_cannot_travel_are_refused() -> None:
     layout = StateLayout.of({"w": np.zeros(3)})
-    with pytest.raises(ConfigError, match="the policy's state has become"):
+    with pytest.raises(ConfigError, match=r"the policy's state is now .* but was"):
         layout.pack({"w": np.zeros(4)})
     with pytest.raises(ConfigError, match="state is empty"):
         StateLayout.of({})

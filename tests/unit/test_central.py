@@ -1,4 +1,4 @@
-"""Central acting as the actor sees it: teams, their trajectories, their questions, and what a death leaves."""
+"""Central acting in the actor: teams, their trajectories and requests, and recovery after a death."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_stream_is_what_the_environments_did(
 
 @pytest.mark.parametrize("core", ["none", "lstm", "gru"])
 def test_what_is_stored_is_what_a_replay_gives(make_stage: Callable[..., Stage], core: str) -> None:
-    """Probabilities, and the recurrent state at every start, also when the server is replaced on the way."""
+    """Log-probabilities and initial recurrent states equal a replayed forward pass, even if the server is replaced."""
     fields = {"network.core": core, "network.core_size": 6, "acting.groups": 2}
     stage = make_stage("CartPole-v1", **CENTRAL, **fields)
     actor, network = stage.actor(), stage.plan.model.network
@@ -73,7 +73,7 @@ def test_of_teams_that_differ_the_older_version_is_stored(make_stage: Callable[.
     stage = make_stage(**CENTRAL)
     actor, inference = stage.actor(), stage.inference()
     stage.ring.grant(0, 1)
-    inference.server.batcher._max_seats = 1  # one question a round
+    inference.server.batcher._max_seats = 1  # one request per round
     assert not actor.step(0.0) and question_counts(stage) == [1, 1], "both teams asked"
     for version in (2, 3):
         assert inference.step(0.0)
@@ -103,7 +103,7 @@ def test_a_team_may_be_a_trajectory_ahead_of_the_other(make_stage: Callable[...,
     while fast.trajectory == 0:
         inference.step(0.0)
         assert fast.page is not None and actor._advance(fast, fast.page)
-    assert stage.ring.num_ready(0) == 0 and slow.t == 0, "a slot is whole when all teams have left it"
+    assert stage.ring.num_ready(0) == 0 and slow.t == 0, "a slot is complete when all teams have left it"
     assert actor.step(0.0) and fast.page is not None and fast.trajectory == 1
     while stage.ring.num_ready(0) < 2:
         assert actor.step(0.0) or inference.step(0.0)
@@ -124,7 +124,7 @@ def test_the_successor_of_an_actor_that_died_asking_starts_clean(make_stage: Cal
     successor = stage.actor(0, incarnation=1)
     for _ in range(5):
         assert not successor.step(0.0)
-    assert question_counts(stage) == asked, "it takes no seat before what stands there is answered"
+    assert question_counts(stage) == asked, "it takes no seat before the pending request is answered"
     (trajectory,) = stage.collect(successor, 1, inference)
     assert trajectory["first"][0].all()
     assert not trajectory["state.0"].any() and not trajectory["state.1"].any()
@@ -136,7 +136,7 @@ def test_an_actor_that_waits_for_actions_is_seen_to_live(make_stage: Callable[..
     stage.ring.grant(0, 1)
     before = actor.station.progress
     for _ in range(3):
-        assert not actor.step(0.001)  # nobody answers
+        assert not actor.step(0.001)  # no server replies
     assert actor.station.progress >= before + 3 and actor.station.phases["wait"] > 0.0
     stage.inference().step(0.0)
     assert actor.step(0.0)
@@ -171,11 +171,11 @@ def test_the_learner_sees_the_servers_probabilities_and_bounds_the_lag(
     learner, inference, actors = stage.learner(), stage.inference(), [stage.actor(0), stage.actor(1)]
     divergences = []
     while learner.counters.updates < 10:
-        while any([role.step(0.0) for role in (*actors, inference)]):  # as far ahead as they may
+        while any([role.step(0.0) for role in (*actors, inference)]):  # until they reach their lag bound
             pass
         learner.account = account = Noted()
         if learner.step(0.0):
-            divergences.append(abs(account.noted[0]["divergence"]))  # before the batch changed anything
+            divergences.append(abs(account.noted[0]["divergence"]))  # before the batch updates the weights
     assert learner.counters.dropped == 0 and learner.counters.lag_max == max_lag
     if max_lag == 0:
         assert max(divergences) < 1e-6
@@ -186,7 +186,7 @@ def test_the_learner_sees_the_servers_probabilities_and_bounds_the_lag(
 def test_environments_keep_their_numbers_in_what_is_told(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(toy.StrayEnv, **CENTRAL)
     actor, inference = stage.actor(), stage.inference()
-    actor.teams.reverse()  # the second team is first to meet it
+    actor.teams.reverse()  # the second team encounters it first
     with pytest.raises(EnvError, match=r"environment 2 \(seed \d+\) observed 3"):
         stage.collect(actor, 1, inference)
 

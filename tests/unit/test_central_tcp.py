@@ -1,4 +1,4 @@
-"""Central acting over TCP, its roles made by hand: whom a server lets in, what it takes from them, when it opens."""
+"""Central acting over TCP: which clients a server admits, which requests it accepts, and when it starts to listen."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TCP = {
 
 @pytest.fixture
 def make_tcp_stage(make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stage]:
-    """Without a secret in the environment, whatever the tests run in."""
+    """A stage without a secret in the environment variables."""
     monkeypatch.delenv("ECHELON_SECRET", raising=False)
     return lambda *place, **fields: make_stage(*place, **{**TCP, **fields})
 
@@ -106,7 +106,7 @@ class TestSecret:
         until(inference, has_acted, "the actor acts")
         try:
             assert not stranger.answered
-        except Refused as error:  # it may have found out by now
+        except Refused as error:  # it may have noticed the refusal by now
             assert "does not let us in" in str(error)
         stranger.leave()
 

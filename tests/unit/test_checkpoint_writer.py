@@ -1,4 +1,4 @@
-"""Checkpoints written beside the learning: nobody waits for the disk, and what fails is told."""
+"""Checkpoints written in the background: the learner does not wait for the disk, and failures are reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stage import Stage
 
 
 class TestWriter:
-    """Checkpoints that are written beside the learner."""
+    """Checkpoints that are written in the background."""
 
     def test_nobody_waits_for_the_disk_and_what_is_written_is_as_of_the_call(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -46,7 +46,7 @@ class TestWriter:
     def test_a_learner_that_waits_for_a_slow_disk_makes_progress(
         self, make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Else it would be taken for hung, and killed in the middle of its last checkpoint."""
+        """Otherwise the supervisor would consider it hung and kill it during its last checkpoint."""
         stage = make_stage(**{"engine": "local", "stop.steps": 10**6})
         learner, sync, seen = stage.learner(), os.fsync, list[int]()
 

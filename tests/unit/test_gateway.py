@@ -1,4 +1,4 @@
-"""The gateway, stepped by hand: what it takes in, what it refuses, and what it answers."""
+"""The gateway, stepped by the test: which messages it stores, which it refuses, and how it replies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Array = np.ndarray[Any, Any]
 
 
 class StackEnv(toy.CounterEnv):
-    """Observes stacks of four small images."""
+    """An environment with stacks of four small images as observations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,12 +79,12 @@ def test_what_comes_again_is_answered_and_not_taken_again(make_entrance: Any) ->
     entrance.arrive()
     assert not entrance.ask(piece(number=1)).evaluates
     for _ in range(3):
-        assert entrance.ask(piece(number=2)).evaluates, "the same answer"
+        assert entrance.ask(piece(number=2)).evaluates, "the same reply"
     assert entrance.head == 10 and entrance.gateway.journal.totals()["repeated"] == 2
     score = Score("w", 3, 1, 1, -3.5, 40)
     for _ in range(2):
         assert not entrance.ask(score).evaluates
-    assert entrance.head == 10, "an evaluation is not learned from"
+    assert entrance.head == 10, "an evaluation is not training data"
     entrance.stage.world.poll(0.0)
     (number, told), *others = entrance.told["worker_evaluation"]
     assert (number, told["return_mean"], told["length_mean"], told["worker"]) == (1, -3.5, 40.0, "w") and not others
@@ -139,27 +139,27 @@ SPACE = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
         (Arrive(PROTOCOL, "w", {"observation": {"kind": "dict"}, "action": {}}, False), "spaces cannot be read"),
         (Arrive(PROTOCOL, "w", {"observation": {"kind": "box", "shape": "x"}}, False), "spaces cannot be read"),
         (Arrive(PROTOCOL, "w" * 100, {}, False), "its name has 100 characters"),
-        (Arrive(PROTOCOL, "w", {}, True), "but the worker brings a policy of its own"),
-        (Score("w", 9, 1, 1, float("nan"), 5), "returned nan"),
+        (Arrive(PROTOCOL, "w", {}, True), "but the worker has a policy of its own"),
+        (Score("w", 9, 1, 1, float("nan"), 5), "return nan"),
         (Score("w", 9, 1, 1, 1.0, 0), "an episode of 0 steps"),
         (Score("w", 9, 1, 1, 1.0, 1 << 62), "<= 1099511627776 - at `\\$.episode_length`"),
         (Score("w", 9, 1, 1 << 63, 1.0, 5), "at `\\$.version`"),
         (piece(65), "65 steps was refused: 1 to 64"),
         (piece(reward=np.zeros(0, np.float32)), "0 steps was refused"),
         (piece(reward=[1.0]), "0 steps was refused"),
-        (piece(reward=np.full(5, 3e38, np.float32)), "a sum that float32 cannot hold"),
+        (piece(reward=np.full(5, 3e38, np.float32)), "overflows float32"),
         (piece(reward=np.array([1, 2, np.nan, 4, 5], np.float32)), "reward is nan at step 2"),
         (piece(observation=[np.full((6, 3), np.inf, np.float32)]), "observation is inf at step 0"),
         (piece(observation=[np.zeros((5, 3), np.float32)]), r"observation is \(5, 3\)"),
-        (piece(observation=[np.zeros((6, 3))]), "of float64 where"),
-        (piece(observation=[]), "it has 0 leaves, 1 are observed"),
+        (piece(observation=[np.zeros((6, 3))]), "of float64, expected"),
+        (piece(observation=[]), "its observation has 0 leaves, not 1"),
         (piece(observation=[{"frames": 1}]), "observation is dict"),
         (piece(action=np.full(5, 2)), "action holds 2; its space is 0 to 1"),
         (piece(action=np.full(5, -1)), "action holds -1"),
         (piece(action=np.zeros(5, np.int32)), "action is .* of int32"),
         (piece(version=np.zeros(4, np.int64)), "version is"),
-        (piece(num_old=3), "3 of them cannot have come before"),
-        (piece(num_old=-1), "-1 of them"),
+        (piece(num_old=3), "num_old=3, but 0 to"),
+        (piece(num_old=-1), "num_old=-1"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(make_entrance: Any, message: Any, words: str) -> None:
@@ -172,9 +172,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(make_entrance: Any, me
     with pytest.raises(Refused, match=words):
         raise answer
     assert entrance.head == 5 and entrance.gateway.journal.totals()["episodes"] == 1
-    assert entrance.ask(piece(number=3), 0.1) is None, "nothing more is taken from that connection"
+    assert entrance.ask(piece(number=3), 0.1) is None, "the connection is blocked"
     entrance.client.close()
-    entrance.client = entrance.connect(b"")  # another process of that worker's
+    entrance.client = entrance.connect(b"")  # another connection of the same worker
     assert isinstance(entrance.ask(piece(number=3)), Next) and entrance.head == 10
 
 
@@ -228,7 +228,7 @@ def test_priorities_start_with_the_largest_so_far(make_entrance: Any) -> None:
 
 
 def test_the_door_brings_the_transitions_that_an_actor_would(make_entrance: Any, tmp_path: Path) -> None:
-    """Episodes of the counter, as an actor's own steps make them and as a worker sends them, in small pieces."""
+    """Episodes of the counter give the same transitions from an actor and from a worker that sends small pieces."""
     kwargs = {"env.kwargs": {"length": 11, "truncate": True}, "actor.envs": 2, "workers.max_steps": 5}
     entrance = make_entrance(**kwargs)
     config = replace(entrance.stage.context.train, **{"engine": "inline", "workers.address": "", "actor.trajectory": 1})
@@ -267,7 +267,7 @@ def test_the_door_brings_the_transitions_that_an_actor_would(make_entrance: Any,
 
 
 def order(items: dict[str, Array]) -> Array:
-    """Transitions of whole episodes, by the draw and the step that they start with."""
+    """Sorts the transitions of complete episodes by the episode's draw and the step at which they start."""
     seen = items["observation"]
     rows = np.flatnonzero(seen[:, 0] <= 4)
     return rows[np.lexsort(seen[rows].T)]

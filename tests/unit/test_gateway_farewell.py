@@ -1,4 +1,4 @@
-"""The gateway, when workers leave it or it leaves them; and the bounds of what they do."""
+"""The gateway when workers leave or the run ends, and the bounds of workers' actions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_all_workers_are_told_whether_the_run_is_over_or_stopped(make_entrance: 
     entrance = make_entrance()
     entrance.arrive()
     entrance.gateway.journal.enter("gone for ever")
-    entrance.gateway.journal._workers["heard"] -= 1e6  # both said nothing for long; one is still connected
+    entrance.gateway.journal._workers["last_seen"] -= 1e6  # both were silent for long; one is still connected
     for call in calls:
         entrance.stage.world.post("gateway-0", call)
     assert isinstance(entrance.said(), word) and entrance.gateway.finished
@@ -30,7 +30,7 @@ def test_all_workers_are_told_whether_the_run_is_over_or_stopped(make_entrance: 
 def test_what_is_counted_is_answered_before_the_end_whoever_took_it(
     make_entrance: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gateway that dies before it answers leaves that to its successor, which may have no time but for a goodbye."""
+    """If a gateway dies before it replies, its successor replies, even if it only has time to say goodbye."""
     entrance = make_entrance()
     entrance.arrive()
     with monkeypatch.context() as patch:
@@ -57,16 +57,19 @@ def test_workers_that_leave_are_forgotten_and_those_that_show_a_sign_are_not(mak
     entrance = make_entrance()
     entrance.arrive()
     journal, worker_registry = entrance.gateway.journal, entrance.gateway.worker_registry
-    journal._workers["heard"] -= 1e6
-    assert worker_registry.num_here == 0
+    journal._workers["last_seen"] -= 1e6
+    assert worker_registry.num_active == 0
     entrance.say(Sign("w"))
-    entrance.until(lambda: worker_registry.num_here == 1, "the sign was seen")
+    entrance.until(lambda: worker_registry.num_active == 1, "the sign was seen")
     for message in (Sign("nobody"), Leave("nobody"), Leave("w")):
         entrance.say(message)
     entrance.until(lambda: journal.sockets(float("inf")) == [], "it is forgotten")
     assert isinstance(entrance.ask(piece()), Stranger)
     entrance.stage.world.poll(0.0)
-    assert "worker w came (1 here)" in entrance.stage.messages and "worker w left (0 here)" in entrance.stage.messages
+    assert (
+        "worker w joined (1 active)" in entrance.stage.messages
+        and "worker w left (0 active)" in entrance.stage.messages
+    )
 
 
 def test_continuous_actions_keep_to_their_bounds(make_entrance: Any) -> None:

@@ -1,4 +1,4 @@
-"""The journal: every message of every worker counts once, wherever the gateway is killed."""
+"""The journal: every message of every worker counts exactly once, wherever the gateway is killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def open_journal(evaluation: float = 0.0) -> tuple[Journal, Tally]:
 
 
 def take(journal: Journal, row: int, number: int, *, evaluation: bool = False) -> bool:
-    """One whole episode of 10 steps; whether an evaluation follows."""
+    """Takes one complete episode of 10 steps. Returns whether an evaluation follows."""
     journal.begin(Entry(row, number, number, 10, (1.5, 10), Evaluation("w", number) if evaluation else None))
     journal.finish()
     return journal.evaluates(row)
@@ -71,7 +71,7 @@ def test_killed_while_finishing_counts_once() -> None:
     journal = Journal(tally, 0.0, memory)
     row = journal.enter("w")
     journal.begin(Entry(row, 1, 5, 10, (2.0, 10)))
-    tally.settle(0, (10, 1), (2.0, 10))  # the first thing that `finish` does
+    tally.settle(0, (10, 1), (2.0, 10))  # the first step of `finish`
     Journal(tally, 0.0, memory).recover(5)
     assert tally.counts_of(0) == (10, 1) and journal.last(row) == 1 and journal.totals()["interactions"] == 10
 
@@ -104,7 +104,7 @@ def test_of_too_many_workers_the_most_silent_makes_room() -> None:
     journal, _ = open_journal()
     rows = [journal.enter(f"worker {i}") for i in range(NUM_ROWS)]
     assert sorted(rows) == list(range(NUM_ROWS)) and len(journal.sockets(60.0)) == NUM_ROWS
-    assert journal.row_of("worker 0") == rows[0]  # heard again
+    assert journal.row_of("worker 0") == rows[0]  # sends a message again
     assert journal.enter("one more") == rows[1]
     assert journal.row_of("worker 1") is None and journal.row_of("worker 0") == rows[0]
     assert journal.enter("one more") == rows[1] and journal.last(rows[1]) == 0

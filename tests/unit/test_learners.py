@@ -1,4 +1,4 @@
-"""Several learners with parts of a batch against one learner with the whole, in float64, for every rule."""
+"""Several learners with parts of a batch compared to one learner with the whole, in float64, for every algorithm."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DISCRETE, CONTINUOUS = Spaces(SEEN, gym.spaces.Discrete(3)), Spaces(SEEN, gym.sp
 
 @pytest.fixture
 def precise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Everything in float64, so that what is the same but for rounding is the same to ten digits."""
+    """Uses float64, so that results that differ only by rounding agree to ten digits."""
     torch.set_default_dtype(torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(model_module, "PRECISION", torch.float64)
@@ -49,7 +49,7 @@ def precise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Pupil:
-    """A rule, its model and its update."""
+    """An algorithm, its model and its update."""
 
     def __init__(self, config: AlgorithmConfig, spaces: Spaces, network: NetworkConfig, peers: Peers) -> None:
         self.model = Model(network, spaces, config, seed=3)
@@ -72,7 +72,7 @@ class Pupil:
 def learn_apart(
     config: AlgorithmConfig, spaces: Spaces, network: NetworkConfig, wholes: list[Any], parts: list[list[Any]]
 ) -> None:
-    """Learns from the wholes alone and from their parts together; everybody must end at the same weights."""
+    """Learns from whole batches alone and from their parts together; all learners must end with the same weights."""
     alone = Pupil(config, spaces, network, ALONE)
     before = alone.model.parameters.clone()
     together = [Pupil(config, spaces, network, peers) for peers in make_learners(len(parts))]
@@ -97,7 +97,7 @@ def learn_apart(
 
 
 def trajectories(spaces: Spaces, seed: int, state: int = 0) -> Batch:
-    """A batch of random numbers, of which some steps are not valid."""
+    """A batch of random numbers in which some steps are not valid."""
     generator = torch.Generator().manual_seed(seed)
     flags = torch.rand(4, T + 1, B, generator=generator)
     if isinstance(spaces.action, gym.spaces.Discrete):
@@ -135,7 +135,7 @@ def transitions(spaces: Spaces, seed: int) -> TransitionBatch:
 
 
 def rows(batch: TransitionBatch, start: int, stop: int) -> TransitionBatch:
-    """What a learner has of `batch` whose part is from row `start` to before `stop`."""
+    """The part of `batch` of a learner that has rows `start` to `stop - 1`."""
     cut = slice(start, stop)
     return TransitionBatch(
         observation=batch.observation[cut],
@@ -175,7 +175,7 @@ def test_learners_of_trajectories_equal_one_with_the_whole_batch(
 @pytest.mark.usefixtures("precise")
 @pytest.mark.parametrize("config", [ImpalaConfig(minibatches=2), PpoConfig(epochs=1, minibatches=4)])
 def test_learners_of_a_network_that_remembers_equal_one(config: AlgorithmConfig) -> None:
-    """Its minibatches are whole lanes, so a learner may have none of one."""
+    """Minibatches consist of whole lanes, so a learner's part of one may be empty."""
     network = NetworkConfig(hidden=(6,), core="gru", core_size=4)
     wholes = [trajectories(DISCRETE, seed, state=4) for seed in range(NUM_BATCHES)]
     parts = [[whole.select(mine) for whole in wholes] for mine in torch.arange(B).tensor_split(4)]
@@ -200,7 +200,7 @@ def test_learners_of_a_network_that_remembers_equal_one(config: AlgorithmConfig)
 def test_learners_of_transitions_equal_one_whatever_their_shares(
     config: AlgorithmConfig, spaces: Spaces, normalize: bool
 ) -> None:
-    """Importance weights are those of the whole; shares change from batch to batch, and one may be empty."""
+    """Importance weights are those of the whole batch; shares change from batch to batch and may be empty."""
     network = NetworkConfig(hidden=(6,), activation="relu", normalize_observation=normalize)
     wholes = [transitions(spaces, seed) for seed in range(NUM_BATCHES)]
     cuts = [(5 * seed) % (B + 1) for seed in range(NUM_BATCHES)]

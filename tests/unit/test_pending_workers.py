@@ -1,4 +1,4 @@
-"""The lobby: a learner without an environment takes its spaces from the first worker that fits."""
+"""Pending workers: a learner without an environment gets its spaces from the first suitable worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCORE = Score("w", 1, 1, 1, 1.0, 5)
 
 
 class Crowd:
-    """Workers that come one after the other as soon as a lobby is open, each on a connection of its own."""
+    """Workers that arrive one after the other once the learner listens, each on its own connection."""
 
     def __init__(self, *messages: Any) -> None:
         self.messages, self.told, self.clients = messages, list[str](), list[tuple[Client, PendingRequest]]()
@@ -41,7 +41,7 @@ class Crowd:
                 self.clients.append((client, request))
 
     def reasons(self) -> list[str]:
-        """Why those that came were refused; closes all."""
+        """Returns the reasons of the refusals and closes all connections."""
         found = []
         for client, request in self.clients:
             try:
@@ -61,7 +61,7 @@ def arrive(spaces: Spaces, *, own: bool = False) -> Arrive:
 
 
 def wait(config: TrainConfig, own: StateLayout | None, crowd: Crowd, misfits: Crowd) -> tuple[Spaces, str]:
-    """Has the misfits come first, and the others once all of them are refused."""
+    """Lets the unsuitable workers arrive first, and the others once all of those are refused."""
 
     def tell(text: str) -> None:
         misfits.tell(text)
@@ -87,8 +87,8 @@ def test_workers_that_do_not_fit_are_refused_and_the_next_is_waited_for(make_sta
     good = stage.context.spaces
     square, force = (gym.spaces.Box(-1.0, 1.0, shape, np.float32) for shape in ((2, 2), (2,)))
     misfits = Crowd(
-        arrive(Spaces(good.observation, square)),  # no policy acts so
-        arrive(Spaces(good.observation, force)),  # nor this rule
+        arrive(Spaces(good.observation, square)),  # no built-in policy has such actions
+        arrive(Spaces(good.observation, force)),  # nor does this algorithm
         arrive(good, own=True),
         Ask(PROTOCOL + 1),
     )
@@ -98,5 +98,5 @@ def test_workers_that_do_not_fit_are_refused_and_the_next_is_waited_for(make_sta
     crowd.close()
     reasons = sorted(misfits.reasons())
     assert len(reasons) == 4 and sum("does not fit" in reason for reason in reasons) == 2
-    assert any("brings a policy of its own" in reason for reason in reasons)
+    assert any("has a policy of its own" in reason for reason in reasons)
     assert any("speaks protocol" in reason for reason in reasons)

@@ -1,4 +1,4 @@
-"""Where a network is computed: what `auto` takes, and what is refused."""
+"""The device and threads of a network: the choice of `auto`, and devices that are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_is_no_device_is_refused(monkeypatch: pytest.MonkeyPatch, name: str
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"device=cuda, but torch .* sees no GPU here\. Use --acting\.device cpu"):
+    with pytest.raises(ConfigError, match=r"device=cuda, but torch .* finds no GPU\. Use --acting\.device cpu"):
         pick_device("cuda", 1, "--acting.device")
 
 
@@ -64,7 +64,7 @@ def test_learners_take_the_gpus_in_turns_and_nccl_where_each_has_its_own(
         assert not have_own_gpus(config.learner, torch.device("cpu"))
     one = replace(config, **{"learner.device": "cuda:0"})
     assert [learner_device(one, 1, index) for index in range(2)] == ["cuda:0", "cuda:0"]
-    assert not have_own_gpus(one.learner, torch.device("cuda:0")), "all share the one that was named"
+    assert not have_own_gpus(one.learner, torch.device("cuda:0")), "all share the configured GPU"
     assert learner_device(replace(config, **{"learner.device": "auto"}), 1, 1) == "cpu"
 
 
@@ -74,7 +74,7 @@ def test_a_learner_does_not_ask_the_kernel_for_every_batch() -> None:
         "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "def batch(): torch.empty(10_000_000).fill_(1.0)\n"
         "keep_freed_memory()\n"
-        "for _ in range(5): batch()\n"  # the heap grows to its size
+        "for _ in range(5): batch()\n"  # the heap grows to its final size
         "before = faults()\n"
         "for _ in range(5): batch()\n"
         "print(faults() - before)"
@@ -89,20 +89,20 @@ WIDE = {"actor.num_actors": 12, "actor.envs": 512}  # impala: 12 x 512 x 20 samp
 @pytest.mark.parametrize(
     ("name", "changes", "num_parameters", "cores", "threads"),
     [
-        ("impala", WIDE, 9_184, 16, 4),  # as many as the actors leave
-        ("impala", WIDE, 9_184, 64, 5),  # as many as pay
+        ("impala", WIDE, 9_184, 16, 4),  # all cores that the actors leave
+        ("impala", WIDE, 9_184, 64, 5),  # as many as pay off
         ("impala", WIDE, 9_184, 8, 1),  # the actors leave none
         ("impala", {}, 9_184, 16, 1),  # a small batch
         ("impala", WIDE | {"algorithm.minibatches": 4}, 9_184, 64, 1),
         ("impala", WIDE | {"learner.num_learners": 2}, 9_184, 16, 2),
         ("impala", WIDE | {"learner.threads": 3}, 9_184, 16, 3),
-        ("impala", WIDE | {"learner.max_lag": 0}, 9_184, 16, 1),  # repeats exactly
+        ("impala", WIDE | {"learner.max_lag": 0}, 9_184, 16, 1),  # reproducible
         ("impala", WIDE | {"engine": "inline"}, 9_184, 16, 1),
         ("impala", {}, MIN_GPU_PARAMETERS, 16, 16),  # a large network
         ("impala", {"learner.max_lag": 0}, MIN_GPU_PARAMETERS, 16, 16),
         ("sac", {"replay.batch": 8_192, "replay.min_size": 8_192}, 67_344, 16, 2),
         ("sac", {}, 67_344, 16, 1),
-        ("a3c", WIDE, 9_184, 64, 1),  # gradients, which the actors found
+        ("a3c", WIDE, 9_184, 64, 1),  # gradients that the actors computed
     ],
 )
 def test_a_learner_has_the_threads_that_pay(

@@ -1,4 +1,4 @@
-"""Recorded learning: the same weights as learning kernel by kernel, for every variant of a batch."""
+"""Recorded learning gives the same weights as learning kernel by kernel, for every variant of a batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUM_BATCHES, SIZE = WARM_UP + 8, 6
 
 
 class Learner:
-    """A rule, its update, and the one place where its batches lie."""
+    """An algorithm, its update, and the fixed memory of its batches."""
 
     def __init__(self, config: AlgorithmConfig, spaces: Spaces, device: str, rate: float = 1e-2) -> None:
         self.spaces = spaces
@@ -59,7 +59,7 @@ class Learner:
         )
 
     def land(self, seed: int) -> TransitionBatch:
-        """The next batch, where the last one lay."""
+        """Returns the next batch, in the memory of the previous one."""
         new = self.draw(seed, "cpu")
         for name in ("observation", "action", "reward", "discount", "next_observation", "weight"):
             getattr(self.batch, name).copy_(getattr(new, name))
@@ -70,7 +70,7 @@ class Learner:
 
 
 def tensors(algorithm: Any) -> dict[str, torch.Tensor]:
-    """All that learning changes."""
+    """All tensors that learning changes."""
     found = {f"model {name}": tensor for name, tensor in algorithm.model.weights().items()}
     for name, group in algorithm.groups.items():
         found |= {f"{name} {key}": tensor for key, tensor in group.module.weights().items()}
@@ -84,7 +84,7 @@ def tensors(algorithm: Any) -> dict[str, torch.Tensor]:
 def test_recorded_learning_changes_the_same_as_learning_kernel_by_kernel(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # Adam makes much of the smallest difference
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # Adam amplifies the smallest differences
     one, other = Learner(*RULES[name], "cuda"), Learner(*RULES[name], "cuda")
     recorded = RecordedLearning(one.algorithm, one.update)
     for seed in range(NUM_BATCHES):

@@ -1,4 +1,4 @@
-"""The queue source: which trajectories make a batch, what is counted, dropped and refused on the way."""
+"""The queue source: which trajectories form a batch, and which are counted, dropped and refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPACES = Spaces(OBSERVATION, gym.spaces.Discrete(2))
 
 
 class Scene:
-    """A source, and a hand that writes the trajectories of every actor."""
+    """A queue source, and a ring into which the test writes the trajectories of every actor."""
 
     def __init__(self, folder: Path, num_actors: int, max_lag: int | None, batch: int = 0, slots: int = 4) -> None:
         config = replace(
@@ -56,7 +56,7 @@ class Scene:
         return self.written
 
     def take(self, version: int = 1) -> list[int] | None:
-        """Which trajectories the next batch holds, in order; checks that all of a column is of one."""
+        """Returns the trajectories of the next batch in order; checks that each column belongs to one of them."""
         batch = self.source.take(version)
         if batch is None:
             return None
@@ -71,7 +71,7 @@ class Scene:
 def test_lock_step_waits_for_every_actor_and_keeps_their_order(tmp_path: Path) -> None:
     scene = Scene(tmp_path, num_actors=3, max_lag=0, batch=6)
     late_first = [scene.write(2), scene.write(2), scene.write(0), scene.write(1), scene.write(0)]
-    assert scene.take() is None, "actor 1 has brought one of two"
+    assert scene.take() is None, "actor 1 has committed one of two"
     late_first.append(scene.write(1))
     assert scene.take() == [3, 5, 4, 6, 1, 2]
     assert scene.lanes == [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]
@@ -105,7 +105,7 @@ def test_without_lock_step_whoever_is_ready_is_taken_in_turns(tmp_path: Path) ->
     scene = Scene(tmp_path, num_actors=3, max_lag=None, batch=2)
     for actor in (0, 0, 0, 0, 2):
         scene.write(actor)
-    assert scene.take() == [1, 5] and scene.lanes == [0, 1, 4, 5], "the silent actor 1 holds up nobody"
+    assert scene.take() == [1, 5] and scene.lanes == [0, 1, 4, 5], "the silent actor 1 blocks nobody"
     scene.write(1)
     assert scene.take() == [2, 6], "the turn goes on after the last one taken"
     scene.write(2)
@@ -125,7 +125,7 @@ def test_within_a_bound_every_actor_brings_its_share_unless_one_stalls(tmp_path:
     scene.write(0)
     scene.source.patience_s = 0.0
     assert scene.take() is None, "the wait for actor 1 begins"
-    assert scene.take() is not None, "it has stalled: the others go on without it"
+    assert scene.take() is not None, "it has stalled: the others continue without it"
 
 
 def test_what_comes_too_late_is_dropped_counted_and_the_actor_admitted_again(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_what_comes_too_late_is_dropped_counted_and_the_actor_admitted_again(tmp
     assert not scene.ring.may_begin(0)
     assert scene.take(version=5) is None
     assert scene.source.counters.dropped == 2 and scene.source.counters.env_steps == 0
-    assert scene.ring.may_begin(0), "else a stalled actor would wait for ever"
+    assert scene.ring.may_begin(0), "otherwise a stalled actor would wait forever"
     scene.write(0, version=5)
     assert scene.take(version=5) == [4, 3]
     assert scene.source.counters.lag_max == 1 and scene.source.counters.dropped == 2
@@ -160,7 +160,7 @@ def test_episodes_are_counted_and_their_returns_kept_for_a_hundred(tmp_path: Pat
     for i in range(RETURN_WINDOW):
         length, value = np.zeros((T, K)), np.zeros((T, K))
         length[0, 1], value[0, 1] = i + 1, -i
-        length[2, 0], value[2, 0] = 7, 0.0  # a return of 0 is one too
+        length[2, 0], value[2, 0] = 7, 0.0  # a return of 0 counts, too
         scene.write(0, episode_length=length, episode_return=value)
         scene.take()
     counters = scene.source.counters

@@ -1,4 +1,4 @@
-"""When a run is over, and how far it is."""
+"""The stop conditions and the progress of a run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_run_without_limits_goes_on() -> None:
 def test_steps_of_the_wall_clock_end_no_run_and_change_no_schedule(
     step_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wall clock that is a day off at every look."""
+    """The wall clock jumps by a day at every reading."""
     now, looks = time.time, itertools.count()
     monkeypatch.setattr(time, "time", lambda: now() + step_s * next(looks))
     small = {"actor.envs": 2, "actor.trajectory": 4, "network.hidden": (8,), "optimizer.schedule": "linear"}
@@ -62,7 +62,7 @@ def test_steps_of_the_wall_clock_end_no_run_and_change_no_schedule(
     assert all(row["progress"] <= max(row["env_steps"] / 80, 0.5) for row in rows), "by the steps"
     resumed = echelon.resume(tmp_path / "run", steps=200, minutes=60.0, output=io.StringIO()).summary
     again = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"][len(rows) :]
-    # It goes on from the time of its checkpoint: what the end of the first part took after that does not count.
+    # It resumes at the time of its checkpoint; the time that the first part took after that does not count.
     assert resumed["env_steps"] >= 200 and rows[0]["wall_s"] < again[-1]["wall_s"] <= resumed["wall_s"] < 3_600.0
 
 

@@ -1,4 +1,4 @@
-"""The update on flat tensors against torch's own, a parameter at a time."""
+"""The update on flat tensors compared to torch's optimizers with separate parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def loss_of(model: Model, step: int, scale: float = 1.0) -> torch.Tensor:
 
 
 class PerParameter:
-    """Clip, then step, with the optimizers and the clipping that torch brings."""
+    """Clips and steps with torch's own clipping and optimizers."""
 
     def __init__(self, config: OptimizerConfig, model: Model) -> None:
         self.config, self.model = config, model

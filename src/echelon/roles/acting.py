@@ -1,7 +1,8 @@
-"""Acting as an actor sees it: it submits what a group of its environments sees and collects actions, at once or later.
+"""The acting interface of an actor: it submits the observations of a group of environments and collects actions.
 
-Local acting answers with the actor's own copy of the policy; central acting (`central_acting`) asks an inference
-server, and the actor can step another group meanwhile. Nothing here blocks but `wait`, no longer than it is sent.
+Local acting uses the actor's own copy of the policy and replies immediately. Central acting (`central_acting`) sends
+the request to an inference server, and the actor steps another group in the meantime. Only `wait` blocks, for at most
+its timeout.
 
 Shapes: K environments of a group.
 """
@@ -26,7 +27,10 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class ActRequest:
-    """What a group sees at one step, as arrays and as the policy takes it; views made beforehand, nothing is copied."""
+    """The observations of a group at one step, as arrays and as tensors for the policy.
+
+    All of them are views that are created in advance; nothing is copied.
+    """
 
     leaves: list[Array]  # (K, ...), in the order of schema.space_leaves
     first: Array  # (K,)
@@ -40,7 +44,7 @@ class ActRequest:
 
 
 class Values(NamedTuple):
-    """What the action taken is worth (K,), and what the policy's own would be."""
+    """Values (K,) of the actions taken, and of the actions that the policy would take without exploration."""
 
     chosen: Array
     best: Array
@@ -49,7 +53,7 @@ class Values(NamedTuple):
 class ActReply(NamedTuple):
     """Actions and their log-probabilities, and the version of the weights that chose them.
 
-    The arrays are the group's until it submits again. `values` are there where priorities are made of them.
+    The arrays are valid until the group submits again. `values` is set if initial priorities are computed from it.
     """
 
     action: Array
@@ -59,49 +63,49 @@ class ActReply(NamedTuple):
 
 
 class Acting(Protocol):
-    """Who chooses the actions of an actor's groups."""
+    """Chooses the actions for an actor's groups."""
 
     def begin(self, group: int) -> bool:
-        """Makes ready for a trajectory of `group`; False if that has to wait."""
+        """Prepares a trajectory of `group`. Returns False if it cannot begin yet."""
 
-    def submit(self, group: int, question: ActRequest) -> None:
-        """Asks for the actions of `group`, whose last answer was collected."""
+    def submit(self, group: int, request: ActRequest) -> None:
+        """Requests actions for `group`. Its previous reply must have been collected."""
 
     def collect(self, group: int) -> ActReply | None:
-        """The answer to what `group` asked last, if it is there."""
+        """Returns the reply to the last request of `group`, or None if it has not arrived."""
 
     def state_before(self, group: int) -> Sequence[Array]:
-        """The recurrent state that the last answer of `group` started from."""
+        """Returns the recurrent state from which the last reply to `group` was computed."""
 
     @property
     def asking(self) -> bool:
-        """Whether an answer is still to come that `wait` can wait for."""
+        """Whether a reply is outstanding that `wait` can wait for."""
 
     def wait(self, timeout_s: float) -> None:
-        """Sleeps until one of the questions has its answer, at most `timeout_s`."""
+        """Sleeps until a reply to an outstanding request arrives, for at most `timeout_s`."""
 
     def close(self) -> None: ...
 
 
 class Exploring:
-    """How far the groups of an actor stray from their policy, each environment as its place in the run says."""
+    """The exploration of an actor's groups; that of each environment depends on its index in the run."""
 
     def __init__(
         self, explorers: Sequence[Explorer], env_steps: Callable[[], int], distribution: Distribution, seed: int
     ) -> None:
-        """One of `explorers` for each group; `env_steps` tells how many steps the run has made."""
+        """`explorers` has one entry for each group; `env_steps` returns the environment steps of the run so far."""
         self.explorers, self.env_steps, self.distribution = explorers, env_steps, distribution
         self.rng = torch.Generator().manual_seed(seed)
 
     def now(self, group: int) -> Exploration | None:
         return self.explorers[group].at(self.env_steps())
 
-    def change(self, group: int, question: ActRequest, answer: ActReply) -> ActReply:
-        """What becomes of an answer that an inference server gave, which knows nothing of exploration."""
+    def change(self, group: int, request: ActRequest, reply: ActReply) -> ActReply:
+        """Applies exploration to a reply of an inference server, which replies without exploration."""
         exploration = self.now(group)
         if exploration is None:
-            return answer
-        sent = Sample(torch.tensor(answer.action), torch.tensor(answer.log_prob))
+            return reply
+        sent = Sample(torch.tensor(reply.action), torch.tensor(reply.log_prob))
         with torch.inference_mode():
-            sample = exploration.apply(self.distribution, sent, self.rng, action_mask(question.observation))
-        return ActReply(sample.action.numpy(), sample.log_prob.numpy(), answer.version)
+            sample = exploration.apply(self.distribution, sent, self.rng, action_mask(request.observation))
+        return ActReply(sample.action.numpy(), sample.log_prob.numpy(), reply.version)

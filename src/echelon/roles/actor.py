@@ -1,11 +1,11 @@
-"""The actor: steps K environments with the newest policy and hands over what happened, as its `Experience` has it.
+"""The actor: steps K environments with the newest policy and passes the steps to its `Experience`.
 
-Waits for: admission (by the learner, which rings its `free` doorbell, or by the replay's limiter), and with central
-acting for actions (the inference server's `round` word). Wakes: the learner, by handing over; the inference server, by
-asking.
+Waits for: admission (the learner rings the actor's `free` doorbell, or the replay limiter admits it); with central
+acting also for actions (the inference server's `round` word). Wakes: the learner, by committing experience; the
+inference server, by sending a request.
 
-With central acting its environments form teams: one steps while the actions of another are chosen. A team enters a
-trajectory, and asks for its first actions, only after the learner has admitted it: that is what bounds the lag.
+With central acting the environments form teams: one team steps while the actions of another are computed. A team
+enters a trajectory, and requests its first actions, only after the learner has admitted it. This bounds the lag.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ Array = np.ndarray[Any, Any]
 
 
 class LocalActing:
-    """Answers with a copy of the policy that follows the weights board; one version for a whole trajectory."""
+    """Acts with a local copy of the policy, which reads the weights board once per trajectory.
+
+    All steps of a trajectory therefore use one version of the weights.
+    """
 
     def __init__(
         self, policy: Policy, board: WeightsBoard, num_envs: int, seed: int, exploring: Exploring | None = None
@@ -42,21 +45,21 @@ class LocalActing:
         self.policy, self.board, self.exploring = policy, board, exploring
         self.mirror, self.rng = Mirror(policy.model), torch.Generator().manual_seed(seed)
         self._state = self._before = policy.model.network.initial_state(num_envs, policy.model.device)
-        self._question: ActRequest
+        self._request: ActRequest
 
     def begin(self, group: int) -> bool:
         del group
         self.mirror.follow(self.board)
         return True
 
-    def submit(self, group: int, question: ActRequest) -> None:
-        del group  # there is one
-        self._question = question
+    def submit(self, group: int, request: ActRequest) -> None:
+        del group  # local acting has a single group
+        self._request = request
 
     def collect(self, group: int) -> ActReply:
-        question, exploration = self._question, self.exploring.now(group) if self.exploring is not None else None
+        request, exploration = self._request, self.exploring.now(group) if self.exploring is not None else None
         self._before = self._state
-        chosen = self.policy.act(question.observation, self._state, question.first_tensor, self.rng, exploration)
+        chosen = self.policy.act(request.observation, self._state, request.first_tensor, self.rng, exploration)
         self._state = chosen.state
         values = chosen.action_values and Values(*(tensor.numpy() for tensor in chosen.action_values))
         return ActReply(chosen.action.numpy(), chosen.log_prob.numpy(), self.mirror.version, values)
@@ -67,7 +70,7 @@ class LocalActing:
 
     @property
     def asking(self) -> bool:
-        return False  # `collect` answers at once
+        return False  # `collect` never has to wait
 
     def wait(self, timeout_s: float) -> None:
         del timeout_s
@@ -77,7 +80,7 @@ class LocalActing:
 
 
 class Actor:
-    """Steps its environments, a team and a step at a time."""
+    """The actor role: each call of `step` steps the environments of one team once."""
 
     def __init__(self, context: Context) -> None:
         torch.set_num_threads(1)
@@ -91,16 +94,16 @@ class Actor:
         self.distribution = acting_distribution(config.algorithm, context.spaces.action)
         self.is_continuous = np.issubdtype(action_leaf(context.spaces.action).dtype, np.floating)
         self.choices = space_choices(context.spaces.observation)
-        life = (context.generation << 16) + context.incarnation
-        seeds = env_seeds(config.seed, context.index, life, config.actor.envs + 1)
+        start = (context.generation << 16) + context.incarnation  # unique for every start of this actor
+        seeds = env_seeds(config.seed, context.index, start, config.actor.envs + 1)
         self.acting = plan.acting(self.distribution, seeds[-1])
-        if not context.shares_process:  # forked alike: environments that draw from global generators must differ
+        if not context.shares_process:  # forked with equal global generators, which environments may draw from
             random.seed(seeds[-1])
             np.random.seed(seeds[-1])
             torch.manual_seed(seeds[-1])
         self.teams = self._make_teams(seeds[:-1])
         self.turn = 0
-        self.opened = self.experience.head  # trajectories that a team has entered
+        self.opened = self.experience.head  # number of trajectories that at least one team has entered
 
     def _make_teams(self, seeds: list[int]) -> list[Team]:
         num_teams, head = num_groups(self.config), self.experience.head
@@ -118,7 +121,7 @@ class Actor:
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of its environments as they are now."""
+        """The current seeds of the environments."""
         return [seed for team in self.teams for seed in team.group.seeds]
 
     def _tick(self) -> None:
@@ -126,7 +129,7 @@ class Actor:
         self.station.tick(time.perf_counter())
 
     def _check_choices(self, team: Team, observation: list[Array]) -> None:
-        """Refuses choices that the space does not have, before a network looks them up."""
+        """Raises EnvError if a discrete observation is outside its space, before a network embeds it."""
         for choices in self.choices:
             rows = observation[choices.leaf]
             bad = (rows < choices.low) | (rows > choices.high)
@@ -139,14 +142,14 @@ class Actor:
                 )
 
     def _guarded(self, function: Any, *args: Any) -> Any:
-        """Calls into the environments, naming this actor in what they raise."""
+        """Calls `function` and prefixes the message of an EnvError with the name of this actor."""
         try:
             return function(*args)
         except EnvError as error:
             raise EnvError(f"actor {self.index}: {error}") from error
 
     def step(self, timeout_s: float) -> bool:
-        """One step of every environment of a team; starts and commits trajectories on the way."""
+        """Steps every environment of one team; starts and commits trajectories as needed."""
         if self.station.stop_requested:
             self.finished = True
             return False
@@ -162,7 +165,7 @@ class Actor:
         return False
 
     def _enter(self, team: Team) -> None:
-        """Starts a trajectory of `team` if it is admitted."""
+        """Starts the next trajectory of `team` if the experience admits it."""
         if not self.experience.admits(team.trajectory):
             return
         start = time.perf_counter()
@@ -172,27 +175,27 @@ class Actor:
             self.experience.open(team.trajectory)
             self.opened += 1
         page = team.enter()
-        self.acting.submit(team.index, page.rows[0].question)
+        self.acting.submit(team.index, page.rows[0].request)
         self.station.phases["transfer"] += time.perf_counter() - start
 
     def _advance(self, team: Team, page: SlotRows) -> bool:
-        """One step of `team`, if its actions are there."""
+        """Steps `team` once if its actions have arrived."""
         phases, row = self.station.phases, page.rows[team.t]
         start = time.perf_counter()
-        answer = self.acting.collect(team.index)
-        if answer is None:
+        reply = self.acting.collect(team.index)
+        if reply is None:
             return False
-        row.action[...] = answer.action
-        row.log_prob[...] = answer.log_prob
-        if answer.version < row.version[0]:  # of teams that differ, the older
-            row.version[0] = answer.version
+        row.action[...] = reply.action
+        row.log_prob[...] = reply.log_prob
+        if reply.version < row.version[0]:  # teams share the field: record the oldest version
+            row.version[0] = reply.version
         if team.t == 0:
             for target, source in zip(page.state, self.acting.state_before(team.index), strict=True):
                 target[...] = source
-        if self.is_continuous and not np.isfinite(answer.action).all():
-            raise self._diverged(team, answer)
+        if self.is_continuous and not np.isfinite(reply.action).all():
+            raise self._diverged(team, reply)
         acted = time.perf_counter()
-        self._guarded(team.group.step, self.distribution.to_env(answer.action), row.step)
+        self._guarded(team.group.step, self.distribution.to_env(reply.action), row.step)
         np.logical_not(row.step.valid, out=row.next_first)
         if self.choices:
             self._check_choices(team, row.step.observation)
@@ -201,9 +204,9 @@ class Actor:
         stepped = time.perf_counter()
         team.t += 1
         if team.t < self.num_steps:
-            self.acting.submit(team.index, page.rows[team.t].question)
+            self.acting.submit(team.index, page.rows[team.t].request)
         asked = time.perf_counter()
-        self.experience.stepped(team, row, answer)
+        self.experience.stepped(team, row, reply)
         now = time.perf_counter()
         phases["act"] += acted - start + asked - stepped
         phases["env"] += stepped - acted
@@ -214,25 +217,25 @@ class Actor:
         self.station.tick(now)
         return True
 
-    def _diverged(self, team: Team, answer: ActReply) -> DivergedError:
-        """What to say of actions that no environment should be blamed for."""
-        bad = int(np.argwhere(~np.isfinite(answer.action))[0][0])
+    def _diverged(self, team: Team, reply: ActReply) -> DivergedError:
+        """Returns the error for a NaN or infinite action, which is the policy's fault and not the environment's."""
+        bad = int(np.argwhere(~np.isfinite(reply.action))[0][0])
         return DivergedError(
-            f"the policy of version {answer.version} chose the action {answer.action[bad].tolist()} for environment "
+            f"the policy of version {reply.version} chose the action {reply.action[bad].tolist()} for environment "
             f"{team.columns.start + bad} of actor {self.index}: its weights have diverged. Lower "
             f"--optimizer.learning-rate (now {self.config.optimizer.learning_rate:g}) or --optimizer.clip-norm, or "
             "scale observations and rewards."
         )
 
     def _leave(self, team: Team) -> None:
-        """Ends a trajectory of `team`."""
+        """Ends the current trajectory of `team`."""
         start = time.perf_counter()
         team.leave()
         self.experience.left(team, self.teams)
         self.station.phases["transfer"] += time.perf_counter() - start
 
     def _wait(self, timeout_s: float) -> None:
-        """Sleeps until there are actions for a team or, if none was asked for, until one is admitted."""
+        """Sleeps until actions arrive for a team or, if no request is outstanding, until a team is admitted."""
         if self.acting.asking:
             start = time.perf_counter()
             self.acting.wait(timeout_s)
@@ -258,5 +261,5 @@ class Actor:
 
 
 def actor(config: dict[str, Any]) -> Actor:
-    """The entry of an actor process."""
+    """The entry point of an actor process."""
     return Actor(Context.from_config(config))

@@ -1,7 +1,7 @@
-"""The calibration: a process that tries out, before a run starts, what its environments and its policy cost.
+"""The calibration: a process that measures the cost of the environments and the policy before a run starts.
 
-It waits for nobody. What it measured lies in the session folder when it ends, for `choice` to read. A process of its
-own, because environments may hang, crash, or leave something behind: then it is this one that suffers.
+It waits for no other process. It writes its result to the session folder, where `choice` reads it. It is a separate
+process because environments may hang, crash or leak resources, which must not affect the run.
 
 Shapes: K environments of an actor, G groups that central acting steps them in.
 """
@@ -30,15 +30,15 @@ from echelon.roles.plan.placement import learner_device
 from echelon.schema import Tree, map_tree, space_leaves, unflatten
 
 CALIBRATION_SEED = 1 << 23  # an actor number that no actor has
-MEASURE_S = 0.04  # time for each thing that is measured, where a few calls do not take longer
+MEASURE_S = 0.04  # time budget for each function, unless MIN_CALLS calls take longer
 MIN_CALLS, MAX_CALLS = 3, 25
-WHOLE_S = 0.5  # environments that take longer than this for a few steps of all are measured one alone
-LEARN_FORWARDS = 4  # a pass of learning costs about as much as this many forward passes
-SHORT_S = 0.002  # a forward pass that is over sooner is measured over a trajectory's rows
+WHOLE_S = 0.5  # if a few steps of all environments take longer, only a single environment is measured
+LEARN_FORWARDS = 4  # a learning pass costs about as much as this many forward passes
+SHORT_S = 0.002  # a shorter forward pass is measured with the rows of a whole trajectory
 
 
 class Clock:
-    """Costs of calls that take turns."""
+    """Records the costs of repeated calls of one function."""
 
     def __init__(self) -> None:
         self._costs: list[CallCost] = []
@@ -50,7 +50,10 @@ class Clock:
         self._costs.append(CallCost(time.perf_counter() - start, cpu_s))
 
     def cost(self) -> CallCost:
-        """The usual cost: time without work is what most calls have of it, as others may use this processor too."""
+        """Returns the typical cost: the median CPU time plus the lower quartile of the idle time.
+
+        The quartile ignores calls that waited because another process used the core.
+        """
         costs = self._costs
         cpu_s = statistics.median(cost.cpu_s for cost in costs)
         idle = sorted(max(cost.wall_s - cost.cpu_s, 0.0) for cost in costs)
@@ -58,14 +61,14 @@ class Clock:
 
 
 def measure(*functions: Callable[[], Any], before: Sequence[Callable[[], Any]] = ()) -> list[CallCost]:
-    """The cost of each of `functions`, called in turn: a few times, and more often where that is soon over.
+    """Returns the cost of each function. The functions are called in turn, between MIN_CALLS and MAX_CALLS times.
 
-    `before` has what each of them needs done before every call, which costs nothing here.
+    `before` holds a function for each of them that is called before every call and is not measured.
     """
     needs = before or [lambda: None] * len(functions)
     for function, need in zip(functions, needs, strict=True):
         need()
-        function()  # the first call allocates and compiles
+        function()  # not measured: the first call allocates and compiles
     clocks, begun, count = [Clock() for _ in functions], time.perf_counter(), 0
     while count < MIN_CALLS or (count < MAX_CALLS and time.perf_counter() - begun < MEASURE_S * len(functions)):
         for clock, function, need in zip(clocks, functions, needs, strict=True):
@@ -76,7 +79,7 @@ def measure(*functions: Callable[[], Any], before: Sequence[Callable[[], Any]] =
 
 
 class TrialEnvs:
-    """Some environments and a policy that acts in them, as an actor has them."""
+    """A group of environments and a policy that acts in them, set up as in an actor."""
 
     def __init__(self, config: EnvConfig, model: Model, seeds: list[int]) -> None:
         self.group = make_group(config, seeds)
@@ -91,18 +94,18 @@ class TrialEnvs:
         self.group.reset(self.leaves)
 
     def act(self) -> None:
-        """Chooses the actions of the next step: what an environment allows may change with every step."""
+        """Chooses the actions of the next step. Called before each step, as the valid actions may change."""
         chosen = self._policy.act(self.observation, self._state, self.first, self._rng)
         self._action, self._state = self._to_env(chosen.action.numpy()), chosen.state
 
     def step(self) -> None:
         self.group.step(self._action, self._rows)
-        self.group.failures.clear()  # the actors tell of those they meet
+        self.group.failures.clear()  # the actors report their own failures
         np.logical_not(self._rows.valid, out=self.first.numpy())
 
 
 class Forward:
-    """Forward passes over rows that environments showed, repeated as often as it takes."""
+    """Forward passes over observations of `trial`, which are repeated to fill `num_rows` rows."""
 
     def __init__(
         self, model: Model, trial: TrialEnvs, num_rows: int, *, threads: int = 1, with_value: bool = False
@@ -116,19 +119,19 @@ class Forward:
         self.generator = torch.Generator(device).manual_seed(0)
 
     def act(self) -> None:
-        """The actions of all rows, there and back where the model lives on a GPU."""
+        """Computes the actions of all rows, including the transfers to and from the GPU if the model is on one."""
         torch.set_num_threads(self.threads)
-        observation, first = map_tree(self._there, self.leaves), self._there(self.first)
+        observation, first = map_tree(self._to_device, self.leaves), self._to_device(self.first)
         chosen = self.policy.act(observation, self.state, first, self.generator)
         chosen.action.cpu(), chosen.log_prob.cpu()
         torch.set_num_threads(1)
 
     def evaluate(self) -> None:
-        """What a learner computes of all rows."""
+        """Computes the learner's forward pass over all rows."""
         with torch.inference_mode():
             self.model.network.act(self.leaves, self.state, self.first, with_value=True)
 
-    def _there(self, leaf: torch.Tensor) -> torch.Tensor:
+    def _to_device(self, leaf: torch.Tensor) -> torch.Tensor:
         return leaf.to(self.model.device)
 
 
@@ -137,7 +140,7 @@ def _repeated(leaf: torch.Tensor, copies: int) -> torch.Tensor:
 
 
 class Calibration:
-    """Measures once, and is finished."""
+    """The calibration role: measures everything in its only step and finishes."""
 
     def __init__(self, context: Context) -> None:
         torch.set_num_threads(1)
@@ -156,16 +159,17 @@ class Calibration:
         return True
 
     def _environments(self) -> tuple[CallCost, CallCost]:
-        """A step of all of an actor's environments, and of a group of central acting.
+        """Measures a step of all environments of an actor, and of one group of central acting.
 
-        Single environments that are slow to make or to step are measured one alone: more of them take their multiple.
+        If environments are stepped one by one and are slow to make or step, a single one is measured and its cost is
+        multiplied.
         """
         envs, groups = self.config.actor.envs, num_groups(self.config)
         trial = self._make(1)
         [step] = measure(trial.step, before=[trial.act])
         if isinstance(trial.group, LoopGroup):
             begun = time.perf_counter()
-            self._make(1)  # the first one imported its packages too
+            self._make(1)  # time the second one: making the first also imported its packages
             make_s = time.perf_counter() - begun
             if envs * (make_s + (MIN_CALLS + 1) * step.wall_s) > WHOLE_S:
                 return step.times(envs), step.times(envs / groups)
@@ -178,7 +182,7 @@ class Calibration:
         return self._trials[-1]
 
     def _acting(self) -> tuple[CallCost, CallCost]:
-        """The actions of an actor's environments by itself, and those of a round by a server as it would be."""
+        """Measures choosing the actions of one actor's environments locally, and those of one round of a server."""
         rows, envs, model = round_rows(self.config), self.config.actor.envs, self.model
         device = pick_device(self.config.acting.device, model.parameters.numel(), "--acting.device")
         threads = server_threads(self.config, model) if device == "cpu" else 1
@@ -197,7 +201,7 @@ class Calibration:
         return Forward(self.model, self._trials[-1], num_rows)
 
     def _learn(self, act: CallCost) -> CallCost:
-        """What learning from one step costs here: nothing where a GPU learns."""
+        """Returns the cost of learning from one environment step on these cores; zero if a GPU learns."""
         learner, model, actor = self.config.learner, self.model, self.config.actor
         if learner_device(self.config, model.parameters.numel()) != "cpu":
             return CallCost(0.0, 0.0)
@@ -212,5 +216,5 @@ class Calibration:
 
 
 def calibration(config: dict[str, Any]) -> Calibration:
-    """The entry of a calibration process."""
+    """The entry point of a calibration process."""
     return Calibration(Context.from_config(config))

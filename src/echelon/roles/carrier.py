@@ -1,9 +1,9 @@
-"""The carrier: brings slots of other hosts into the ring of the learner, and its weights and grants to them.
+"""The carrier: copies slots from other hosts into the learner's ring, and sends weights and grants to those hosts.
 
-Waits for: messages of host agents, and grants of the learner for their streams (it sleeps on those doorbells). Wakes:
-the learner, by committing a slot. It is the writer of every stream whose actor is on another host. If it dies, the
-supervisor starts another, which listens at the same address and goes on where the ring stands: a slot is taken once, as
-its number is the ring's own count.
+Waits for: messages from host agents, and grants from the learner for their streams (it sleeps on those doorbells).
+Wakes: the learner, by committing a slot. The carrier is the only writer of every stream whose actor is on another
+host. If it dies, the supervisor starts a new one, which listens at the same address and continues at the head of the
+ring. A slot is committed exactly once, because its number must equal the head of its stream.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from echelon.transport.secret import secret_from_environment
 from echelon.transport.slot_wire import SLOTS
 from echelon.transport.sockets import announce
 
-BURST = 64  # messages between two looks at everything else
+BURST = 64  # most messages handled in one step
 
 
 class Carrier:
-    """Deals with what has come, a step at a time."""
+    """The carrier role: handles up to BURST messages per step."""
 
     def __init__(self, context: Context) -> None:
         self.station, self.finished = Station(context), False
@@ -68,37 +68,44 @@ class Carrier:
         return True
 
     def _find_bells(self) -> dict[int, int]:
-        """The doorbells of other hosts' streams, by which the learner admits their actors."""
+        """Maps the descriptors of the `free` doorbells of other hosts' streams to the streams.
+
+        The learner rings them when it admits those actors.
+        """
         return {self.ring.free[stream].descriptor: stream for stream in self.ownership.of_others()}
 
     def _take_slot(self, message: Message) -> None:
-        """The next slot of a stream; one that came before is answered again, one that came too early is not."""
+        """Commits the next slot of a stream.
+
+        A slot that is already committed is only acknowledged again; a slot that arrives before its predecessor is
+        ignored and gets no reply.
+        """
         stream, count, token = message.own
         if not 0 <= stream < self.ring.num_streams or not self.ownership.has(stream, token):
-            raise Refused("the actors of this host were given to another one")
+            raise Refused("the actors of this host were reassigned to another host")
         head = int(self.ring.head[stream])
         if count > head:
             return
         if count == head:
             if not self.ring.may_begin(stream):
-                raise Refused(f"stream {stream} brings more than it was admitted to")
+                raise Refused(f"stream {stream} sent slot {count}, which was not granted")
             self.slots.unpack(message.frames[1:], self.ring.writable(stream)["slot"])
             self.ring.commit(stream)
         self.server.answer(message)
 
     def _answer_newer(self, message: Message) -> None:
-        """Weights and grants, as soon as there are newer ones than the host has."""
+        """Replies with weights and grants as soon as they are newer than those of the host."""
         version, first, token = message.own
         known = np.frombuffer(message.frames[0][HEADER.size :], np.int64)
         if not 0 <= first < first + len(known) <= self.ring.num_streams or not self.ownership.has(first, token):
-            raise Refused("the actors of this host were given to another one")
+            raise Refused("the actors of this host were reassigned to another host")
         granted = self.ring.granted[first : first + len(known)]
 
         def is_due() -> bool:
             return self.board.version > version or not np.array_equal(granted, known)
 
         def answer() -> None:
-            grants = granted.copy()  # before the weights, which then are no older
+            grants = granted.copy()  # copied before the weights, so that the weights are at least as new
             newest, weights = self._newest() if self.board.version > version else (version, b"")
             self.server.answer(message, grants.tobytes(), weights, own=(newest, 0, 0), copy=False)
 
@@ -108,7 +115,7 @@ class Carrier:
             self.server.hold(message, is_due, answer)
 
     def _newest(self) -> tuple[int, bytes]:
-        """The newest weights, copied once for all hosts."""
+        """Returns the newest version and its weights, copied once for all hosts."""
         if self.board.version > self.packed[0]:
             version = self.board.read(self.weights)
             self.packed = (version, self.weights.tobytes())
@@ -121,5 +128,5 @@ class Carrier:
 
 
 def carrier(config: dict[str, Any]) -> Carrier:
-    """The entry of a carrier's process."""
+    """The entry point of a carrier process."""
     return Carrier(Context.from_config(config))

@@ -1,4 +1,4 @@
-"""Central acting: questions go to an inference server, over shared memory or TCP, and its answers come back later.
+"""Central acting: requests go to an inference server, over shared memory or TCP, and its replies arrive later.
 
 Shapes: K environments of a group.
 """
@@ -23,13 +23,13 @@ ADDRESS_POLL_S = 0.02
 
 
 class Seated(ABC):
-    """What asking has in common wherever the server is: a seat for each group."""
+    """The common part of central acting over shared memory and over TCP: one seat for each group."""
 
     def __init__(self, num_groups: int, client: int, incarnation: int, exploring: Exploring | None) -> None:
         self.client, self.incarnation, self.exploring = client, incarnation, exploring
         self._seats: list[Seat | RemoteSeat | None] = [None] * num_groups
-        self._asking: dict[int, None] = {}  # groups that wait for the server, the longest first
-        self._questions: dict[int, ActRequest] = {}
+        self._asking: dict[int, None] = {}  # groups with an outstanding request, the oldest first
+        self._requests: dict[int, ActRequest] = {}
 
     @abstractmethod
     def begin(self, group: int) -> bool: ...
@@ -37,13 +37,13 @@ class Seated(ABC):
     @abstractmethod
     def wait(self, timeout_s: float) -> None: ...
 
-    def submit(self, group: int, question: ActRequest) -> None:
+    def submit(self, group: int, request: ActRequest) -> None:
         seat = self._seat(group)
-        for target, source in zip(seat.observation, question.leaves, strict=True):
+        for target, source in zip(seat.observation, request.leaves, strict=True):
             target[...] = source
-        seat.first[...] = question.first
+        seat.first[...] = request.first
         self._asking[group] = None
-        self._questions[group] = question
+        self._requests[group] = request
         seat.ask()
 
     def collect(self, group: int) -> ActReply | None:
@@ -51,8 +51,8 @@ class Seated(ABC):
         if not seat.answered:
             return None
         self._asking.pop(group, None)
-        answer = ActReply(seat.action, seat.log_prob, seat.version)
-        return answer if self.exploring is None else self.exploring.change(group, self._questions[group], answer)
+        reply = ActReply(seat.action, seat.log_prob, seat.version)
+        return reply if self.exploring is None else self.exploring.change(group, self._requests[group], reply)
 
     def state_before(self, group: int) -> Sequence[Array]:
         return self._seat(group).state_before()
@@ -68,16 +68,16 @@ class Seated(ABC):
 
     def _seat(self, group: int) -> Seat | RemoteSeat:
         seat = self._seats[group]
-        assert seat is not None, f"group {group} of actor {self.client} asks before it begins"
+        assert seat is not None, f"group {group} of actor {self.client} submitted a request before it began"
         return seat
 
 
 class CentralActing(Seated):
-    """Asks the inference server over shared memory; needs no model.
+    """Requests actions from the inference server over shared memory; needs no model.
 
-    A seat is taken once the last question of whoever sat there before is answered: so the server never takes what a
-    dead actor asked for a question of this one, and gives it a clean state. If the server dies, questions stay on the
-    board for its successor.
+    A seat is taken only after the last request of its previous owner was answered. The server therefore never mistakes
+    a request of a dead actor for one of its successor, and resets the recurrent state of the seat. If the server dies,
+    requests stay on the board for its successor.
     """
 
     def __init__(self, board: ActBoard, client: int, incarnation: int, exploring: Exploring | None = None) -> None:
@@ -89,7 +89,7 @@ class CentralActing(Seated):
         if self._seats[group] is not None:
             return True
         if not self._is_answered(group):
-            self._asking[group] = None  # what the one before asked
+            self._asking[group] = None  # wait for the last request of the previous incarnation
             return False
         self._asking.pop(group, None)
         self._seats[group] = Seat(self.board, self.client, group, self.incarnation)
@@ -115,9 +115,10 @@ class CentralActing(Seated):
 
 
 class RemoteActing(Seated):
-    """Asks the inference server over TCP, where it says that it listens; needs no model, and no shared memory with it.
+    """Requests actions from the inference server over TCP; needs no model and no shared memory with the server.
 
-    If the server dies, its successor listens at the same address and questions are repeated.
+    The server writes its address to `address_file`. If it dies, its successor listens at the same address and requests
+    are sent again.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class RemoteActing(Seated):
     ) -> None:
         super().__init__(layout.num_groups, client, incarnation, exploring)
         self.layout, self.address_file, self.secret = layout, address_file, secret
-        self._remote: dict[int, RemoteSeat] = {}  # the seats by group
+        self._remote: dict[int, RemoteSeat] = {}  # by group
 
     def begin(self, group: int) -> bool:
         if self._seats[group] is None:
@@ -140,14 +141,14 @@ class RemoteActing(Seated):
             address = self.address_file.read_text()
             seat = RemoteSeat(address, self.layout, self.client, group, self.incarnation, self.secret)
             self._seats[group] = self._remote[group] = seat
-        self._seat(group).wants_state = True  # a trajectory starts from it; the later answers do without
+        self._seat(group).wants_state = True  # only the first step of a trajectory needs the state in the reply
         return True
 
     def collect(self, group: int) -> ActReply | None:
-        answer = super().collect(group)
-        if answer is not None:
+        reply = super().collect(group)
+        if reply is not None:
             self._seat(group).wants_state = False
-        return answer
+        return reply
 
     @property
     def asking(self) -> bool:
@@ -157,4 +158,4 @@ class RemoteActing(Seated):
         if self._asking:
             wait_any([self._remote[group] for group in self._asking], timeout_s)
         else:
-            time.sleep(min(timeout_s, ADDRESS_POLL_S))  # the server is just starting
+            time.sleep(min(timeout_s, ADDRESS_POLL_S))  # the server is still starting

@@ -1,4 +1,4 @@
-"""What every role is told when it starts, and how it stays in touch: its place in the world, its clock, its phases."""
+"""The context that every role is started with, and the `Station` that connects a role to the coordinator."""
 
 from __future__ import annotations
 
@@ -20,30 +20,34 @@ from echelon.world.node import Node
 
 COORDINATOR = "coordinator"
 TICK_S = 0.25
-JOIN_S = 10.0  # between two knocks
+JOIN_S = 10.0  # between two attempts to join
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Everything a role is made of; plain values, so that it crosses to any process."""
+    """Everything that a role is built from: plain values, so that it can be sent to any process."""
 
     name: str
     index: int
     incarnation: int
-    generation: int  # how often the run was resumed: part of every seed, so that no resumed run repeats its past
+    generation: int  # how often the run was resumed; part of every seed, so that a resumed run draws new numbers
     train: TrainConfig
     spaces: Spaces
     state_shapes: tuple[tuple[int, ...], ...]
     session: Path
     address: str
     run_dir: Path
-    started_at: float  # by the monotonic clock, which all processes of a host share; minus the past of a resumed run
-    shares_process: bool = False  # with the other roles: then threads and random generators are not its own
-    streams: tuple[int, int] | None = None  # the first actor and their number, where a host has some of them
-    user_objects: UserObjects | None = None  # by the caller's program; there for roles of its own process alone
+    started_at: float  # monotonic clock, shared by all processes of a host; minus the past seconds of a resumed run
+    shares_process: bool = False  # all roles run in one process and share its threads and random generators
+    streams: tuple[int, int] | None = None  # the first actor and the number of actors of this host, with several hosts
+    user_objects: UserObjects | None = None  # objects of the caller's program; only for roles in the caller's process
 
     def to_config(self, *, keep_objects: bool) -> dict[str, Any]:
-        """As a process specification carries it; `keep_objects` leaves the train config as it is (inline engine)."""
+        """Returns the dict for a process specification.
+
+        `keep_objects` keeps the train config and the user's objects as Python objects, for roles that run in the
+        caller's process.
+        """
         return {
             "name": self.name,
             "index": self.index,
@@ -83,7 +87,7 @@ class Context:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of the run so far, those of earlier parts included; no step of the wall clock changes them."""
+        """Seconds of the run so far, including those before a resume; changes of the system clock have no effect."""
         return time.monotonic() - self.started_at
 
     @property
@@ -93,10 +97,10 @@ class Context:
 
 
 class Station:
-    """A role's place in the world: it hears `stop`, and shows its progress and where its time goes."""
+    """A role's connection to the coordinator: receives `stop` and publishes progress and time per phase."""
 
     def __init__(self, context: Context) -> None:
-        # Until it is let in: a coordinator that is dead takes us with it, and one that was stopped goes on.
+        # Retry forever: if the coordinator has died, the fork server kills this process; if suspended, it will resume.
         self.world = Node.join(context.address, context.name, on_silence=lambda error: JOIN_S)
         self.stop_requested = False
         self.progress = 0
@@ -111,16 +115,16 @@ class Station:
         self.stop_requested = True
 
     def tick(self, now: float) -> None:
-        """Keeps in touch; cheap when nothing is due."""
-        if now >= self._next_tick or (self.progress and not self._has_begun):  # who has begun is known at once
+        """Publishes progress and handles incoming calls, every TICK_S; returns quickly in between."""
+        if now >= self._next_tick or (self.progress and not self._has_begun):  # publish the first progress immediately
             self._next_tick, self._has_begun = now + TICK_S, self.progress > 0
             self.gauge.show(self.progress, self.phases)
             self.world.poll(0.0)
 
     def wait(self, timeout_s: float, descriptors: Sequence[int]) -> None:
-        """Sleeps until a descriptor is readable, a call came in, or `timeout_s` passed; counted as waiting.
+        """Sleeps until a descriptor is readable, a call arrives, or `timeout_s` passes; counted as waiting.
 
-        Somebody who waits for others makes no progress of his own but is not hung, so waiting counts as progress.
+        A role that waits for others is not hung, so waiting counts as progress.
         """
         start = time.perf_counter()
         watched = [*self.world.watched, *((descriptor, zmq.POLLIN) for descriptor in descriptors)]
@@ -130,7 +134,7 @@ class Station:
         self.waited(start)
 
     def waited(self, start: float) -> None:
-        """Counts the time since `start`, which was spent asleep on something else than a descriptor, as waiting."""
+        """Counts the time since `start` as waiting. For sleeps on anything other than a descriptor (see `wait`)."""
         now = time.perf_counter()
         self.phases["wait"] += now - start
         self.progress += 1
@@ -140,6 +144,6 @@ class Station:
         self.world.post(COORDINATOR, function, *args)
 
     def close(self) -> None:
-        """Leaves, with its last values: a short run may be over before the first were due."""
+        """Publishes the final values and leaves: a short run may end before the first tick was due."""
         self.gauge.show(self.progress, self.phases)
         self.world.close()

@@ -1,8 +1,8 @@
-"""The episode source: batches of transitions that workers brought, so many for every episode.
+"""The episode source: batches of transitions from workers, a fixed number of batches per episode.
 
-The learner waits for an episode that it has not made its updates for; the gateway's append wakes it. If the learner is
-behind, nobody waits for it: items that it has not drawn are evicted as any others, and it makes the missing updates
-from what is there.
+The learner waits until an episode arrives for which updates are due; the gateway's append wakes it. If the learner is
+behind, workers do not wait for it: items that it has not drawn are evicted like any others, and it makes the
+outstanding updates from the items that remain.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class EpisodeSource(ReplaySource):
-    """Batches for `workers.updates` updates of each episode; then the weights are published."""
+    """Yields `workers.updates` batches for each episode, after which the weights are published."""
 
-    rate_window_s = 30.0  # steps come as whole episodes, in lumps
+    rate_window_s = 30.0  # long, because steps arrive in whole episodes
     counts_episodes = True
 
     def __init__(self, plan: ReplayPlan, device: torch.device) -> None:
         super().__init__(plan, device)
-        self.publish_every = plan.config.workers.updates  # the updates of one episode
+        self.publish_every = plan.config.workers.updates  # updates per episode
 
     def _is_due(self) -> bool:
-        """Whether an update is due, by the episodes that are in."""
+        """Returns whether an update is due for the episodes received so far."""
         return self.counters.updates < self.publish_every * self.tally.episodes
 
     def _fetch(self, version: int) -> TransitionBatch | None:

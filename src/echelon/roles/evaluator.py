@@ -1,6 +1,6 @@
-"""The evaluator: plays greedily with the newest weights now and then, on seeds of its own; its steps are never learned.
+"""The evaluator: plays greedy episodes with the newest weights at intervals, on its own seeds; never trained on.
 
-Waits for: its next turn (time). Wakes nobody. If it dies, the coordinator starts another.
+Waits for: the time of its next match. Wakes nobody. If it dies, the supervisor starts a new one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from echelon.roles.context import Context, Station
 from echelon.roles.plan.parts import Plan
 from echelon.schema import space_leaves, unflatten
 
-EVALUATION_SEED = 1 << 20  # an actor number that no actor has: evaluation shares no seed with training
+EVALUATION_SEED = 1 << 20  # used as an actor index that no actor has, so evaluation shares no seed with training
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationScore:
-    """What a number of greedy episodes came to."""
+    """Returns and lengths of the greedy episodes of one match."""
 
     returns: list[float]
     lengths: list[int]
@@ -43,7 +43,7 @@ class EvaluationScore:
 
 
 class Match:
-    """A number of episodes, one environment each, stepped together until every one has ended."""
+    """A fixed number of episodes, one per environment, stepped together until all have ended."""
 
     def __init__(self, config: EnvConfig, model: Model, episodes: int, seeds: list[int]) -> None:
         self.group = make_group(config, seeds[:episodes])
@@ -58,7 +58,7 @@ class Match:
         self.first = torch.zeros(episodes, dtype=torch.bool)
 
     def begin(self, seed: int) -> None:
-        """Starts a new match; the environments go on with their own random streams."""
+        """Starts a new match. The environments are reset but not reseeded."""
         self.rng = torch.Generator().manual_seed(seed)
         self.state = self.policy.model.network.initial_state(self.num_envs, self.policy.model.device)
         self.returns, self.lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
@@ -67,7 +67,7 @@ class Match:
         self.first.fill_(True)
 
     def step(self) -> EvaluationScore | None:
-        """One step of every environment; the score once all episodes have ended."""
+        """Steps every environment once. Returns the score when all episodes have ended, else None."""
         chosen = self.policy.act(self.observation, self.state, self.first, self.rng, greedy=True)
         self.state = chosen.state
         self.group.step(self.policy.model.distribution.to_env(chosen.action.numpy()), self.rows)
@@ -80,7 +80,7 @@ class Match:
         return EvaluationScore(self.returns.tolist(), self.lengths.tolist())
 
     def play(self, seed: int) -> EvaluationScore:
-        """A whole match."""
+        """Plays a whole match and returns its score."""
         self.begin(seed)
         while (score := self.step()) is None:
             pass
@@ -91,7 +91,7 @@ class Match:
 
 
 class Evaluator:
-    """Plays a match every `interval_s`."""
+    """The evaluator role: plays a match every `interval_s` seconds."""
 
     def __init__(self, context: Context) -> None:
         torch.set_num_threads(1)
@@ -121,7 +121,7 @@ class Evaluator:
             score = self.match.step()
         except EnvError as error:
             raise EnvError(f"evaluator: {error}") from error
-        self.match.group.failures.clear()  # the actors tell of those they meet
+        self.match.group.failures.clear()  # the actors report their own failures
         self.station.progress += 1
         if score is not None:
             self.station.report("evaluation", {"version": self.mirror.version, **score.summary()})
@@ -135,5 +135,5 @@ class Evaluator:
 
 
 def evaluator(config: dict[str, Any]) -> Evaluator:
-    """The entry of an evaluator process."""
+    """The entry point of an evaluator process."""
     return Evaluator(Context.from_config(config))

@@ -1,7 +1,8 @@
-"""Experience as an actor sees it: where the steps of its teams go, and when they may go on.
+"""The experience interface of an actor: where the steps of its teams are stored, and when a team may continue.
 
-`SlotExperience` writes trajectories straight into the slots of the ring, which the learner takes in order. The other
-kind is `ReplayExperience`: transitions into the actor's replay shard.
+`SlotExperience` writes trajectories directly into the slots of the ring, from which the learner reads them in order.
+`ReplayExperience` writes transitions into the actor's replay shard; `GradientExperience` computes gradients from
+rollouts and writes those into slots.
 
 Shapes: T steps of a trajectory, K environments of an actor.
 """
@@ -21,23 +22,23 @@ from echelon.schema import TrajectorySchema
 from echelon.transport.shared_memory import SlotRing
 
 Array = np.ndarray[Any, Any]
-UNSTAMPED = np.iinfo(np.int64).max  # the version of a step that nobody has chosen an action for yet
+UNSTAMPED = np.iinfo(np.int64).max  # the version of a step whose actions have not been chosen yet
 
 
 @dataclass(slots=True)
 class Row:
-    """One step of a slot, every view made beforehand: the hot path slices nothing."""
+    """One step of a slot. All views are created in advance, so that the hot path slices nothing."""
 
-    question: ActRequest
+    request: ActRequest
     action: Array
     log_prob: Array
-    version: Array  # (1,), which the teams share
+    version: Array  # (1,), shared by all teams
     step: StepRows
     next_first: Array
 
 
 class SlotRows:
-    """A team's columns of one slot, as rows."""
+    """The columns of one team in one slot, row by row."""
 
     def __init__(self, schema: TrajectorySchema, views: dict[str, Array], columns: slice) -> None:
         names, space = schema.observation_names, schema.spaces.observation
@@ -47,7 +48,7 @@ class SlotRows:
         self.state = [views[f"state.{i}"][columns] for i in range(len(schema.state_shapes))]
         self.rows = [
             Row(
-                question=ActRequest.of(space, self.observations[t], self.firsts[t]),
+                request=ActRequest.of(space, self.observations[t], self.firsts[t]),
                 action=views["action"][t, columns],
                 log_prob=views["log_prob"][t, columns],
                 version=views["version"][t : t + 1],
@@ -65,9 +66,10 @@ class SlotRows:
 
 
 class Team:
-    """One group of environments; it goes from slot to slot by itself, and a slot is whole when all teams have left it.
+    """One group of environments. Teams move from slot to slot independently.
 
-    `trajectory` numbers the one that it is in, or enters next, as the ring counts them.
+    A slot is complete when all teams have left it. `trajectory` is the number of the trajectory that the team is in or
+    will enter next, counted as in the ring.
     """
 
     def __init__(self, index: int, group: EnvGroup, columns: slice, pages: list[SlotRows], trajectory: int) -> None:
@@ -75,12 +77,12 @@ class Team:
         self.trajectory, self.t = trajectory, 0
         self.page: SlotRows | None = None
         self._pages = pages
-        # The first row of the next trajectory: the last of the one before.
+        # The first row of the next trajectory is the last row of the previous one.
         self.observation = [np.zeros_like(leaf) for leaf in pages[0].observations[0]]
         self.first = np.ones(group.num_envs, np.bool_)
 
     def enter(self) -> SlotRows:
-        """Begins the next trajectory in its slot."""
+        """Begins the next trajectory and returns its page."""
         page = self.page = self._pages[self.trajectory % len(self._pages)]
         self.t = 0
         for target, source in zip(page.observations[0], self.observation, strict=True):
@@ -89,7 +91,7 @@ class Team:
         return page
 
     def leave(self) -> None:
-        """Keeps the last row of a trajectory that is over."""
+        """Ends the trajectory and keeps a copy of its last row."""
         assert self.page is not None
         for target, source in zip(self.observation, self.page.observations[-1], strict=True):
             target[...] = source
@@ -99,17 +101,17 @@ class Team:
 
 
 class EpisodeLedger:
-    """Return and length of the episode under way in every environment, written down where one ends."""
+    """Tracks the return and length of the current episode of every environment."""
 
     def __init__(self, num_envs: int) -> None:
         self.returns = np.zeros(num_envs)
         self.lengths = np.zeros(num_envs, np.int64)
 
     def record(self, views: dict[str, Array]) -> None:
-        """Fills `episode_return` and `episode_length` of a finished trajectory."""
+        """Fills `episode_return` and `episode_length` of a complete trajectory, at the steps where episodes end."""
         views["episode_return"].fill(0.0)
         views["episode_length"].fill(0)
-        with np.errstate(over="ignore", invalid="ignore"):  # infinite rewards: the learner will tell whose they are
+        with np.errstate(over="ignore", invalid="ignore"):  # the learner reports infinite rewards and their source
             self._record(views)
 
     def _record(self, views: dict[str, Array]) -> None:
@@ -118,7 +120,7 @@ class EpisodeLedger:
         lengths = self.lengths + np.cumsum(views["valid"], 0)
         past_return, past_length = np.zeros_like(self.returns), np.zeros_like(self.lengths)
         ended = views["terminated"] | views["truncated"]
-        for t, k in np.argwhere(ended | ~views["valid"]).tolist():  # a restarted environment begins anew without an end
+        for t, k in np.argwhere(ended | ~views["valid"]).tolist():  # an environment may restart without an end
             if ended[t, k]:
                 episode_return[t, k] = returns[t, k] - past_return[k]
                 episode_length[t, k] = lengths[t, k] - past_length[k]
@@ -127,35 +129,35 @@ class EpisodeLedger:
 
 
 class Experience(Protocol):
-    """What becomes of an actor's steps."""
+    """Receives the steps of an actor."""
 
     @property
     def head(self) -> int:
-        """The number of the trajectory that comes next."""
+        """The number of the next trajectory."""
 
     def pages(self, index: int, columns: slice) -> list[SlotRows]:
-        """Where the team of that index, of these columns, writes its trajectories, one page after the other."""
+        """Returns the pages into which team `index`, which has these columns, writes its trajectories in turn."""
 
     def admits(self, trajectory: int) -> bool:
-        """Whether a team may enter the trajectory of that number."""
+        """Returns whether a team may enter trajectory number `trajectory`."""
 
     def open(self, trajectory: int) -> None:
-        """The first team enters a trajectory."""
+        """Called when the first team enters a trajectory."""
 
-    def stepped(self, team: Team, row: Row, answer: ActReply) -> None:
-        """A team made the step of `row`, chosen by `answer`, whose action and log-probability lie in the row by now."""
+    def stepped(self, team: Team, row: Row, reply: ActReply) -> None:
+        """Called after each step of a team. `row` already holds the action and log-probability of `reply`."""
 
     def left(self, team: Team, teams: Sequence[Team]) -> None:
-        """`team`, one of `teams`, has gone through its trajectory."""
+        """Called when `team`, one of `teams`, has completed its trajectory."""
 
     def wait(self, teams: Sequence[Team], timeout_s: float) -> None:
-        """Sleeps until one of `teams` may go on, at most `timeout_s`."""
+        """Sleeps until one of `teams` may continue, for at most `timeout_s`."""
 
     def close(self) -> None: ...
 
 
 class SlotExperience:
-    """Trajectories in the actor's slots; the learner admits each, and rings `free` when it does."""
+    """Writes trajectories into the actor's slots. The learner admits each one and rings `free` when it does."""
 
     def __init__(self, ring: SlotRing, schema: TrajectorySchema, stream: int, station: Station) -> None:
         self.ring, self.schema, self.stream, self.station = ring, schema, stream, station
@@ -175,11 +177,11 @@ class SlotExperience:
     def open(self, trajectory: int) -> None:
         self.ring.slots[self.stream][trajectory % self.ring.num_slots]["version"].fill(UNSTAMPED)
 
-    def stepped(self, team: Team, row: Row, answer: ActReply) -> None:
-        """The page is the slot: everything lies where the learner reads it."""
+    def stepped(self, team: Team, row: Row, reply: ActReply) -> None:
+        """Does nothing: the page is the slot itself."""
 
     def left(self, team: Team, teams: Sequence[Team]) -> None:
-        """The last team to leave a trajectory hands it over."""
+        """Commits the trajectory when the last team leaves it."""
         if min(other.trajectory for other in teams) > self.head:
             self.ledger.record(self.ring.writable(self.stream))
             self.ring.commit(self.stream)

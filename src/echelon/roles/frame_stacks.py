@@ -1,4 +1,4 @@
-"""Which parts of an observation are stacks of images, whose frames the replay stores once."""
+"""Finds the parts of an observation that are stacks of images, so that the replay stores each frame only once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from echelon.errors import ConfigError
 from echelon.layout import Leaf
 from echelon.schema import Spaces, space_leaves
 
-MOST_FRAMES = 8  # of a stack whose images would be only 1, 3 or 4 pixels wide
+MOST_FRAMES = 8  # with more, an array whose last axis is 1, 3 or 4 is one image with channels last, not a stack
 
 
 def stack_leaves(config: TrainConfig, spaces: Spaces) -> list[Leaf]:
-    """The leaves of an observation that are stacks of images over their first axis."""
+    """Returns the leaves of an observation that are stored as stacks of images over their first axis."""
     frames, leaves = config.replay.frames, space_leaves(spaces.observation)
     found = image_stacks(spaces)
     if frames != "stacked":
@@ -29,22 +29,22 @@ def stack_leaves(config: TrainConfig, spaces: Spaces) -> list[Leaf]:
 
 
 def image_stacks(spaces: Spaces) -> list[Leaf]:
-    """The leaves of an observation that may be stacks of images over their first axis."""
+    """Returns the leaves of an observation that may be stacks of images over their first axis."""
     leaves = space_leaves(spaces.observation)
     return [leaf for leaf in leaves if leaf.dtype == np.uint8 and len(leaf.shape) >= 3 and not _is_image(leaf)]
 
 
 def _is_image(leaf: Leaf) -> bool:
-    """Whether it is a single image with its colours last, (height, width, 1, 3 or 4), and not so many frames."""
+    """Returns whether `leaf` is a single image of shape (height, width, channels) and not a stack of frames."""
     return len(leaf.shape) == 3 and leaf.shape[2] in (1, 3, 4) and leaf.shape[0] > MOST_FRAMES
 
 
 def _num_stacked(env: EnvConfig) -> int:
-    """How many images an environment that is known to stack them stacks; 0: it is not known."""
+    """Returns the number of frames that a known environment stacks, or 0 if the environment is not known."""
     id = env.id if isinstance(env.id, str) else f"{env.id.__module__}:{getattr(env.id, '__qualname__', '')}"
     if id in ("echelon.envs.racing:Pixels", "echelon.envs.racing:PixelPool"):
         return int(env.kwargs.get("stack", 4))
-    is_grey = env.kwargs.get("gray_scale", True)  # EnvPool lays the colours of all frames into one axis
+    is_grey = env.kwargs.get("gray_scale", True)  # EnvPool merges the colour channels of all frames into one axis
     if id.startswith("ALE/") or (id.startswith("envpool:") and is_grey):
         return int(env.kwargs.get("stack_num", 4))
     return 0

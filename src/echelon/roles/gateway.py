@@ -1,8 +1,8 @@
-"""The gateway: where workers bring their episodes and get the newest weights, in a process of its own.
+"""The gateway: a process that receives the workers' episodes and sends them the newest weights.
 
-Waits for: messages of workers. Wakes: the learner, by appending to its own replay shard. It answers every message at
-once, whatever the learner is at, and the learner never waits for it. If it dies, its successor listens at the same
-address and goes on with what lies in shared memory (`journal`); workers repeat what was not answered.
+Waits for: messages from workers. Wakes: the learner, by appending to the gateway's replay shard. It replies to every
+message immediately, whatever the learner is doing, and the learner never waits for it. If it dies, its successor
+listens at the same address and continues from the `journal` in shared memory; workers resend unanswered messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echelon.roles.handling import Handling
 from echelon.roles.intake import Intake
 from echelon.roles.journal import Entry, Evaluation, Journal
 from echelon.roles.plan.parts import Plan
-from echelon.roles.worker_registry import EVER, HEARD_S, HandshakeReport, WorkerRegistry
+from echelon.roles.worker_registry import ACTIVE_S, EVER, HandshakeReport, WorkerRegistry
 from echelon.schema import Spaces, space_choices, space_leaves
 from echelon.transport.channel import NOTHING, Message
 from echelon.transport.channel_server import Server
@@ -53,13 +53,13 @@ from echelon.transport.sockets import announce
 
 Array = np.ndarray[Any, Any]
 REPORT_S = 1.0
-QUEUED_MESSAGES = 4  # of a worker, which has one under way and may repeat it
-GOODBYE_S = 2.0  # longer than a worker takes to connect again
-BURST = 16  # messages between two looks at the rest of the world
+QUEUED_MESSAGES = 4  # per worker, which has one message in flight and may resend it
+GOODBYE_S = 2.0  # longer than a worker takes to reconnect
+BURST = 16  # most messages handled in one step
 
 
 class WeightsCache:
-    """The newest weights as they are sent, read once a version."""
+    """The newest weights as bytes to send, read from the board once per version."""
 
     def __init__(self, board: WeightsBoard, nbytes: int) -> None:
         self._board, self._nbytes = board, nbytes
@@ -67,20 +67,20 @@ class WeightsCache:
 
     @property
     def version(self) -> int:
-        """The newest; 0: there is none yet."""
+        """The newest version, or 0 if no weights are published yet."""
         return self._board.version
 
     def newer_than(self, version: int) -> tuple[int, Array | None]:
-        """The newest version, and its weights where it is another than `version`."""
+        """Returns the newest version, and its weights unless it equals `version`."""
         if self._board.version != self._version:
-            # Memory of its own: that of the version before may still be on its way to somebody.
+            # Allocate new memory: the previous version may still be being sent to a worker.
             weights = np.empty(self._nbytes, np.uint8)
             self._version, self._weights = self._board.read(weights), weights
         return self._version, self._weights if version != self._version else None
 
 
 class Gateway:
-    """Deals with one message after the other."""
+    """The gateway role: handles up to BURST messages per step."""
 
     def __init__(self, context: Context) -> None:
         self.context, self.config = context, context.train
@@ -91,7 +91,7 @@ class Gateway:
         self.journal = Journal.at(context.session, self.tally, self.config.workers.evaluation)
         self.journal.recover(self.intake.writer.head)
         self.handling, self.is_over, self.num_logged = Handling(), False, 0
-        self.intake.wake_learner()  # a predecessor may have died before it did
+        self.intake.wake_learner()  # a predecessor may have died between the append and the wake-up
         self._log()
         report = functools.partial(self.station.report, "message")
         self.worker_registry, self.handshakes = WorkerRegistry(self.journal, report), HandshakeReport(report)
@@ -105,16 +105,16 @@ class Gateway:
         self.server.serve(EPISODES, self._take_message)
         announce(file, self.server.address)
         if context.incarnation == 0:
-            report(f"workers come to {self.server.address.removeprefix('tcp://')} ({self._command()})")
+            report(f"workers connect to {self.server.address.removeprefix('tcp://')} ({self._command()})")
 
     def _command(self) -> str:
-        """What starts a worker; a gateway that is open to all hosts is named by its own."""
+        """Returns the command that starts a worker. A gateway that listens on 0.0.0.0 is given by its host name."""
         host, _, port = self.server.address.removeprefix("tcp://").rpartition(":")
         own = " --env ENV --policy MODULE:NAME" if self.config.algorithm.is_users else ""
         return f"echelon worker --learner {sockets.gethostname() if host == '0.0.0.0' else host}:{port}{own}"
 
     def _end(self) -> None:
-        """The run has reached its end; its roles are asked to stop next."""
+        """Notes that the run has reached its end. The coordinator asks the roles to stop next."""
         self.is_over = True
 
     def step(self, timeout_s: float) -> bool:
@@ -136,8 +136,10 @@ class Gateway:
         return True
 
     def _say_goodbye(self) -> None:
-        """Tells all workers that the run is over, or stopped; one that is just coming back from an accident is waited
-        for, if it is not lost."""
+        """Notifies all workers that the run is over or stopped.
+
+        Waits up to GOODBYE_S for active workers that are reconnecting; silent workers are not waited for.
+        """
         frames, deadline = pack(Over() if self.is_over else Stopped()), time.monotonic() + GOODBYE_S
 
         def say(message: Message) -> None:
@@ -145,12 +147,14 @@ class Gateway:
 
         self.server.serve(TASK, say)
         self.server.serve(EPISODES, say)
-        unnotified, here = set(self.journal.sockets(EVER)), set(self.journal.sockets(HEARD_S))
+        unnotified, active = set(self.journal.sockets(EVER)), set(self.journal.sockets(ACTIVE_S))
         while True:
             unnotified = {
-                name for name in unnotified if not (self._say_last(name) and self.server.post(name, EPISODES, *frames))
+                name
+                for name in unnotified
+                if not (self._repeat_last(name) and self.server.post(name, EPISODES, *frames))
             }
-            if not unnotified & here:
+            if not unnotified & active:
                 return
             self.server.sleep(0.05)
             while time.monotonic() < deadline and self.server.take(BURST):
@@ -158,15 +162,18 @@ class Gateway:
             if time.monotonic() >= deadline:
                 return
 
-    def _say_last(self, name: bytes) -> bool:
-        """Answers the last message of a worker's once more: a predecessor may have died before it did, and then the
-        worker would bring to the next run what is counted in this one."""
+    def _repeat_last(self, name: bytes) -> bool:
+        """Repeats the reply to a worker's last message.
+
+        A predecessor may have died before it replied. The worker would then send the message to the next run, although
+        it is already counted in this one.
+        """
         row = self.journal.row_at(name)
         asked = Message(name, EPISODES, False, self.journal.last(row), NOTHING, [])
         return self.server.answer(asked, *pack(Next(self.journal.evaluates(row), 0, None, self.tally.env_steps)))
 
     def _take_message(self, asked: Message) -> None:
-        """One message, from anybody at all."""
+        """Handles one message. Its sender and its content are not trusted."""
         start, is_episode = time.perf_counter(), False
         try:
             message = from_worker(asked)
@@ -184,12 +191,12 @@ class Gateway:
             self.handling.note(time.perf_counter() - start, is_episode=is_episode)
 
     def _note(self, message: Sign | Leave) -> None:
-        """What has no answer."""
+        """Handles a message that gets no reply."""
         if isinstance(message, Leave):
             if self.journal.leave(message.worker):
                 self.worker_registry.left(message.worker)
         elif self.journal.row_of(message.worker) is not None:
-            self.worker_registry.heard(message.worker)
+            self.worker_registry.seen(message.worker)
 
     def _answer(self, message: Ask | Arrive | Piece | Score) -> FromGateway:
         if isinstance(message, Ask):
@@ -202,13 +209,13 @@ class Gateway:
             self._check_arrival(message)
             is_new = self.journal.row_of(message.worker) is None
             row = self.journal.enter(message.worker)
-            self.worker_registry.heard(message.worker, is_new=is_new)
+            self.worker_registry.seen(message.worker, is_new=is_new)
             version, weights = self.weights_cache.newer_than(0)
             return Welcome(place=row, version=version, weights=weights, env_steps=self.tally.env_steps)
         found = self.journal.row_of(message.worker)
         if found is None:
             return Stranger()
-        self.worker_registry.heard(message.worker)
+        self.worker_registry.seen(message.worker)
         if message.number > self.journal.last(found):
             self._take(message, found)
         else:
@@ -230,10 +237,16 @@ class Gateway:
             )
 
     def _take(self, message: Piece | Score, row: int) -> None:
-        """Takes in what a message brings; killed anywhere in it, a successor counts it once or gets it again."""
+        """Stores the content of a message exactly once.
+
+        If the gateway is killed at any point, its successor either finishes this or receives the message again.
+        """
         value, length = message.episode_return, message.episode_length
         if not np.isfinite(value) or length < 1:
-            raise Refused(f"an episode of {length} steps that returned {value} was refused.")
+            raise Refused(
+                f"an episode of {length} steps with return {value} was refused: it must have at least 1 step and a "
+                "finite return."
+            )
         head = self.intake.writer.head
         if isinstance(message, Score):
             evaluation = Evaluation(message.worker, message.version)
@@ -251,7 +264,7 @@ class Gateway:
         self.intake.wake_learner()
 
     def _log(self) -> None:
-        """Tells of evaluations that we have not told of; those of a predecessor may come again."""
+        """Reports new evaluations to the coordinator. Those that a predecessor reported may be reported again."""
         for number, one in self.journal.evaluations(self.num_logged):
             value, length = one["value"], float(one["length"])
             score = {"version": one["version"], "episodes": 1, "return_mean": value, "return_std": 0.0}
@@ -260,13 +273,13 @@ class Gateway:
             self.num_logged = number
 
     def _report(self, now: float) -> None:
-        """How workers are served, for the record."""
+        """Reports workers that came, left or fell silent, and publishes the figures of the gateway."""
         self.next_report = now + REPORT_S
         self.worker_registry.look()
         self.handshakes.look(self.server.num_refused_handshakes)
         totals, seconds = self.journal.totals(), self.journal.seconds
         per_hour = 3600.0 * totals["interactions"] / seconds if seconds else 0.0
-        figures = {"workers": self.worker_registry.num_here, **totals, "interactions_per_hour": per_hour}
+        figures = {"workers": self.worker_registry.num_active, **totals, "interactions_per_hour": per_hour}
         figures |= {"transitions": self.intake.writer.head, "refused": self.server.num_refused}
         figures |= self.handling.figures()
         self.station.gauge.show_figures("gateway", figures)
@@ -280,28 +293,30 @@ class Gateway:
 def check_protocol(protocol: int) -> None:
     if protocol != PROTOCOL:
         raise Refused(
-            f"the worker speaks protocol {protocol}, the learner {PROTOCOL}. Install the same version on both sides."
+            f"the worker speaks protocol {protocol}, the learner {PROTOCOL}. Install the same version on both."
         )
 
 
 def check_user_policy(arrival: Arrive, config: TrainConfig) -> None:
-    """Raises Refused where only one of both has a policy of the user's own."""
+    """Raises Refused if only one of worker and learner has a user policy."""
     has_user_policy = config.algorithm.is_users
     if arrival.own and not has_user_policy:
-        raise Refused(f"the learner trains {config.preset}, but the worker brings a policy of its own. Drop it.")
+        raise Refused(
+            f"the learner trains {config.preset}, but the worker has a policy of its own. Start it without policy=."
+        )
     if has_user_policy and not arrival.own:
-        raise Refused("the learner trains a policy of its user's: give the worker that policy too (policy=...).")
+        raise Refused("the learner trains a user policy, but the worker has none. Pass the same policy (policy=...).")
 
 
 def spaces_of(arrival: Arrive) -> Spaces:
     try:
         return Spaces.from_json(arrival.spaces)
     except (KeyError, TypeError, ValueError, AssertionError, AttributeError, ConfigError) as error:
-        raise Refused(f"a worker's spaces cannot be read: {type(error).__name__}: {error}.") from None
+        raise Refused(f"the worker's spaces cannot be read: {type(error).__name__}: {error}.") from None
 
 
 def same_spaces(mine: Spaces, theirs: Spaces) -> bool:
-    """Whether one replay, and one policy, can serve both; bounds of what is observed may differ."""
+    """Returns whether one replay and one policy fit both spaces; the bounds of observations may differ."""
     try:
         leaves = [space_leaves(spaces.observation) for spaces in (mine, theirs)]
     except ConfigError:
@@ -311,5 +326,5 @@ def same_spaces(mine: Spaces, theirs: Spaces) -> bool:
 
 
 def gateway(config: dict[str, Any]) -> Gateway:
-    """The entry of a gateway process."""
+    """The entry point of a gateway process."""
     return Gateway(Context.from_config(config))

@@ -1,8 +1,8 @@
-"""Gauges: what a role shows of itself while it works, in a row of shared memory: progress, phases, figures.
+"""Gauges: the progress, time per phase and figures that a running role publishes in a row of shared memory.
 
-Every role has a row, which it alone writes and the supervisor reads whenever it wants to know; the newest value wins,
-and nobody waits. A row stays when its writer dies, so the last values of a dead role are not lost; its successor begins
-with zeros. No stop and no schedule depends on a gauge: what must be exact is counted by the learner.
+Every role is the only writer of its row; the supervisor reads it at any time. The newest value wins and nobody waits.
+A row outlives its writer, so the last values of a dead role are not lost; its successor resets them. No stop condition
+and no schedule depends on a gauge: the learner keeps the exact counts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from echelon.transport.segments import join_segment
 
-PHASES = ("env", "act", "wait", "transfer", "learn", "exchange")  # the last: between several learners
-FIGURES = {  # what roles of a kind show beside it, for the record
+PHASES = ("env", "act", "wait", "transfer", "learn", "exchange")  # exchange: communication between several learners
+FIGURES = {  # further values that roles of a kind publish for the metrics
     "inference": ("rounds", "mean_rows", "missed", "refused"),
     "shards": ("answers", "items", "refused"),
     "gateway": (
@@ -24,7 +24,7 @@ FIGURES = {  # what roles of a kind show beside it, for the record
         *("refused", "handling_mean_ms", "handling_p50_ms", "handling_p95_ms", "handling_max_ms"),
     ),
 }
-LIFE, PROGRESS = 0, 1
+INCARNATION, PROGRESS = 0, 1
 NUM_WORDS, NUM_FIGURES = 2, 14
 ROW_BYTES = 8 * (NUM_WORDS + len(PHASES) + NUM_FIGURES)
 
@@ -42,35 +42,35 @@ class Gauge:
     # The role's side.
 
     def begin(self, incarnation: int) -> None:
-        """From now on the row is this incarnation's, whose predecessor is dead."""
-        self._words[LIFE] = 0  # until the values are its own
+        """Takes over the row for this incarnation and resets it. The previous incarnation must be dead."""
+        self._words[INCARNATION] = 0  # invalid until the values are reset
         self._words[PROGRESS], self._phases[:], self._figures[:] = 0, 0.0, np.nan
-        self._words[LIFE] = incarnation + 1
+        self._words[INCARNATION] = incarnation + 1
 
     def show(self, progress: int, phases: Mapping[str, float]) -> None:
         self._phases[:] = [phases[phase] for phase in PHASES]
         self._words[PROGRESS] = progress
 
     def show_figures(self, kind: str, figures: Mapping[str, Any]) -> None:
-        """Figures of a role of this kind; those that are not given are not known yet."""
+        """Publishes figures of a role of this kind. Figures that are not passed are published as unknown."""
         names = FIGURES[kind]
-        assert set(figures) <= set(names), f"{sorted(set(figures) - set(names))} are no figures of {kind}"
+        assert set(figures) <= set(names), f"{sorted(set(figures) - set(names))} are not in FIGURES[{kind!r}]"
         self._figures[: len(names)] = [figures.get(name, np.nan) for name in names]
 
     # The supervisor's side.
 
     def progress(self, incarnation: int) -> int:
-        """How far this incarnation is; 0 if it has not begun."""
-        return int(self._words[PROGRESS]) if self._words[LIFE] == incarnation + 1 else 0
+        """Returns the progress of this incarnation, or 0 if it has not begun."""
+        return int(self._words[PROGRESS]) if self._words[INCARNATION] == incarnation + 1 else 0
 
     def phases(self, incarnation: int) -> dict[str, float]:
-        """The seconds that this incarnation has spent in each phase."""
-        seconds = self._phases if self._words[LIFE] == incarnation + 1 else np.zeros(len(PHASES))
+        """Returns the seconds that this incarnation has spent in each phase."""
+        seconds = self._phases if self._words[INCARNATION] == incarnation + 1 else np.zeros(len(PHASES))
         return dict(zip(PHASES, seconds.tolist(), strict=True))
 
     def figures(self, kind: str) -> dict[str, float]:
-        """The figures that are known."""
-        if not self._words[LIFE]:
+        """Returns the known figures."""
+        if not self._words[INCARNATION]:
             return {}
         values = self._figures.tolist()
         shown = {name: value for name, value in zip(FIGURES[kind], values, strict=False) if value == value}  # no NaN

@@ -1,9 +1,10 @@
-"""Gradient experience: an actor learns from its own rollout and hands over the gradients, not the steps.
+"""Gradient experience: an actor computes gradients from its own rollouts and sends those instead of the steps.
 
-A rollout lies in memory of the actor's own. When it is through, each piece of it gives a gradient, at the weights that
-acted, which goes into the actor's next slot of the ring. The actor enters a rollout only where the learner has granted
-a slot for every gradient of it, so it never waits with one in hand. If it dies, what it committed counts, piece by
-piece, and its successor writes on at `head`; a slot that was half written was never shown to anybody.
+A rollout is stored in the actor's private memory. When it is complete, the actor computes one gradient for each part of
+it, at the weights that acted, and writes it into its next slot of the ring. The actor starts a rollout only when the
+learner has granted a slot for each of its gradients, so it never waits with a computed gradient. If the actor dies, the
+gradients that it committed count, and its successor continues at `head`; a partly written slot is never visible to the
+learner.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ Array = np.ndarray[Any, Any]
 
 
 class GradientExperience:
-    """Gradients in the actor's slots; the learner admits each, and rings `free` when it does."""
+    """Writes gradients into the actor's slots. The learner admits each one and rings `free` when it does."""
 
     def __init__(self, plan: Plan, model: Model, station: Station) -> None:
-        """The model of `plan` acts and follows the weights board; `model`, alike, is for gradients at its weights."""
+        """The model of `plan` acts and follows the weights board; gradients are computed with its copy `model`."""
         self.ring, self.actor, self.station, self.schema = plan.ring(), plan.context.index, station, plan.schema
         self.acting = plan.model
         self.rule = A3c(cast("A3cConfig", plan.context.train.algorithm), model)
@@ -46,7 +47,7 @@ class GradientExperience:
 
     @property
     def head(self) -> int:
-        return 0  # rollouts are counted by nobody else
+        return 0  # no other process counts rollouts
 
     def pages(self, index: int, columns: slice) -> list[SlotRows]:
         del index
@@ -60,11 +61,11 @@ class GradientExperience:
         del trajectory
         self.views["version"].fill(UNSTAMPED)
 
-    def stepped(self, team: Team, row: Row, answer: ActReply) -> None:
-        """A rollout is learned from when it is whole."""
+    def stepped(self, team: Team, row: Row, reply: ActReply) -> None:
+        """Does nothing: gradients are computed when the rollout is complete."""
 
     def left(self, team: Team, teams: Sequence[Team]) -> None:
-        """The only team has gone through its rollout: its gradients are handed over one by one."""
+        """Computes and commits the gradients of the complete rollout one by one. There is only one team."""
         del team, teams
         self.ledger.record(self.views)
         self.rollout.check()
@@ -80,7 +81,7 @@ class GradientExperience:
             start = time.perf_counter()
 
     def _count_learning(self, start: float) -> None:
-        """Of the time that the actor spends on leaving, which it counts as handing over."""
+        """Moves the time since `start` from phase `transfer`, to which the actor adds all of `left`, to `learn`."""
         seconds = time.perf_counter() - start
         self.station.phases["learn"] += seconds
         self.station.phases["transfer"] -= seconds

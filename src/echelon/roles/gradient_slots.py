@@ -1,6 +1,6 @@
-"""How a gradient lies in its slot: with what the piece of a rollout that it is of counts for.
+"""The layout of a gradient in its slot, together with the step and episode counts of its part of the rollout.
 
-Shapes: P parameters of the model, V values that its losses show, S statistics, E the most episodes that end in a piece.
+Shapes: P parameters of the model, V values reported by its losses, S statistics, E most episodes that end in a part.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ Array = np.ndarray[Any, Any]
 class GradientSchema:
     """The layout of one gradient slot.
 
-    `version` counts the weights that acted and that the gradient is of. `env_steps` are the valid steps of the piece;
-    `episodes` are return and length of the episodes that ended in it, `num_episodes` of them.
+    `version` is the version of the weights that acted and at which the gradient was computed. `env_steps` is the number
+    of valid steps in the part. The first `num_episodes` rows of `episodes` hold the return and length of the episodes
+    that ended in it.
     """
 
     num_parameters: int
@@ -49,17 +50,17 @@ class GradientSchema:
 
     @classmethod
     def of(cls, actor: ActorConfig, num_gradients: int, model: Model) -> GradientSchema:
-        """That of an actor whose rollouts give `num_gradients` gradients each."""
+        """Returns the layout for an actor that computes `num_gradients` gradients from each rollout."""
         largest = -(-actor.envs // num_gradients)  # environments per gradient
         return cls(model.parameters.numel(), num_statistics(model), actor.trajectory * largest)
 
     def views(self, memory: memoryview | Array) -> dict[str, Array]:
-        """Every field as an array over `memory` (one slot); nothing is copied."""
+        """Returns every field as an array over `memory` (one slot), without copying."""
         return views_of(self.fields, memory)
 
 
 def write(slot: dict[str, Array], gradient: Gradient, views: dict[str, Array], columns: slice) -> None:
-    """Fills `slot` with a gradient, and with what the `columns` of the trajectory in `views` count for."""
+    """Fills `slot` with a gradient and the counts of its part, which is `columns` of the trajectory in `views`."""
     slot["gradient"][...] = gradient.flat.numpy()
     slot["values"][...] = gradient.values.numpy()
     slot["statistics"][...] = gradient.statistics.numpy()

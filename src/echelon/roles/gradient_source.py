@@ -1,7 +1,7 @@
-"""The gradient source: gradients out of the slot ring, added up, with everything counted on the way.
+"""The gradient source: reads gradients from the slot ring, sums them, and counts their steps and episodes.
 
-The learner that takes from it is the gradient server. Gradients of weights that were lost with a learner before this
-one belong to no weights any more; they are dropped and counted, as are those beyond the lag bound.
+The learner that uses it is the gradient server. Gradients at weights that were published by a previous incarnation of
+the learner are dropped and counted as dropped, because those weights are lost. So are gradients beyond the lag bound.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 
 class GradientStaging:
-    """The sum of one batch of gradients, and what came with each."""
+    """The sum of one batch of gradients, and the figures and counts of each."""
 
     def __init__(self, schema: GradientSchema, count: int, device: torch.device, learning_rate: float) -> None:
         self.device, self.learning_rate = device, learning_rate
@@ -36,7 +36,7 @@ class GradientStaging:
         self.batch: GradientBatch
 
     def put(self, position: int, stream: int, views: dict[str, Array]) -> None:
-        """Adds the gradient of one slot, which must be finite."""
+        """Adds the gradient of one slot. Raises DivergedError if it is not finite."""
         gradient = views["gradient"]
         version = self.version[position] = views["version"][0]
         self._check(gradient, stream, int(version))
@@ -50,19 +50,19 @@ class GradientStaging:
         self.episodes[position] = views["episodes"][: views["num_episodes"][0]].copy()
 
     def _check(self, gradient: Array, actor: int, version: int) -> None:
-        with np.errstate(over="ignore", invalid="ignore"):  # one look at all of it; a sum may overflow
+        with np.errstate(over="ignore", invalid="ignore"):  # fast check by one sum, which may itself overflow
             if np.isfinite(gradient.sum()):
                 return
         bad = gradient[~np.isfinite(gradient)]
         if len(bad):
-            what = f"{len(bad)} of the {len(gradient)} numbers of a gradient of actor {actor} are {bad[0]} or the like"
-            raise diverged(f"{what}, at the weights of version {version}", self.learning_rate)
+            what = f"{len(bad)} of the {len(gradient)} numbers of a gradient of actor {actor} are NaN or infinite"
+            raise diverged(f"{what} (the first is {bad[0]}), at the weights of version {version}", self.learning_rate)
 
     def check(self) -> None:
-        """Done, gradient by gradient."""
+        """Does nothing: `put` has checked every gradient."""
 
     def wait(self) -> None:
-        """Copies to a device are made at once."""
+        """Does nothing: `move` copies synchronously."""
 
     def move(self) -> None:
         values = torch.from_numpy(self.values.mean(0))
@@ -72,13 +72,13 @@ class GradientStaging:
 
 
 class GradientSource(RingSource[GradientStaging]):
-    """Batches of gradients as they come, or with a bound on the lag a share from every actor."""
+    """Yields batches of gradients: in order of arrival, or an equal share of every actor if the lag is bounded."""
 
     def __init__(self, config: TrainConfig, schema: GradientSchema, ring: SlotRing, device: torch.device) -> None:
         self.schema, self.learning_rate = schema, config.optimizer.learning_rate
-        self.first_version: int | None = None  # that this learner published
+        self.first_version: int | None = None  # the first version that this incarnation of the learner published
         super().__init__(config, ring, device)
-        self.prefetches = False  # gradients are soon added up, and better taken late than early
+        self.prefetches = False  # summing is fast, and a gradient that is fetched later is newer
 
     def _make_staging(self) -> GradientStaging:
         return GradientStaging(self.schema, self.batch_size, self.device, self.learning_rate)

@@ -1,4 +1,4 @@
-"""How long messages of workers take from their receipt to their answer."""
+"""Measures how long the gateway takes from the receipt of a worker's message to the reply."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import collections
 
 import numpy as np
 
-WINDOW = 4_096  # the newest episodes, of which percentiles are taken
+WINDOW = 4_096  # newest messages with steps that the percentiles cover
 
 
 class Handling:
-    """Times of single messages; those that bring steps of an episode are told of."""
+    """Handling times of messages. The figures cover only messages that contain steps of an episode."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0  # in all
+        self.seconds = 0.0  # total over all messages
         self.refused = 0
         self._count, self._total = 0, 0.0
         self._recent: collections.deque[float] = collections.deque(maxlen=WINDOW)
@@ -26,7 +26,7 @@ class Handling:
             self._recent.append(seconds)
 
     def figures(self) -> dict[str, float]:
-        """Milliseconds."""
+        """Returns the mean, percentiles and maximum in milliseconds; empty before the first message."""
         if not self._count:
             return {}
         p50, p95 = np.percentile(self._recent, (50, 95))

@@ -1,7 +1,7 @@
 """The inference role: an inference server as a process of a run.
 
-Waits for: questions of its actors (its `bell` word on the board). Wakes: those it answered. If it dies, the supervisor
-starts another, which finds questions and recurrent states on the board; its actors wait meanwhile.
+Waits for: requests of its actors (its `bell` word on the board). Wakes: the actors to which it replied. If it dies, the
+supervisor starts a new one, which finds requests and recurrent states on the board; its actors wait in the meantime.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from echelon.roles.serving import Serving
 from echelon.servers.inference import InferenceServer, PolicyAnswerer
 from echelon.transport.batcher import Batcher, BatchRule
 
-INFERENCE_SEED = 1 << 22  # an actor number that no actor has: what servers draw, nobody else draws
+INFERENCE_SEED = 1 << 22  # used as an actor index that no actor has, so servers share no random stream with actors
 
 
 class Inference(Serving):
-    """Answers one round a step."""
+    """The inference role: replies to one round of requests per step."""
 
     KIND = "inference"
     server: InferenceServer
 
     def __init__(self, context: Context) -> None:
-        torch.set_num_threads(1)  # the first weights must not depend on how many drew them
+        torch.set_num_threads(1)  # the initial weights must not depend on the number of threads
         super().__init__(context)
         plan, config = Plan(context), context.train
-        # In a shared process nobody asks while somebody waits, and a clock would decide what is answered together.
+        # In a shared process no request can arrive while the server waits, and timing would change the rounds.
         wait_us = 0.0 if context.shares_process else config.acting.max_wait_us
         rule = BatchRule(config.acting.batch, config.acting.max_batch, wait_us, config.acting.spin_us)
         self.server = self._make_server(context, plan, Batcher(plan.act_board(), context.index, rule))
 
     def _make_server(self, context: Context, plan: Plan, batcher: Batcher) -> InferenceServer:
-        """A server on the device that the run asks for."""
+        """Returns a server on the configured device."""
         config, weights = context.train, plan.board()
-        life = (context.generation << 16) + context.incarnation
-        seed = env_seeds(config.seed, INFERENCE_SEED + context.index, life, 1)[0]
+        start = (context.generation << 16) + context.incarnation  # unique for every start of this server
+        seed = env_seeds(config.seed, INFERENCE_SEED + context.index, start, 1)[0]
         device = pick_device(config.acting.device, plan.model.parameters.numel(), "--acting.device")
         if device == "cpu":
-            if not context.shares_process:  # else the other roles compute with these threads, too
+            if not context.shares_process:  # otherwise the setting would apply to the other roles, too
                 torch.set_num_threads(server_threads(config, plan.model))
             answerer = PolicyAnswerer(plan.model, batcher.board, weights, seed, with_value=config.acting.value)
             return InferenceServer(batcher, answerer, plan.act_listener(batcher))
-        from echelon.servers.cuda import CudaAnswerer, CudaServer  # here alone: most runs never need it
+        from echelon.servers.cuda import CudaAnswerer, CudaServer  # imported late: most runs do not need it
 
         def report(text: str) -> None:
             self.station.report("message", f"{context.name}: {text}")
@@ -63,7 +63,7 @@ class Inference(Serving):
         return {"act": server.forward_s, "wait": server.wait_s, "transfer": server.transfer_s}
 
     def figures(self) -> dict[str, Any]:
-        """How rounds come out: their number and size, deadlines missed, frames refused."""
+        """Returns the number and mean size of rounds, missed deadlines and refused frames."""
         server = self.server
         return {
             "rounds": server.num_rounds,
@@ -74,5 +74,5 @@ class Inference(Serving):
 
 
 def inference(config: dict[str, Any]) -> Inference:
-    """The entry of an inference process."""
+    """The entry point of an inference process."""
     return Inference(Context.from_config(config))

@@ -1,6 +1,6 @@
-"""The intake: pieces of episodes that workers bring become transitions in the gateway's replay shard.
+"""The intake: converts pieces of episodes from workers into transitions in the gateway's replay shard.
 
-Nothing of a piece is trusted: what does not fit is refused with the reason, before anything is touched.
+Pieces are not trusted: an invalid piece is refused with the reason before anything is written.
 
 Shapes: L steps of a piece, M transitions, S frames of a stack, F frames of a piece.
 """
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from echelon.roles.plan.replay import ReplayPlan
 
 Array = np.ndarray[Any, Any]
-ROUNDING = 1e-5  # of a continuous action at its bound
+ROUNDING = 1e-5  # tolerance for a continuous action at its bound
 
 
 class Intake:
-    """The gateway's shard, and what may go into it."""
+    """Validates pieces and appends their transitions to the gateway's shard."""
 
     def __init__(self, plan: ReplayPlan) -> None:
         config, spaces = plan.config, plan.context.spaces
@@ -45,28 +45,31 @@ class Intake:
 
     @property
     def max_bytes(self) -> int:
-        """Of the largest array that a piece may have."""
+        """The size limit of the largest array in a piece."""
         rows = self.max_steps + 1
         largest = max(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in (*self.leaves, self.action))
         return rows * max(largest, 8) + (1 << 20)
 
-    # What is refused.
+    # Validation.
 
     def check(self, piece: Piece) -> None:
-        """Raises Refused on a piece that does not fit."""
+        """Raises Refused if a piece is invalid."""
         length = len(piece.reward) if isinstance(piece.reward, np.ndarray) and piece.reward.ndim else 0
         if not 1 <= length <= self.max_steps:
             raise Refused(
-                f"a piece of {length} steps was refused: 1 to {self.max_steps} (workers.max_steps) are taken."
+                f"a piece of {length} steps was refused: 1 to {self.max_steps} (workers.max_steps) are allowed."
             )
-        if not 0 <= piece.num_old <= min(self.n_step - 1, length):
-            raise Refused(f"a piece of {length} steps was refused: {piece.num_old} of them cannot have come before.")
+        most_old = min(self.n_step - 1, length)
+        if not 0 <= piece.num_old <= most_old:
+            raise Refused(
+                f"a piece of {length} steps was refused: num_old={piece.num_old}, but 0 to {most_old} are allowed."
+            )
         _fits(piece.reward, Leaf("reward", (), np.dtype(np.float32)), length)
         _fits(piece.version, Leaf("version", (), np.dtype(np.int64)), length)
         _fits(piece.action, self.action, length)
         if len(piece.observation) != len(self.leaves):
             raise Refused(
-                f"a piece was refused: it has {len(piece.observation)} leaves, {len(self.leaves)} are observed."
+                f"a piece was refused: its observation has {len(piece.observation)} leaves, not {len(self.leaves)}."
             )
         for leaf, value in zip(self.leaves, piece.observation, strict=True):
             if leaf.path in self.stacks:
@@ -76,58 +79,58 @@ class Intake:
         self._check_values(piece)
 
     def _check_stack(self, leaf: Leaf, value: Any, count: int) -> None:
-        """A stack of images: its frames, and which of them every observation is made of."""
+        """Checks a stack of images, which is sent as its frames and the frame numbers of every observation."""
         if not isinstance(value, dict) or value.keys() != {"frames", "numbers"}:
-            raise Refused(f"a piece was refused: {leaf.path} must come as its frames and their numbers.")
+            raise Refused(f'a piece was refused: {leaf.path} must be a dict with "frames" and "numbers".')
         frames, numbers = value["frames"], value["numbers"]
         room = min(self.ring_capacity[leaf.path], count * leaf.shape[0])
         num_frames = len(frames) if isinstance(frames, np.ndarray) and frames.ndim else 0
         if not 1 <= num_frames <= room:
-            raise Refused(f"a piece was refused: {leaf.path} has {num_frames} frames, 1 to {room} are taken.")
+            raise Refused(f"a piece was refused: {leaf.path} has {num_frames} frames, 1 to {room} are allowed.")
         _fits(frames, Leaf(f"frames of {leaf.path}", leaf.shape[1:], leaf.dtype), num_frames)
         _fits(numbers, Leaf(f"numbers of {leaf.path}", leaf.shape[:1], np.dtype(np.int64)), count)
         _within(numbers, 0, num_frames - 1, f"numbers of {leaf.path}")
 
     def _check_values(self, piece: Piece) -> None:
-        """No number may come in that nobody could learn from."""
+        """Raises Refused if a number is NaN or infinite, or outside its space."""
         named = zip(self.leaves, piece.observation, strict=True)
         arrays = {leaf.path: value for leaf, value in named if leaf.dtype.kind == "f" and isinstance(value, np.ndarray)}
         for name, value in {"reward": piece.reward, "action": piece.action, **arrays}.items():
             if value.dtype.kind == "f" and not np.isfinite(value).all():
                 where = np.argwhere(~np.isfinite(value))[0]
                 raise Refused(
-                    f"{name} is {value[tuple(where)]} at step {where[0]} of a piece. The environment must give finite "
-                    "numbers: check it, or wrap it to clip what it gives."
+                    f"{name} is {value[tuple(where)]} at step {where[0]} of a piece. The environment must return "
+                    "finite numbers: check it, or wrap it to clip them."
                 )
         for choices in self.choices:
             _within(piece.observation[choices.leaf], choices.low, choices.high, self.leaves[choices.leaf].path)
         if self.action_bounds is not None:
             _within(piece.action, *self.action_bounds, "action")
 
-    # What is taken in.
+    # Storage.
 
     def spans(self, piece: Piece) -> Spans:
-        """The transitions of a piece that fits; raises Refused where their rewards are beyond what can be stored."""
+        """Returns the transitions of a valid piece. Raises Refused if an n-step reward overflows float32."""
         reward = np.clip(piece.reward, -self.clip, self.clip) if self.clip else piece.reward
         spans = spans_of(reward, self.n_step, self.discount, terminated=piece.terminated, truncated=piece.truncated)
         beyond = np.flatnonzero(~np.isfinite(spans.reward))
         if len(beyond):
             first, last = int(spans.start[beyond[0]]), int(spans.stop[beyond[0]])
             raise Refused(
-                f"the rewards from step {first} to before step {last} of a piece, {reward[first:last].tolist()}, have "
-                "a sum that float32 cannot hold. Scale the rewards, or clip them."
+                f"the sum of the rewards from step {first} to step {last - 1} of a piece, "
+                f"{reward[first:last].tolist()}, overflows float32. Scale the rewards, or clip them."
             )
         return spans
 
     def append(self, piece: Piece, spans: Spans, newest: int) -> None:
-        """Appends the transitions of a piece; readers see all of them at once. No version is above the `newest`."""
+        """Appends the transitions of a piece atomically. Versions above `newest` are clipped to it."""
         count = len(spans.start)
         if count == 0:
             return
         version = np.clip(piece.version[:count], 0, newest)
         fields: dict[str, Array] = {"action": piece.action[:count], "version": version}
         fields |= {"reward": spans.reward, "discount": spans.discount}
-        # Every step in turn starts one, so views will do; so they do for the ends where all are one step on.
+        # Every step starts a transition, so a slice suffices; with n_step=1 a slice also suffices for the ends.
         ends = slice(1, count + 1) if self.n_step == 1 else spans.stop
         for leaf, value in zip(self.leaves, piece.observation, strict=True):
             rows = self._store(leaf, value) if leaf.path in self.stacks else value
@@ -136,19 +139,22 @@ class Intake:
         self.writer.append(fields, np.full(count, first))
 
     def _store(self, leaf: Leaf, value: dict[str, Array]) -> Array:
-        """Puts the frames of stacked images into their side ring; the numbers (L + 1, S) that they have there."""
+        """Stores the frames of stacked images in their side ring and returns their numbers (L + 1, S) there."""
         frames = value["frames"]
         number: Array = self.writer.store(leaf.path, {"frame": frames}, len(frames)) + value["numbers"]
         return number
 
     def wake_learner(self) -> None:
-        """Wakes the learner: the shard has new items, and the tally counts them."""
+        """Wakes the learner, after the shard has new items and the tally counts them."""
         self.limiter.note_inserted(GATEWAY, self.writer.head)
 
 
 def action_bounds(space: gym.Space[Any], *, as_env: bool) -> tuple[Any, Any] | None:
-    """The least and the largest action: as the environment takes it, or as our rules choose it, where discrete ones
-    count from 0 and continuous ones go from -1 to 1."""
+    """Returns the smallest and the largest action, or None if the space has no bounds.
+
+    With `as_env` these are the bounds of the environment's action space; otherwise those of the built-in algorithms,
+    where discrete actions count from 0 and continuous actions are in [-1, 1].
+    """
     match space:
         case gym.spaces.Discrete():
             start = int(space.start) if as_env else 0
@@ -165,9 +171,7 @@ def action_bounds(space: gym.Space[Any], *, as_env: bool) -> tuple[Any, Any] | N
 def _fits(value: Any, leaf: Leaf, count: int) -> None:
     if not isinstance(value, np.ndarray) or value.shape != (count, *leaf.shape) or value.dtype != leaf.dtype:
         got = f"{value.shape} of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-        raise Refused(
-            f"a piece was refused: {leaf.path} is {got} where {(count, *leaf.shape)} of {leaf.dtype} is wanted."
-        )
+        raise Refused(f"a piece was refused: {leaf.path} is {got}, expected {(count, *leaf.shape)} of {leaf.dtype}.")
 
 
 def _within(value: Array, low: Any, high: Any, name: str) -> None:

@@ -1,4 +1,4 @@
-"""How a user ends a run: Ctrl-C and SIGTERM, once in good order, a second time at once."""
+"""Signal handling of a run: the first Ctrl-C or SIGTERM stops it gracefully, the second one immediately."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 from types import TracebackType
 from typing import Any
 
-ECHO_S = 1.0  # `timeout` and shells signal a process and then its group: that is still the first time
+ECHO_S = 1.0  # `timeout` and shells signal a process and then its group: a repeat within this time is ignored
 
 
 class Interrupts:
-    """Notes the signals that come while it is entered; in other threads than the main one they are somebody else's."""
+    """A context manager that records signals. Outside the main thread it installs no handlers."""
 
     def __init__(self, *numbers: signal.Signals) -> None:
-        """Of those `numbers`; of SIGINT and SIGTERM if none is given."""
+        """Handles the signals `numbers`; SIGINT and SIGTERM if none is given."""
         self._numbers = numbers or (signal.SIGINT, signal.SIGTERM)
         self._first: float | None = None
         self._previous: dict[int, Any] = {}
@@ -35,7 +35,10 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: object) -> None:
-        """Only notes the first: it may come in the middle of anything."""
+        """Records the first signal, and raises KeyboardInterrupt on a later one.
+
+        The first one only sets a flag because it can arrive at any point of the program.
+        """
         del number, frame
         now = time.monotonic()
         if self._first is None:

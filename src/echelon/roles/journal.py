@@ -1,10 +1,10 @@
-"""The journal: which messages of which workers are in the learner's hands, in shared memory that outlives the gateway.
+"""The journal: records which messages of which workers are stored, in shared memory that outlives the gateway.
 
-Before a message changes anything, the gateway notes what will be true after it (the *intent*); then it appends to its
-replay shard, which shows all of it or nothing; then it makes true what it noted. A gateway that is killed in between
-leaves the intent to its successor, which finds the shard's head moved or not, and so knows whether to finish it or to
-forget it. So no message counts twice, and none that was answered is lost. Of evaluations the newest are kept as they
-were, for the record of a run, which a successor tells again. One process writes. Needs only numpy.
+It is a write-ahead log with one entry. Before a message changes anything, the gateway writes the state that will hold
+after it (the *intent*). Then it appends to its replay shard, which is atomic. Then it applies the intent. If the
+gateway is killed in between, its successor compares the shard's head with the intent: it applies the intent if the head
+has moved, and discards it otherwise. Hence no message counts twice, and none that was acknowledged is lost. The newest
+evaluations are kept so that a successor can report them again. One process writes. Needs only numpy.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from echelon.roles.tally import Tally
 from echelon.transport.episode_wire import MAX_NAME, socket_name
 
 Array = np.ndarray[Any, Any]
-GATEWAY = 0  # the actor that the tally and the replay take the gateway for
-NUM_ROWS = 4_096  # workers that are remembered; of more, the one that was silent longest makes room
-NUM_KEPT = 256  # evaluations
+GATEWAY = 0  # the actor index of the gateway in the tally and the replay
+NUM_ROWS = 4_096  # known workers; beyond that, the worker that was silent longest is evicted
+NUM_KEPT = 256  # newest evaluations
 TOTALS = np.dtype([(name, np.int64) for name in ("episodes", "evaluations", "interactions", "repeated")])
 EVALUATED = np.dtype(
     [("worker", f"U{MAX_NAME}"), ("version", np.int64), ("value", np.float64), ("length", np.int64)], align=True
@@ -34,11 +34,11 @@ INTENT = np.dtype(
         ("row", np.int64),
         ("number", np.int64),
         ("evaluates", np.bool_),
-        ("head", np.int64),  # of the shard, once the message is in
+        ("head", np.int64),  # of the shard, after the message is stored
         ("env_steps", np.int64),  # of the tally
         ("episodes", np.int64),
-        ("ended", np.bool_),  # whether an episode ends that is learned from, with the two that follow
-        ("evaluated", np.bool_),  # whether one ends that is an evaluation, with all that follow
+        ("ended", np.bool_),  # whether a training episode ends, with this `value` and `length`
+        ("evaluated", np.bool_),  # whether an evaluation ends, with this `value`, `length`, `worker` and `version`
         ("value", np.float64),
         ("length", np.int64),
         ("worker", f"U{MAX_NAME}"),
@@ -50,16 +50,16 @@ INTENT = np.dtype(
 WORKER = np.dtype(
     [
         ("socket", "V17"),  # the name of its socket
-        ("heard", np.float64),  # when, by the monotonic clock
-        ("number", np.int64),  # of its last message that is in
-        ("evaluates", np.bool_),  # what it was told then
+        ("last_seen", np.float64),  # monotonic clock
+        ("number", np.int64),  # of its last stored message
+        ("evaluates", np.bool_),  # whether the reply to it asked for an evaluation
         ("known", np.bool_),
     ],
     align=True,
 )
 FIELDS = place(
     [
-        ("began", (1,), np.float64),  # when, by the monotonic clock
+        ("began", (1,), np.float64),  # when the first worker arrived, monotonic clock
         ("pending", (1,), np.bool_),
         ("totals", (1,), TOTALS),
         ("intent", (1,), INTENT),
@@ -71,7 +71,7 @@ FIELDS = place(
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Whose an evaluation is, and of which weights."""
+    """The worker of an evaluation, and the version of the weights that it evaluated."""
 
     worker: str
     version: int
@@ -79,21 +79,21 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a message brings."""
+    """The effect of one message."""
 
     row: int
     number: int
-    head: int  # of the shard, once it is in
+    head: int  # of the shard, after the message is stored
     num_steps: int
-    ended: tuple[float, int] | None = None  # return and length, where an episode ends
-    evaluation: Evaluation | None = None  # where the episode is not learned from
+    ended: tuple[float, int] | None = None  # return and length, if an episode ends
+    evaluation: Evaluation | None = None  # set if the episode is an evaluation and not training data
 
 
 class Journal:
-    """What workers have brought to the gateway of one run."""
+    """The workers of one run, their stored messages and the totals of the gateway."""
 
     def __init__(self, tally: Tally, evaluation: float, memory: Array | None = None) -> None:
-        """`evaluation` is the part of all episodes that is an evaluation."""
+        """`evaluation` is the fraction of all episodes that are evaluations."""
         views = views_of(FIELDS, np.zeros(self.size(), np.uint8) if memory is None else memory)
         self.tally, self.evaluation = tally, evaluation
         self._began, self._pending, self._workers = views["began"], views["pending"], views["workers"]
@@ -108,20 +108,20 @@ class Journal:
 
     @classmethod
     def at(cls, folder: Path, tally: Tally, evaluation: float) -> Journal:
-        """The journal of a run; whoever comes first makes it."""
+        """Opens the journal of a run; the first process to call this creates it."""
         return cls(tally, evaluation, join(folder / "journal", cls.size()))
 
     # Workers.
 
     def row_of(self, worker: str) -> int | None:
-        """The row of a worker that has arrived."""
+        """Returns the row of a worker and updates its `last_seen`, or returns None if the worker is not known."""
         row = self._rows.get(socket_name(worker))
         if row is not None:
-            self._workers["heard"][row] = time.monotonic()
+            self._workers["last_seen"][row] = time.monotonic()
         return row
 
     def enter(self, worker: str) -> int:
-        """The row of a worker that arrives, or arrives again."""
+        """Returns the row of a worker that arrives, and adds it if it is not known."""
         row = self.row_of(worker)
         if row is not None:
             return row
@@ -129,7 +129,7 @@ class Journal:
             self._began[0] = time.monotonic()
         workers, name = self._workers, socket_name(worker)
         free = np.flatnonzero(~workers["known"])
-        row = int(free[0]) if len(free) else int(workers["heard"].argmin())
+        row = int(free[0]) if len(free) else int(workers["last_seen"].argmin())
         self._rows.pop(workers["socket"][row].tobytes(), None)
         workers["known"][row] = False
         workers[row] = (name, time.monotonic(), 0, False, False)
@@ -138,33 +138,33 @@ class Journal:
         return row
 
     def leave(self, worker: str) -> bool:
-        """Forgets a worker that has gone; False: it was not known."""
+        """Forgets a worker that left. Returns False if it was not known."""
         row = self._rows.pop(socket_name(worker), None)
         if row is not None:
             self._workers["known"][row] = False
         return row is not None
 
     def sockets(self, seconds: float) -> list[bytes]:
-        """The names of the sockets of workers that said something lately."""
-        heard = self._workers["heard"] > time.monotonic() - seconds
-        return [name for name, row in self._rows.items() if heard[row]]
+        """Returns the socket names of workers that sent a message within the last `seconds`."""
+        is_active = self._workers["last_seen"] > time.monotonic() - seconds
+        return [name for name, row in self._rows.items() if is_active[row]]
 
     def row_at(self, socket: bytes) -> int:
-        """The row of the worker whose socket has that name."""
+        """Returns the row of the worker with this socket name."""
         return self._rows[socket]
 
     def last(self, row: int) -> int:
-        """The number of the worker's last message that is in."""
+        """Returns the number of the worker's last stored message."""
         return int(self._workers["number"][row])
 
     def evaluates(self, row: int) -> bool:
-        """Whether the worker was last told to evaluate."""
+        """Returns whether the last reply asked the worker for an evaluation."""
         return bool(self._workers["evaluates"][row])
 
     # Messages.
 
     def begin(self, entry: Entry) -> None:
-        """Notes what will be true when what `entry` brings lies in the shard."""
+        """Writes the intent: the state that holds once the content of `entry` is in the shard."""
         intent, totals = self._intent, self._totals[0].copy()
         env_steps, episodes = self.tally.counts_of(GATEWAY)
         learned, ends = entry.evaluation is None, entry.ended is not None
@@ -182,12 +182,12 @@ class Journal:
         self._pending[0] = True
 
     def _is_due(self, episode: int) -> bool:
-        """Whether an evaluation follows that many episodes: so that they keep to their part exactly."""
+        """Returns whether an evaluation follows episode number `episode`, which keeps their fraction exact."""
         before, now = (int(self.evaluation * count + 1e-9) for count in (episode - 1, episode))
         return now > before
 
     def finish(self) -> None:
-        """Makes true what `begin` noted; twice is as good as once."""
+        """Applies the intent. Idempotent."""
         intent = self._intent[0]
         ended = (float(intent["value"]), int(intent["length"])) if intent["ended"] else None
         self.tally.settle(GATEWAY, (int(intent["env_steps"]), int(intent["episodes"])), ended)
@@ -201,23 +201,23 @@ class Journal:
         self._pending[0] = False
 
     def recover(self, head: int) -> None:
-        """Finishes or forgets what a predecessor was at when it died; `head` is that of the shard."""
+        """Applies or discards the intent that a dead predecessor left; `head` is the head of the shard."""
         if self._pending[0] and head >= self._intent["head"][0]:
             self.finish()
         self._pending[0] = False
 
     def repeated(self) -> None:
-        """A message came again."""
+        """Counts a message that was received again."""
         self._totals["repeated"] += 1
 
-    # What is counted.
+    # Totals.
 
     def totals(self) -> dict[str, int]:
-        """Episodes in all, evaluations among them, steps in all, messages that came again."""
+        """Returns the number of episodes including evaluations, of evaluations, of steps and of repeated messages."""
         return {name: int(self._totals[name][0]) for name in TOTALS.names or ()}
 
     def evaluations(self, after: int) -> list[tuple[int, dict[str, Any]]]:
-        """The evaluations behind number `after`, as far as they are kept, with their numbers, which begin with 1."""
+        """Returns the kept evaluations after number `after`, each with its number; numbers start at 1."""
         newest = self.totals()["evaluations"]
         numbers = range(max(after, newest - NUM_KEPT) + 1, newest + 1)
         names, kept = EVALUATED.names or (), self._evaluated
@@ -225,5 +225,5 @@ class Journal:
 
     @property
     def seconds(self) -> float:
-        """Since the first worker arrived."""
+        """Seconds since the first worker arrived, or 0."""
         return time.monotonic() - float(self._began[0]) if self._began[0] else 0.0

@@ -1,9 +1,9 @@
-"""The learner: batches in, weights out. Several of them learn one batch together, each from its part.
+"""The learner: takes batches from its source and publishes weights. Several learners share every batch.
 
-Waits for: a batch, as its source has it (actors wake it); one of several waits for the others, too, before every batch
-(`Meeting`) and at every step in it (`Peers`). Wakes: actors, by publishing and admitting, or by drawing. The first
-learner publishes, saves and reports; the others learn the same weights, and leave with it. If one dies, or hangs, the
-supervisor starts all of them again from the newest checkpoint; the actors wait meanwhile, as nobody admits them.
+Waits for: a batch from its source (actors wake it). One of several learners also waits for the others, before every
+batch (`Meeting`) and at every optimizer step (`Peers`). Wakes: actors, by publishing and admitting, or by drawing. The
+first learner publishes, saves and reports; the others compute the same weights and finish with it. If a learner dies or
+hangs, the supervisor restarts all learners from the newest checkpoint; the actors wait until they are admitted again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from echelon.roles.stopping import progress, stop_reason
 from echelon.roles.update import AnyBatch, LossAccount
 from echelon.runs.checkpoint import find_weights, load_checkpoint, newest_intact
 
-WARM_UP_S = 2.0  # after the first batch; not part of the steady rate
+WARM_UP_S = 2.0  # after the first batch; excluded from the steady-state rate
 
 
 class Rate:
-    """Environment steps per second: lately, and in the steady state."""
+    """Environment steps per second, recently and in the steady state."""
 
     def __init__(self, window_s: float = 1.0) -> None:
         self.window_s = window_s
@@ -38,7 +38,7 @@ class Rate:
         self.recent_batches: collections.deque[tuple[float, int]] = collections.deque()
 
     def note(self, now: float, env_steps: int) -> None:
-        """A batch was taken that brought the count to `env_steps`."""
+        """Notes that a batch was taken, after which the step count is `env_steps`."""
         self.first = self.first or (now, env_steps)
         if self.steady is None and now - self.first[0] >= WARM_UP_S:
             self.steady = (now, env_steps)
@@ -48,23 +48,23 @@ class Rate:
             batches.popleft()
 
     def recent(self) -> float:
-        """From batch to batch, so that a report between two does not read as standstill."""
+        """Returns the rate over the newest batches; measured between batches, so that it never drops between two."""
         if len(self.recent_batches) < 2:
             return 0.0
         (then, before), (now, after) = self.recent_batches[0], self.recent_batches[-1]
         return (after - before) / max(now - then, 1e-9)
 
     def steady_state(self, now: float, env_steps: int) -> float:
-        """From the end of the warm-up on; of a run too short for one, from its first batch."""
+        """Returns the rate since the end of the warm-up, or since the first batch if the run is too short for one."""
         start = self.steady if self.steady and now - self.steady[0] >= WARM_UP_S else self.first
         return (env_steps - start[1]) / max(now - start[0], 1e-9) if start else 0.0
 
 
 class Learner:
-    """Learns from one batch, or its part of one, a step."""
+    """The learner role: learns from one batch, or its part of a batch, per step."""
 
     def __init__(self, context: Context) -> None:
-        torch.set_num_threads(1)  # the first weights must not depend on how many drew them
+        torch.set_num_threads(1)  # the initial weights must not depend on the number of threads
         self.context, self.stop = context, context.train.stop
         self.station = Station(context)
         self.finished = False
@@ -74,8 +74,8 @@ class Learner:
         self.peers, self.is_first = self.trainable.peers, context.index == 0
         self.counters = self.source.counters if self.peers.size == 1 else Counters()  # of all learners
         self.rate, self.account = Rate(self.source.rate_window_s), LossAccount()
-        self.version, self.past_version = 0, 0  # of the weights that were published last, and before this learner
-        self.elapsed_s = context.elapsed_s  # by the first learner's clock: what follows the time is the same for all
+        self.version, self.past_version = 0, 0  # of the weights published last, and in the checkpoint it started from
+        self.elapsed_s = context.elapsed_s  # of the first learner, so that time-based schedules are the same for all
         self.record = LearnerRecord(self)
         self._restore()
         self.meeting = self._make_meeting() if self.peers.size > 1 else None
@@ -83,7 +83,7 @@ class Learner:
         self._publish()
 
     def _restore(self) -> None:
-        """Goes on from the newest checkpoint, or starts from the weights that the user named."""
+        """Restores the newest checkpoint. If there is none, starts from the weights in `run.init_from`, if set."""
         found = newest_intact(self.record.checkpoints)
         if found is None:
             if source := self.context.train.run.init_from:
@@ -97,21 +97,21 @@ class Learner:
         if self.source.content is not None:
             self.source.content.load_state_dict(tree.get("source", {}))
         self.past_version = int(tree["version"])
-        if not self.context.shares_process:  # else the generator belongs to the caller
-            torch.set_rng_state(tree["rng"])  # a user's dropout draws from it
+        if not self.context.shares_process:  # otherwise the generator belongs to the caller
+            torch.set_rng_state(tree["rng"])  # dropout of a user's network draws from it
         if message and self.is_first:
             self.station.report("message", message)
         self.record.report_place(path.name)
 
     def _make_meeting(self) -> Meeting:
-        """What the source counts is its own; that of earlier parts of the run goes on at the first learner."""
+        """Returns the meeting of the learners. The counts from before a resume are assigned to the first learner."""
         if self.is_first:
             own = self.source.counters
             own.env_steps, own.episodes = self.counters.env_steps, self.counters.episodes
         return Meeting(self.peers, cast(SharedSource, self.source), self.counters)
 
     def step(self, timeout_s: float) -> bool:
-        """Learns from one batch and publishes; waits if there is none yet."""
+        """Learns from one batch and publishes; waits up to `timeout_s` if no batch is ready."""
         start, env_steps = time.perf_counter(), self.counters.env_steps
         is_over = self.station.stop_requested or (self.is_first and bool(self.stop_reason()))
         self.elapsed_s, offers = self.context.elapsed_s, None
@@ -134,7 +134,7 @@ class Learner:
         return True
 
     def _meet(self, meeting: Meeting, is_over: bool, timeout_s: float) -> list[Offer]:
-        """Tells the other learners what it has for the next batch, or has after `timeout_s`; hears what they have."""
+        """Exchanges offers for the next batch with the other learners; waits up to `timeout_s` for its own part."""
         offer = Offer(is_ready=False) if is_over else self._find(meeting.source, timeout_s)
         start = time.perf_counter()
         offers = meeting.hold(offer, is_over, self.elapsed_s)
@@ -143,7 +143,7 @@ class Learner:
         return offers
 
     def _find(self, source: SharedSource, timeout_s: float) -> Offer:
-        """What the source has for its part of the next batch, or has after `timeout_s`."""
+        """Returns the source's offer for the next batch; waits up to `timeout_s` if it is not ready."""
         start = time.perf_counter()
         offer = source.offer(self.version)
         if not offer.is_ready:
@@ -156,7 +156,7 @@ class Learner:
         return offer
 
     def _take(self, offers: Sequence[Offer] | None) -> AnyBatch | None:
-        """The next batch, or its part of the one that `offers` of several learners make."""
+        """Returns the next batch, or with `offers` of several learners this learner's part of it."""
         source = self.source
         if offers is not None:
             part: AnyBatch | None = cast(SharedSource, source).take_part(self.version, offers)
@@ -168,15 +168,15 @@ class Learner:
         return batch
 
     def _work(self, batch: AnyBatch, taken: float, begun: float) -> None:
-        """Learns from a batch that was taken just then, and publishes.
+        """Learns from a batch that was taken at time `taken`, and publishes.
 
-        `begun` is the progress (0 to 1) of the run before this batch, so that the first one of a schedule is learned at
-        the full rate, and the last one at a rate above 0.
+        `begun` is the progress (0 to 1) of the run before this batch. Schedules use it so that the first batch has the
+        full learning rate and the last one a rate above 0.
         """
         phases = self.station.phases
         self.rate.note(taken, self.counters.env_steps)
         self.trainable.schedule(begun)
-        self.source.progress = self.progress(self.counters.env_steps)  # for the next batch: this one is drawn
+        self.source.progress = self.progress(self.counters.env_steps)  # used when the next batch is drawn
         self._learn(batch)
         learned = time.perf_counter()
         if self._is_publishing:
@@ -201,13 +201,13 @@ class Learner:
         self.account.close_batch(self.counters.updates)
         self.source.prefetch(self.version + self._is_publishing)
         self._count_exchange("learn", spent_s)
-        # A GPU may still learn from it; but nothing that is lost is published.
+        # Do not wait for the GPU to finish this batch, except before publishing: NaN weights must not be published.
         if lost := self.account.find_lost(keep=int(self.trainable.device.type == "cuda" and not self._is_publishing)):
             raise self.diverged(lost)
 
     @property
     def _is_publishing(self) -> bool:
-        """Whether the weights after the newest batch are to be published."""
+        """Whether the weights are published after the newest batch."""
         return self.counters.updates % self.source.publish_every == 0
 
     def tick(self) -> None:
@@ -215,7 +215,10 @@ class Learner:
         self.station.tick(time.perf_counter())
 
     def _publish(self) -> None:
-        """The version goes up here only. Several learners admit actors when the first has published."""
+        """Publishes the weights and admits actors. This is the only place where the version increases.
+
+        Several learners admit actors only after the first one has published.
+        """
         is_new, spent_s = self.version == 0, self.peers.spent_s
         self.version += 1
         if self.is_first:
@@ -229,24 +232,24 @@ class Learner:
         self.source.admit()
 
     def _agree(self) -> None:
-        """All begin at the first one's version, with weights that must be the same."""
+        """Adopts the version of the first learner, and checks that all learners start from the same weights."""
         weights = sum(float(tensor.double().sum()) for tensor in self.trainable.weights().values())
         each = self.peers.gather(torch.tensor([self.version, self.counters.updates, weights], dtype=torch.float64))
         if not torch.equal(each[:, 1:], each[:1, 1:].expand(len(each), 2)):
             raise TransportError(
-                f"the learners {', '.join(self.context.train.learner_names)} begin with different weights (updates and "
-                f"sums of weights: {each[:, 1:].tolist()}). Do all of them read the same {self.record.checkpoints}?"
+                f"the learners {', '.join(self.context.train.learner_names)} start from different weights (updates and "
+                f"sums of weights: {each[:, 1:].tolist()}). Check that all of them read {self.record.checkpoints}."
             )
         self.version = int(each[0, 0])
 
     def _count_exchange(self, phase: str, before_s: float) -> None:
-        """What was spent with the other learners since `before_s` is no part of the phase that it lies in."""
+        """Moves the time spent in `peers` since `peers.spent_s` was `before_s` from `phase` to `exchange`."""
         spent_s = self.peers.spent_s - before_s
         self.station.phases[phase] -= spent_s
         self.station.phases["exchange"] += spent_s
 
     def _save_user_state(self) -> None:
-        """Calls what the user gave to be called every so many episodes."""
+        """Calls the user's save function every `save_every` episodes."""
         objects = self.context.user_objects
         if objects is not None and objects.save is not None and self.num_episodes % objects.save_every == 0:
             objects.save(epoch=self.num_episodes, policy=self.trainable.policy)
@@ -259,7 +262,7 @@ class Learner:
 
     @property
     def num_episodes(self) -> int:
-        """Of a run with workers: episodes that were learned from as often as they are to be."""
+        """The number of episodes whose updates are all made, in a run with workers; 0 in other runs."""
         return self.counters.updates // self.source.publish_every if self.source.counts_episodes else 0
 
     def stop_reason(self) -> str:
@@ -281,5 +284,5 @@ class Learner:
 
 
 def learner(config: dict[str, Any]) -> Learner:
-    """The entry of a learner process."""
+    """The entry point of a learner process."""
     return Learner(Context.from_config(config))

@@ -1,4 +1,4 @@
-"""What a learner reports and saves: rows of metrics, checkpoints, the final weights and the figures of the summary."""
+"""The reports and files of a learner: rows of metrics, checkpoints, the final weights and the summary."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from echelon.runs.checkpoint import CheckpointWriter, save_weights, weights_sha2
 if TYPE_CHECKING:
     from echelon.roles.learner import Learner
 
-# A row of metrics comes after 2 % of the time so far, within these bounds: a run of seconds has a curve, one of days a
-# file that can be read.
+# The interval between rows of metrics is 2 % of the time so far, within these bounds: a run of seconds has a curve, and
+# a run of days has a file of reasonable size.
 MIN_REPORT_S, MAX_REPORT_S = 0.1, 2.0
 
 
 class LearnerRecord:
-    """The record of one learner; only the first of several reports its progress and saves."""
+    """Reports and saves for one learner. Of several learners only the first reports its progress and saves."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner, self.context, self.station = learner, learner.context, learner.station
@@ -32,7 +32,7 @@ class LearnerRecord:
         self.next_checkpoint = time.monotonic() + self.interval_s
 
     def report_place(self, checkpoint: str) -> None:
-        """Says where a successor starts from, with `checkpoint` "" at the beginning."""
+        """Reports the checkpoint from which a restarted learner continues; "" if it starts from the beginning."""
         counters = self.learner.counters
         if self.context.incarnation > 0 and self.learner.is_first:
             self.station.report("restored", checkpoint, counters.env_steps, counters.updates)
@@ -40,19 +40,19 @@ class LearnerRecord:
     def report(self, now: float) -> None:
         self.next_report = now + min(max(0.02 * (now - self.born), MIN_REPORT_S), MAX_REPORT_S)
         if self.learner.is_first:
-            if self.learner.source.counts_episodes:  # workers' steps come whether a batch is due or not
+            if self.learner.source.counts_episodes:  # workers send steps even when no batch is due
                 self.learner.rate.note(now, self.learner.counters.env_steps)
             self.station.report("train", self.row())
         self.report_news()
 
     def report_news(self) -> None:
-        """What the source has to tell the user."""
+        """Reports the messages of the source to the user."""
         content = self.learner.source.content
         for text in content.news() if content is not None else []:
             self.station.report("message", text)
 
     def row(self) -> dict[str, Any]:
-        """Where the run stands: one row of the metrics."""
+        """Returns one row of metrics with the current state of the run."""
         learner, counters, lags = self.learner, self.learner.counters, self.learner.fresh_lag
         row: dict[str, Any] = {
             "env_steps": counters.env_steps,
@@ -79,7 +79,7 @@ class LearnerRecord:
         return row
 
     def checkpoint(self) -> Path:
-        """Begins to write everything a successor needs; atomic, and never weights that are lost."""
+        """Starts to write a checkpoint, which is atomic. Raises DivergedError if a weight is NaN or infinite."""
         learner, content = self.learner, self.learner.source.content
         if not learner.trainable.is_finite():
             raise learner.diverged(f"the weights became NaN or infinite at update {learner.counters.updates}")
@@ -94,14 +94,14 @@ class LearnerRecord:
             "wall_s": self.context.elapsed_s,
         }
         path = self.writer.save(tree, step=learner.counters.env_steps)
-        if self.context.shares_process:  # there nothing may depend on how fast a disk is
+        if self.context.shares_process:  # such a run must not depend on the speed of the disk
             self.writer.wait()
         if content is not None:
             content.save(path.name)
         return path
 
     def checkpoint_if_possible(self) -> None:
-        """A full disk does not end the training; the next checkpoint may find room again."""
+        """Starts to write a checkpoint. A full disk is reported but does not end the training."""
         self._report_failure(self.writer.wait)
         self._report_failure(self.checkpoint)
 
@@ -109,16 +109,16 @@ class LearnerRecord:
         try:
             write()
         except OSError as error:
-            text = f"no checkpoint could be written to {self.checkpoints}: {error}. Training goes on; make room there."
+            text = f"no checkpoint could be written to {self.checkpoints}: {error}. Training goes on; free some space."
             self.station.report("message", text)
 
     def finish(self) -> None:
-        """Leaves a final checkpoint, the weights and the summary's figures."""
+        """Writes the final checkpoint and the weights, and reports the summary."""
         now, learner, counters = time.perf_counter(), self.learner, self.learner.counters
         row, content = self.row(), self.learner.source.content
         if content is not None:
-            content.finish(learner.tick)  # of an earlier checkpoint: the last one comes with what it is made of
-        self._report_failure(self.writer.wait)  # and is written whatever became of that
+            content.finish(learner.tick)  # finish the earlier snapshot, so that the final one is not skipped
+        self._report_failure(self.writer.wait)  # a failed earlier checkpoint does not prevent the final one
         checkpoint = self.checkpoint()
         self.writer.wait()
         if content is not None:

@@ -1,7 +1,7 @@
-"""The learners of a run as one of them sees them: a process group, made over the coordinator's node.
+"""The process group of the learners of a run, which they form through the coordinator's node.
 
-Who waits: everybody, in every call, until all have made it. A learner that dies or stops lets the others down: they
-raise PeerLost or are ended by the supervisor, which starts all of them again.
+Every call waits until all learners have made it. If a learner dies or is suspended, the others raise PeerLost or are
+killed by the supervisor, which restarts all of them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from echelon.world.node import Node
 from echelon.world.process_group import make_process_group
 from echelon.world.store import WorldStore
 
-SMALL = 1 << 18  # bytes in all: cheaper to send to everybody than to add up on the way
+SMALL = 1 << 18  # bytes over all learners: below this, an all-gather and a local sum are faster than an all-reduce
 
 
 class Learners:
-    """Peers in processes of their own: nccl between GPUs, gloo else."""
+    """Peers in separate processes: NCCL between GPUs, gloo otherwise."""
 
     def __init__(self, names: list[str], rank: int, group: Any, on_gpu: Any = None) -> None:
-        """`on_gpu` is the group for what lies on GPUs, where each learner has one to itself."""
+        """`on_gpu` is the group for tensors on GPUs, if each learner has its own GPU."""
         self.names, self.rank, self.size = names, rank, len(names)
-        self.spent_s = 0.0  # in calls, waiting for the others included
+        self.spent_s = 0.0  # in calls, including waiting for the others
         self._group, self._on_gpu = group, on_gpu or group
 
     def gather(self, x: Tensor) -> Tensor:
@@ -60,17 +60,20 @@ class Learners:
     def _finish(self, operation: Any, *args: Any) -> None:
         try:
             operation(*args).wait()
-        except RuntimeError as error:  # gloo and nccl have no type of their own for it
+        except RuntimeError as error:  # gloo and NCCL raise no more specific type
             me, others = self.names[self.rank], ", ".join(self.names[: self.rank] + self.names[self.rank + 1 :])
-            raise PeerLost(f"{me} waited for {others}, and the connection ended: {error}.") from error
+            raise PeerLost(f"{me} waited for {others}, but the connection was lost: {error}.") from error
 
 
 def join_learners(context: Context, node: Node, device: torch.device) -> Peers:
-    """The learners of the run, once all of them are there; this one, which learns on `device`, alone if it is so."""
+    """Waits until all learners of the run have joined and returns them; ALONE if the run has one learner.
+
+    This learner learns on `device`.
+    """
     config, names = context.train, context.train.learner_names
     if len(names) == 1:
         return ALONE
-    # The supervisor judges who hangs, long before the groups would.
+    # Longer than the supervisor's timeouts: it finds the hung learner before a process group gives up.
     wait_s = 2.0 * max(START_GRACE_S, config.supervision.hang_timeout_s)
     store = WorldStore(partial(node.call, COORDINATOR, "store"), timeout_s=wait_s, one_thread=True)
 

@@ -1,10 +1,10 @@
-"""The meeting: how several learners go from batch to batch together, and keep one account of them all.
+"""The meeting: an all-gather before every batch by which several learners agree on it and share their counters.
 
-Before every batch each of them tells the others what it has for it, what it counted since, and whether the run is to
-stop; all of them hear all, so all decide alike. What is counted of a part that is offered counts when the batch is
-taken: what nobody learns from is in no account. Who waits: whoever has its part of the batch, for those who have not;
-they come as soon as they do, or after a tenth of a second without, so nobody waits longer for a sign of life than a
-batch takes.
+Each learner contributes its offer for the batch, its counts since the last meeting, and whether the run should stop.
+All learners receive the same data, so all take the same decision. The counts of an offered part are added when the
+batch is taken: data that is never learned from is never counted. A learner whose part is ready waits for the others.
+They join as soon as their part is ready, or after a tenth of a second without one, so that no learner waits for a sign
+of life longer than a batch takes.
 """
 
 from __future__ import annotations
@@ -18,44 +18,47 @@ from echelon.algorithms.peers import Peers
 from echelon.roles.source import Counters, Offer, SharedSource
 from echelon.roles.stopping import RETURN_WINDOW
 
-COUNTED = ("env_steps", "episodes", "dropped", "lag_sum", "lag_steps")  # added up
+COUNTED = ("env_steps", "episodes", "dropped", "lag_sum", "lag_steps")  # summed over the learners
 OTHERS = ("is_over", "elapsed_s", "lag_max", "return_max", "num_ended")
 NUM_WORDS = len(Offer._fields) + len(OTHERS) + len(COUNTED) + 2 * RETURN_WINDOW
 
 
 class Meeting:
-    """One learner's seat in it."""
+    """One learner's side of the meetings."""
 
     def __init__(self, peers: Peers, source: SharedSource, counters: Counters) -> None:
-        """`counters` become those of all learners; the source keeps its own."""
+        """`counters` receives the totals of all learners; the source keeps its own counts."""
         self.peers, self.source, self.counters = peers, source, counters
-        self.is_over, self.elapsed_s = False, 0.0  # as the first learner says
-        self.fresh_lag: list[tuple[float, int]] = []  # lag mean and max of batches since the last report, of the first
+        self.is_over, self.elapsed_s = False, 0.0  # if any learner is over; the first learner's time
+        self.fresh_lag: list[tuple[float, int]] = []  # lag mean and max of batches since the last report, at rank 0
         self._reported = self._counts()
-        self._heard: list[list[list[float]]] = [[] for _ in range(peers.size)]  # of each learner, not counted yet
+        self._pending: list[list[list[float]]] = [[] for _ in range(peers.size)]  # received, not yet counted
 
     def hold(self, offer: Offer, is_over: bool, elapsed_s: float) -> list[Offer]:
-        """Tells the others, and hears their offers; the counters are everybody's from here on."""
-        everybody = self.peers.gather(self._words(offer, is_over, elapsed_s)).tolist()
+        """Exchanges offers and counts with the other learners, updates the counters and returns all offers."""
+        gathered = self.peers.gather(self._words(offer, is_over, elapsed_s)).tolist()
         offers, size = [], len(Offer._fields)
-        for words, heard in zip(everybody, self._heard, strict=True):
+        for words, pending in zip(gathered, self._pending, strict=True):
             is_ready, total, count, share = words[:size]
             offers.append(Offer(bool(is_ready), total, int(count), share))
-            heard.append(words[size + 2 :])
-        self.is_over = any(words[size] for words in everybody)
-        self.elapsed_s = everybody[0][size + 1]
+            pending.append(words[size + 2 :])
+        self.is_over = any(words[size] for words in gathered)
+        self.elapsed_s = gathered[0][size + 1]
         is_taken = all(offer.is_ready for offer in offers) and not self.is_over
         if is_taken or not self.source.counts_offers:
-            self._add_up([words for heard in self._heard for words in heard])  # in the order of the learners
-            for heard in self._heard:
-                heard.clear()
+            self._add_up([words for pending in self._pending for words in pending])  # in the order of the learners
+            for pending in self._pending:
+                pending.clear()
         return offers
 
     def _counts(self) -> list[float]:
         return [getattr(self.source.counters, name) for name in COUNTED]
 
     def _words(self, offer: Offer, is_over: bool, elapsed_s: float) -> torch.Tensor:
-        """What is told: the offer, OTHERS, COUNTED since the last time, returns and lengths of episodes that ended."""
+        """Returns the contribution of this learner.
+
+        It holds the offer, OTHERS, the increments of COUNTED, and the returns and lengths of episodes that ended.
+        """
         counters, counts, lags = self.source.counters, self._counts(), self.source.fresh_lag
         lag_max = max((peak for _, peak in lags), default=0)
         top = counters.return_max if counters.return_max is not None else -math.inf
@@ -72,9 +75,9 @@ class Meeting:
         lags.clear()
         return words
 
-    def _add_up(self, heard: Sequence[list[float]]) -> None:
+    def _add_up(self, received: Sequence[list[float]]) -> None:
         counters, lag_sum, lag_steps = self.counters, 0.0, 0.0
-        for lag_max, return_max, num_ended, *words in heard:
+        for lag_max, return_max, num_ended, *words in received:
             for name, value in zip(COUNTED, words, strict=False):
                 setattr(counters, name, getattr(counters, name) + (value if name == "lag_sum" else int(value)))
             lag_sum, lag_steps = lag_sum + words[3], lag_steps + words[4]
@@ -83,8 +86,8 @@ class Meeting:
             lengths = words[len(words) - int(num_ended) :]
             for value, length in zip(ended, lengths, strict=True):
                 counters.note_episode(value, int(length))
-            if math.isfinite(return_max):  # of episodes that are not among the newest
+            if math.isfinite(return_max):  # may belong to an episode that is no longer among the newest
                 best = counters.return_max
                 counters.return_max = return_max if best is None else max(best, return_max)
         if lag_steps and self.peers.rank == 0:
-            self.fresh_lag.append((lag_sum / lag_steps, max(int(words[0]) for words in heard)))
+            self.fresh_lag.append((lag_sum / lag_steps, max(int(words[0]) for words in received)))

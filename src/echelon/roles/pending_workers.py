@@ -1,7 +1,7 @@
-"""The lobby: where the first worker says what its environment observes and does, before a run can be laid out.
+"""Gets the spaces from the first worker, before a run starts whose learner has no environment.
 
-For learners whose machine has no environment. Waits for: a worker that arrives and fits; it is told to wait, and finds
-the gateway at the same address when the run has begun. One that does not fit is refused, and the next is waited for.
+Waits for: a worker that arrives with suitable spaces. It is told to wait, and finds the gateway at the same address
+when the run has started. A worker with unsuitable spaces is refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOOK_S = 1.0
 
 
 def await_spaces(config: TrainConfig, own: StateLayout | None, report: Callable[[str], None]) -> tuple[Spaces, str]:
-    """The spaces of the first worker that fits, and the address at which it will look for the gateway."""
+    """Waits for the first suitable worker. Returns its spaces, and the address at which it expects the gateway."""
     task = Task(config_io.to_json(config), own.to_json() if own is not None else None)
     server, handshakes = (
         Server("workers", config.workers.address, secret_from_environment(), MAX_BYTES),
@@ -63,7 +63,7 @@ def await_spaces(config: TrainConfig, own: StateLayout | None, report: Callable[
     server.serve(TASK, take)
     server.serve(EPISODES, take)
     try:
-        report(f"waiting at {server.address.removeprefix('tcp://')} for the first worker, for its spaces")
+        report(f"waiting at {server.address.removeprefix('tcp://')} for the spaces of the first worker")
         while not found:
             if not server.take(1):
                 server.sleep(LOOK_S)
@@ -74,7 +74,7 @@ def await_spaces(config: TrainConfig, own: StateLayout | None, report: Callable[
 
 
 def _spaces_in(message: FromWorker, config: TrainConfig) -> Spaces | None:
-    """The spaces of a worker that arrives; raises Refused where they, or the worker, do not fit."""
+    """Returns the spaces if `message` is an arrival, else None. Raises Refused if the worker is not suitable."""
     if isinstance(message, Ask | Arrive):
         check_protocol(message.protocol)
     if not isinstance(message, Arrive):

@@ -1,4 +1,4 @@
-"""Where a network is computed: the device and the threads that pay for it."""
+"""Chooses the device and the number of threads that compute a network."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from echelon.algorithms.model import Model
 from echelon.config import TrainConfig
 from echelon.errors import ConfigError
 
-MIN_GPU_PARAMETERS = 200_000  # of a large network: worth a GPU, or every core
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+MIN_GPU_PARAMETERS = 200_000  # a network of at least this size is worth a GPU, or all cores
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 
 
 def pick_device(name: str, num_parameters: int, option: str = "--device", *, least: int = MIN_GPU_PARAMETERS) -> str:
-    """The device that `name`, the value of `option`, stands for; ConfigError if it is not there.
+    """Returns the device for `name`, the value of `option`. Raises ConfigError if it does not exist.
 
-    `auto` takes a GPU for networks of `least` parameters: small ones are faster where their data already is.
+    `auto` chooses a GPU for networks of at least `least` parameters: smaller networks are faster on the CPU, where
+    their data is.
     """
     if name == "auto":
         return "cuda" if torch.cuda.is_available() and num_parameters >= least else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device={name}, but torch {torch.__version__} sees no GPU here. Use {option} cpu or auto.")
+        raise ConfigError(f"device={name}, but torch {torch.__version__} finds no GPU. Use {option} cpu or auto.")
     if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
         raise ConfigError(f"device={name} is not a device: use auto, cpu, cuda or cuda:N.")
     _, _, index = name.partition(":")
     if index and int(index) >= torch.cuda.device_count():
-        raise ConfigError(f"device={name}, but there are {torch.cuda.device_count()} GPUs here, counted from cuda:0.")
+        raise ConfigError(f"device={name}, but this host has {torch.cuda.device_count()} GPUs, counted from cuda:0.")
     return name
 
 
 def keep_freed_memory() -> None:
-    """Has malloc keep what this process frees, for its next batch.
+    """Makes malloc keep freed memory for the next batch.
 
-    glibc asks the kernel for every block above 32 MB and gives it back, so each large activation is zeroed page by page
-    whenever it is made: three tenths of the processor time of a batch of 122,880 samples with 64 units. The
-    process then stays as large as it ever was. Without glibc nothing changes.
+    By default glibc gets every block above 32 MB from the kernel and returns it when it is freed. The kernel then
+    zeroes the pages of each large activation whenever it is allocated, which takes 30 % of the CPU time of a batch of
+    122,880 samples with 64 units. With this setting the process never shrinks. Has no effect without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -47,10 +48,10 @@ def keep_freed_memory() -> None:
 
 
 def server_threads(config: TrainConfig, model: Model) -> int:
-    """Torch threads of an inference server: of a large network, its share of the cores that are not spoken for.
+    """Returns the torch threads of an inference server: for a large network, its share of the otherwise unused cores.
 
-    A pass on several cores takes more of their time altogether, so it pays where actors and learner leave some idle.
-    Measured with 8 to 64 rows of a network for Atari on two threads: 5 to 45 % more.
+    A forward pass on several cores takes more CPU time in total, so it pays off only on cores that actors and learner
+    leave idle. Measured with 8 to 64 rows of an Atari network on two threads: 5 to 45 % more CPU time.
     """
     spare = len(os.sched_getaffinity(0)) - config.actor.num_actors - 1
     return max(1, spare // config.acting.servers) if _is_shared(model) else 1

@@ -1,8 +1,8 @@
-"""The queue source: slots of the ring, taken in the order that the lag bound asks for and laid side by side in a batch.
+"""The queue source: takes slots from the ring, in the order that the lag bound requires, and joins them to a batch.
 
-The learner waits on `ready`, which actors ring when they commit. Slots are copied and released at once; admission of
-new ones follows when the weights learned from them are published (`admit`), which is what bounds the lag. If an actor
-dies, its unread slots stay readable; if it stalls, what it brings too late is dropped and counted.
+The learner waits on `ready`, which actors ring when they commit. Slots are copied and released immediately. New slots
+are admitted only when the weights learned from these are published (`admit`), which bounds the lag. If an actor dies,
+its unread slots stay readable. If it stalls, its slots that arrive too late are dropped and counted.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ BATCH_FIELDS = ("first", "action", "log_prob", "reward", "terminated", "truncate
 
 
 class Staged(Protocol):
-    """Memory that one batch is made in."""
+    """Memory in which one batch is assembled."""
 
     @property
     def batch(self) -> Any:
-        """What the learner learns from, once it has moved."""
+        """The batch; valid after `move`."""
 
     def put(self, position: int, stream: int, views: dict[str, Array]) -> None:
-        """Copies one slot of `stream` into its position of the batch."""
+        """Copies one slot of `stream` into position `position` of the batch."""
 
     def check(self) -> None:
-        """Refuses NaN and infinity before anything learns from them."""
+        """Raises DivergedError if the batch contains NaN or infinity."""
 
     def wait(self) -> None:
-        """Until the device has read what was staged here before."""
+        """Waits until the device has read the previous batch from this memory."""
 
     def move(self) -> None:
-        """Makes the batch, on the device."""
+        """Creates the batch on the device."""
 
 
 S = TypeVar("S", bound=Staged)
 
 
 class RingSource(SharedSource, Generic[S]):
-    """Batches of slots; subclasses say what lies in one, and count it."""
+    """Yields batches of slots; subclasses define the content of a slot and count it."""
 
     def __init__(self, config: TrainConfig, ring: SlotRing, device: torch.device) -> None:
         super().__init__()
@@ -60,41 +60,41 @@ class RingSource(SharedSource, Generic[S]):
         self.batch_size = config.batch_trajectories // config.learner.num_learners
         self.window = ring.num_slots
         self.prefetches = device.type != "cpu" and self.max_lag != 0
-        num_stagings = 1 if device.type == "cpu" else 2  # a GPU reads one while the next is filled
+        num_stagings = 1 if device.type == "cpu" else 2  # a GPU reads one while the other is filled
         self.stagings = collections.deque(self._make_staging() for _ in range(num_stagings))
         self.next_stream = 0
         self.prefetched: S | None = None
-        self.held: S | None = None  # offered to other learners
+        self.held: S | None = None  # offered to the other learners, not yet taken
         self.patience_s = config.learner.patience_s
-        self.short_since: float | None = None  # since when a batch could be filled without the slowest actor
+        self.short_since: float | None = None  # since when the other actors could fill a batch without the slowest one
         self.ahead = [0] * ring.num_streams  # slots of each stream in the prefetched batch
 
     @abstractmethod
     def _make_staging(self) -> S:
-        """Memory for one batch."""
+        """Returns memory for one batch."""
 
     @abstractmethod
     def _count(self, staging: S, version: int) -> None:
-        """Counts a batch that a learner at `version` learns from."""
+        """Counts the steps, episodes and lag of a batch for a learner at `version`."""
 
     def take(self, version: int) -> Any | None:
         staging = self._counted(version)
         return None if staging is None else staging.batch
 
     def offer(self, version: int) -> Offer:
-        """Whether its part of the next batch is there; it is held until the others have theirs."""
+        """Offers its part of the next batch, if it is ready, and holds it until the other learners have theirs."""
         self.held = self.held or self._counted(version)
         return Offer(self.held is not None)
 
     def take_part(self, version: int, offers: Sequence[Offer]) -> Any | None:
-        del version  # by which it was counted when it was offered
+        del version  # the part was counted when it was offered
         if self.held is None or not all(offer.is_ready for offer in offers):
             return None
         staging, self.held = self.held, None
         return staging.batch
 
     def _counted(self, version: int) -> S | None:
-        """The next batch, counted."""
+        """Returns the next batch, after counting it, or None if it is not ready."""
         staging, self.prefetched = self.prefetched, None
         if staging is not None:
             self.ahead = [0] * self.ring.num_streams
@@ -107,7 +107,7 @@ class RingSource(SharedSource, Generic[S]):
         return staging
 
     def prefetch(self, version: int) -> None:
-        """Fetches the batch for a learner at `version`, its next, while the device still learns from this one."""
+        """Fetches the next batch, for a learner at `version`, while the device still learns from the current one."""
         if self.prefetched is not None or not self.prefetches:
             return
         self._drop_late(version)
@@ -123,7 +123,7 @@ class RingSource(SharedSource, Generic[S]):
         self.ring.close()
 
     def _fetch(self, ahead: list[int] | None = None) -> S | None:
-        """Copies the next batch out of the ring; `ahead` counts what was taken from each stream before its turn."""
+        """Copies the next batch out of the ring. Adds the prefetched slots of each stream to `ahead`, if given."""
         streams = self._choose()
         if streams is None:
             return None
@@ -143,16 +143,16 @@ class RingSource(SharedSource, Generic[S]):
         return staging
 
     def admit(self) -> None:
-        """Lets every actor run a window ahead of what was learned from; rings those that may go on."""
+        """Lets every actor run `window` slots ahead of the learner, and wakes the actors that may continue."""
         for stream in range(self.ring.num_streams):
             self.ring.grant(stream, self.window - self.ahead[stream])
 
     def _is_late(self, slot: dict[str, Array], version: int) -> bool:
-        """Whether a learner at `version` gives up what lies in `slot`."""
+        """Returns whether `slot` is too old for a learner at `version`."""
         return self.max_lag is not None and bool(version - slot["version"][0] > self.max_lag)
 
     def _drop_late(self, version: int) -> int:
-        """Gives up what lags beyond the bound; returns how many slots that were."""
+        """Drops slots beyond the lag bound and returns their number."""
         late = 0
         for stream in range(self.ring.num_streams):
             while self.ring.num_ready(stream) and self._is_late(self.ring.readable(stream), version):
@@ -162,11 +162,11 @@ class RingSource(SharedSource, Generic[S]):
         return late
 
     def _choose(self) -> list[int] | None:
-        """Which stream fills each position of the batch; None if too few are ready.
+        """Returns the stream for each position of the batch, or None if too few slots are ready.
 
-        With a bound on the lag every actor brings the same share, in the order of the actors: then nobody overtakes
-        anybody, and nothing comes late. Only when one has stalled, and the bound allows it, do the others go on without
-        it. Without a bound it is whoever is ready, in turns.
+        If the lag is bounded, every actor contributes an equal share, in the order of the actors. No actor then
+        overtakes another and no slot is late. The others continue without an actor only if it has stalled and the bound
+        is above 0. If the lag is not bounded, ready streams are taken round robin.
         """
         num_streams = self.ring.num_streams
         ready = [self.ring.num_ready(stream) for stream in range(num_streams)]
@@ -188,7 +188,7 @@ class RingSource(SharedSource, Generic[S]):
         return chosen
 
     def _has_stalled(self, others_ready: bool) -> bool:
-        """Whether the others have been ready without the slowest for longer than it may take its time."""
+        """Returns whether the other actors have been ready for longer than `patience_s` without the slowest one."""
         if not others_ready:
             self.short_since = None
             return False
@@ -197,7 +197,7 @@ class RingSource(SharedSource, Generic[S]):
         return now - self.short_since > self.patience_s
 
     def _count_lag(self, lag: Array, weights: Array) -> None:
-        """`weights` says how many steps lag by each of `lag`."""
+        """Counts steps and their lag; `weights` holds the number of steps for each entry of `lag`."""
         counters, steps = self.counters, int(weights.sum())
         lag_sum, lag_max = float((lag * weights).sum()), int(lag.max())
         counters.env_steps += steps
@@ -208,10 +208,10 @@ class RingSource(SharedSource, Generic[S]):
 
 
 class Staging:
-    """One batch worth of memory on the CPU, page-locked where a GPU reads it, and the same fields on the device."""
+    """CPU memory for one batch of trajectories, pinned if the learner uses a GPU, and the batch on the device."""
 
     def __init__(self, schema: TrajectorySchema, trajectories: int, device: torch.device, first: int = 0) -> None:
-        """`first` is the actor of the first stream."""
+        """`first` is the index of the actor of the first stream."""
         self.schema, self.device, self.num_envs, self.first = schema, device, schema.num_envs, first
         self.arrays: dict[str, Array] = {}
         self.tensors: dict[str, torch.Tensor] = {}
@@ -231,10 +231,10 @@ class Staging:
             self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.batch: Batch
         if device.type == "cpu":
-            self.batch = self._make_batch()  # the memory itself
+            self.batch = self._make_batch()  # views of this memory
 
     def put(self, position: int, stream: int, views: dict[str, Array]) -> None:
-        """Copies one slot into the lanes of its position."""
+        """Copies one slot into the lanes at `position`."""
         lanes = slice(position * self.num_envs, (position + 1) * self.num_envs)
         for name, array in self.arrays.items():
             if name == "version":
@@ -246,16 +246,16 @@ class Staging:
         self.place(position, stream)
 
     def place(self, position: int, stream: int) -> None:
-        """Says whose lanes lie at a position."""
+        """Records the environments of the lanes at `position`: those of the actor of `stream`."""
         lanes = slice(position * self.num_envs, (position + 1) * self.num_envs)
         actor = self.first + stream
         self.lanes[lanes] = torch.arange(actor * self.num_envs, (actor + 1) * self.num_envs)
 
     def check(self) -> None:
-        """Refuses NaN and infinity before anything learns from them."""
+        """Raises DivergedError if a reward or an observation is NaN or infinite."""
         for name in ("reward", *self.schema.observation_names):
             array = self.arrays[name]
-            with np.errstate(over="ignore", invalid="ignore"):  # one look at all of it; a sum may overflow
+            with np.errstate(over="ignore", invalid="ignore"):  # fast check by one sum, which may itself overflow
                 if not np.issubdtype(array.dtype, np.floating) or np.isfinite(array.sum()):
                     continue
             bad = np.argwhere(~np.isfinite(array))
@@ -264,17 +264,17 @@ class Staging:
                 actor, env = divmod(int(self.lanes[column]), self.num_envs)
                 raise DivergedError(
                     f"{name} is {array[tuple(bad[0])]} at step {step} of a trajectory of actor {actor}, environment "
-                    f"{env} (index {bad[0][2:].tolist()} of the value). The environment must give finite numbers: "
-                    "check it, or wrap it to clip what it gives."
+                    f"{env} (index {bad[0][2:].tolist()} of the value). The environment must return finite numbers: "
+                    "check it, or wrap it to clip them."
                 )
 
     def wait(self) -> None:
-        """Until the device has read what was staged here before."""
+        """Waits until the device has read the previous batch from this memory."""
         if self.copied is not None:
             self.copied.synchronize()
 
     def move(self) -> None:
-        """Shows the batch to the device: to a GPU by copies that go on while the caller does."""
+        """Creates the batch on the device; copies to a GPU are asynchronous."""
         if self.copied is not None:
             self.batch = self._make_batch()
             self.copied.record()
@@ -292,7 +292,7 @@ class Staging:
 
 
 class QueueSource(RingSource[Staging]):
-    """Batches of trajectories in the order that the lag bound asks for."""
+    """Yields batches of trajectories in the order that the lag bound requires."""
 
     def __init__(
         self, config: TrainConfig, schema: TrajectorySchema, ring: SlotRing, device: torch.device, learner: int = 0

@@ -1,8 +1,8 @@
-"""Learning from replayed batches on a GPU as one recorded graph of kernels.
+"""Learning from replayed batches on a GPU as a CUDA graph.
 
-A batch is some hundred kernels of a few microseconds each, which take longer to launch than to run. Batches of replay
-have one shape and lie in one place (`BatchMemory`), and so does everything that learning changes; so the kernels are
-recorded once, for every variant of a batch that the rule knows, and launched together from then on.
+A batch takes some hundred kernels of a few microseconds each, which take longer to launch than to run. Replay batches
+have a fixed shape and a fixed address (`BatchMemory`), and so do all tensors that learning changes. The kernels are
+therefore recorded once for each variant of a batch that the algorithm has, and launched together from then on.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from echelon.algorithms.replayed import Replayed
 from echelon.roles.update import Acknowledge, LocalUpdate, LossAccount, Tick, learn_once
 from echelon.schema import TransitionBatch
 
-WARM_UP = 4  # batches before the first recording: libraries choose their kernels, optimizers make their state
+WARM_UP = 4  # batches before the first recording, in which libraries select kernels and optimizers create their state
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The kernels of one variant, and where they leave their results."""
+    """The CUDA graph of one variant, and the tensors that hold its results."""
 
     graph: torch.cuda.CUDAGraph
     names: tuple[str, ...]
@@ -30,16 +30,16 @@ class Recording:
 
 
 class RecordedLearning:
-    """`learn_once`, recorded."""
+    """Does the same as `learn_once`, by replaying a recorded graph."""
 
     def __init__(self, algorithm: Replayed, update: LocalUpdate) -> None:
         self.algorithm, self.update = algorithm, update
         self.recordings: dict[bool, Recording] = {}
         self.num_learned = 0
-        self.pool: Any = None  # of memory, which the recordings share: one runs at a time
+        self.pool: Any = None  # a memory pool shared by the recordings, as only one runs at a time
 
     def __call__(self, batch: Any, account: LossAccount, tick: Tick, acknowledge: Acknowledge | None) -> None:
-        """Learns from one batch, which must lie where the others did."""
+        """Learns from one batch, which must be at the same address as all others."""
         self.num_learned += 1
         if self.num_learned <= WARM_UP:
             learn_once(self.algorithm, batch, self.update, account, tick, acknowledge)
@@ -56,7 +56,7 @@ class RecordedLearning:
             acknowledge(batch.keys, recording.priorities)
 
     def _record(self, batch: TransitionBatch) -> Recording:
-        """Goes through a batch without computing anything."""
+        """Records the kernels for a batch without running them."""
         graph, account, given = torch.cuda.CUDAGraph(), LossAccount(), list[torch.Tensor]()
         graph.register_generator_state(self.algorithm.generator)
         num_learned = self.algorithm.num_learned

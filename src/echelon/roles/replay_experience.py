@@ -1,9 +1,9 @@
-"""Replay experience: the steps of an actor's teams become n-step transitions in its replay shard.
+"""Replay experience: converts the steps of an actor's teams into n-step transitions in its replay shard.
 
-A step is looked at again when the next one is made: only then is it known what the policy thinks of what followed, from
-which a transition gets its first priority (Horgan et al., 2018). Nobody admits single trajectories; the limiter says
-when the actor may go on, and wakes it. If the actor dies, its successor goes on at the shard's head: transitions that
-were open are lost, and nothing else.
+A transition is stored one step after it is complete, because its initial priority depends on the policy's values for
+its last observation (Horgan et al., 2018). Trajectories are not admitted one by one; the limiter decides when the actor
+may continue, and wakes it. If the actor dies, its successor continues at the shard's head; only transitions that were
+not stored yet are lost.
 
 Shapes: K environments of a team, M transitions that a step completes, S frames of a stack.
 """
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from echelon.roles.plan.replay import ReplayPlan
 
 Array = np.ndarray[Any, Any]
-START_POLL_S = 0.02  # between looks at whether the learner has opened the run
+START_POLL_S = 0.02  # interval at which the actor checks whether the learner has opened the run
 
 
 @dataclass(slots=True)
 class Window:
-    """What is under way in the environments of one team."""
+    """The incomplete transitions and episodes of one team."""
 
     nstep: NStep
     ledger: EpisodeLedger
-    views: dict[str, Array]  # its columns of the page
+    views: dict[str, Array]  # the team's columns of the page
     frames: dict[str, FrameWriter] = field(default_factory=dict)  # by leaf
-    complete: Transitions | None = None  # by the last step; they wait for the next
+    complete: Transitions | None = None  # completed by the last step, to be stored with the next one
 
 
 class ReplayExperience:
-    """Transitions in the actor's shard."""
+    """Writes transitions into the actor's shard."""
 
     def __init__(self, plan: ReplayPlan, schema: TrajectorySchema, actor: int, station: Station) -> None:
         config: TrainConfig = plan.config
@@ -57,10 +57,10 @@ class ReplayExperience:
         self.n_step, self.discount = config.replay.n_step, config.algorithm.discount
         self.clip, self.prioritized = config.algorithm.reward_clip, config.replay.prioritized
         self.writer, self.limiter, self.tally = ShardWriter(plan.shard(actor)), plan.limiter(), plan.tally()
-        self.limiter.note_inserted(actor, self.writer.head)  # a predecessor may have died before it said so
+        self.limiter.note_inserted(actor, self.writer.head)  # a predecessor may have died before it noted the append
         self.chunk, self.learning_rate = plan.rule.chunk, config.optimizer.learning_rate
         self.paths = schema.observation_names
-        self.kept = (*self.paths, "action", "version")  # of the step that a transition starts at
+        self.kept = (*self.paths, "action", "version")  # fields stored from the first step of a transition
         self.stacks = [leaf.path for leaf in stack_leaves(config, schema.spaces)]
         self.views = schema.views(np.zeros(schema.nbytes, np.uint8))
         self.windows: dict[int, Window] = {}
@@ -82,49 +82,49 @@ class ReplayExperience:
         return self.tally.is_open and self.limiter.may_insert(self.chunk)
 
     def open(self, trajectory: int) -> None:
-        """Versions go with the transitions."""
+        """Does nothing: every transition carries its own version."""
 
-    def stepped(self, team: Team, row: Row, answer: ActReply) -> None:
+    def stepped(self, team: Team, row: Row, reply: ActReply) -> None:
         window = self.windows[team.index]
         self._check(team, row)
-        seen = dict(zip(self.paths, row.question.leaves, strict=True))
+        seen = dict(zip(self.paths, row.request.leaves, strict=True))
         seen |= {path: frames.store(seen[path]) for path, frames in window.frames.items()}
         if window.complete is not None and len(window.complete.envs):
-            self._append(window.complete, seen, answer)
-        start = {**seen, "action": row.action, "version": np.full(len(row.action), answer.version)}
-        if answer.values is not None:
-            start["chosen"] = answer.values.chosen
+            self._append(window.complete, seen, reply)
+        start = {**seen, "action": row.action, "version": np.full(len(row.action), reply.version)}
+        if reply.values is not None:
+            start["chosen"] = reply.values.chosen
         step = row.step
         reward = np.clip(step.reward, -self.clip, self.clip) if self.clip else step.reward
         window.complete = window.nstep.push(start, reward, (step.terminated, step.truncated), step.valid)
         self._check_sums(team, window.complete)
 
-    def _append(self, done: Transitions, seen: dict[str, Array], answer: ActReply) -> None:
-        """Stores transitions whose last observation is what was `seen` before the newest step."""
+    def _append(self, done: Transitions, seen: dict[str, Array], reply: ActReply) -> None:
+        """Stores complete transitions. `seen` holds their last observation, to which `reply` is the reply."""
         fields = {name: done.start[name] for name in self.kept}
         fields |= {f"next_{path}": seen[path][done.envs] for path in self.paths}
         fields |= {"reward": done.reward, "discount": done.discount}
         if not self.prioritized:
             priorities = np.ones(len(done.envs))
-        elif answer.values is None:
+        elif reply.values is None:
             priorities = np.full(len(done.envs), self.tally.top_priority)
         else:
-            chosen, best = done.start["chosen"], answer.values.best[done.envs]
+            chosen, best = done.start["chosen"], reply.values.best[done.envs]
             with np.errstate(over="ignore", invalid="ignore"):
                 priorities = initial_priorities(chosen, done.reward, done.discount, best).astype(np.float64)
-            worst = int(priorities.argmax())  # NaN is the largest of all, and below nothing
+            worst = int(priorities.argmax())  # argmax finds NaN, and no comparison with NaN is true
             if not priorities[worst] <= MAX_PRIORITY:
-                values = f"an action of actor {self.actor} at {chosen[worst]} and what followed at {best[worst]}"
-                raise diverged(f"the policy of version {answer.version} values {values}", self.learning_rate)
+                values = f"an action of actor {self.actor} at {chosen[worst]} and the next state at {best[worst]}"
+                raise diverged(f"the policy of version {reply.version} values {values}", self.learning_rate)
         head = self.writer.append(fields, priorities)
         self.limiter.note_inserted(self.actor, head + len(priorities))
 
     def _check(self, team: Team, row: Row) -> None:
-        """Refuses NaN and infinity before anything learns from them."""
+        """Raises DivergedError if a reward or an observation is NaN or infinite."""
         step = row.step
         names = ("reward", *self.paths)
         for name, array in zip(names, (step.reward, *step.observation), strict=True):
-            with np.errstate(over="ignore", invalid="ignore"):  # one look at all of it; a sum may overflow
+            with np.errstate(over="ignore", invalid="ignore"):  # fast check by one sum, which may itself overflow
                 if array.dtype.kind != "f" or np.isfinite(array.sum()):
                     continue
             bad = np.argwhere(~np.isfinite(array))
@@ -132,17 +132,17 @@ class ReplayExperience:
                 env = int(bad[0][0])
                 raise DivergedError(
                     f"{name} is {array[tuple(bad[0])]} after a step of actor {self.actor}, environment "
-                    f"{team.columns.start + env} (index {bad[0][1:].tolist()} of the value). The environment must give "
-                    "finite numbers: check it, or wrap it to clip what it gives."
+                    f"{team.columns.start + env} (index {bad[0][1:].tolist()} of the value). The environment must "
+                    "return finite numbers: check it, or wrap it to clip them."
                 )
 
     def _check_sums(self, team: Team, done: Transitions) -> None:
-        """Refuses rewards that are finite one by one and not when they are summed."""
+        """Raises DivergedError if the sum of finite rewards is not finite."""
         beyond = np.flatnonzero(~np.isfinite(done.reward))
         if len(beyond):
             raise DivergedError(
                 f"the sum of rewards over {self.n_step} steps is {done.reward[beyond[0]]} after a step of actor "
-                f"{self.actor}, environment {team.columns.start + int(done.envs[beyond[0]])}: float32 cannot hold it. "
+                f"{self.actor}, environment {team.columns.start + int(done.envs[beyond[0]])}: it overflows float32. "
                 "Scale the rewards in the environment, or clip them (--algorithm.reward-clip)."
             )
 
@@ -164,4 +164,4 @@ class ReplayExperience:
         self.station.waited(start)
 
     def close(self) -> None:
-        """Segments go with the session."""
+        """Does nothing: the shared memory is removed with the session."""

@@ -1,8 +1,9 @@
 """The part of a replay that one of several learners draws from: the shards of its own actors.
 
-All learners draw one batch together, as one would that had all of their shards: each as many transitions as its shards
-weigh, and importance weights are those of one buffer. So before every batch they tell each other their `Mass`, and
-after drawing their largest weight. The first one looks at the limiter and at the actors' tally; the others follow it.
+All learners draw one batch together, with the same distribution as a single learner that has all shards. Each draws a
+number of transitions in proportion to the mass of its shards, and importance weights are those of a single buffer.
+Before every batch the learners therefore exchange their `Mass`, and after drawing their largest weight. The first
+learner checks the limiter and reads the actors' tally; the others follow its decision.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ if TYPE_CHECKING:
     from echelon.roles.plan.replay import ReplayPlan
 
 NOTHING = np.zeros(0, np.int64)
-EMPTY = Sampled(Keys(NOTHING, NOTHING), np.zeros(0), 0.0, {})  # what a learner draws whose shards weigh too little
+EMPTY = Sampled(Keys(NOTHING, NOTHING), np.zeros(0), 0.0, {})  # the sample of a learner whose share of a batch is 0
 
 
 class ReplayPart(ReplaySource, SharedSource):
-    """Parts of batches, drawn as often as the limiter allows all learners together."""
+    """Yields parts of batches, as often as the limiter allows all learners together."""
 
-    counts_offers = False  # steps are counted when actors make them
+    counts_offers = False  # steps are counted when actors make them, not when a part is offered
 
     def __init__(self, plan: ReplayPlan, device: torch.device, peers: Peers) -> None:
         super().__init__(plan, device)
         self.peers, self.is_first = peers, peers.rank == 0
-        self.prefetches = False  # what is drawn next depends on what the others have by then
+        self.prefetches = False  # the size of the next part depends on the other learners' shards at that time
         self.everything = Seen(plan.readers(), self.replay.alpha)
         if not self.is_first:
-            life = (plan.config.seed, plan.context.generation, self.learner, plan.context.incarnation)
-            self.rng = np.random.default_rng(life)
+            seed = (plan.config.seed, plan.context.generation, self.learner, plan.context.incarnation)
+            self.rng = np.random.default_rng(seed)
 
     def offer(self, version: int) -> Offer:
-        """What its shards weigh; the first learner says whether the limiter allows a batch."""
+        """Offers the mass of its shards. Only the first learner checks whether the limiter allows a batch."""
         del version
-        self._give_back()
+        self._update_priorities()
         self.replay.advance()
         if self.is_first:
             self._count_actors()
@@ -73,7 +74,7 @@ class ReplayPart(ReplaySource, SharedSource):
         return batch
 
     def _stage_part(self, staging: TransitionStaging, count: int, elsewhere: Mass) -> None:
-        """Draws `count` items; their weights are over the largest of all learners'."""
+        """Draws `count` items. Their weights are divided by the largest weight of all learners."""
         sampled = EMPTY
         if count:
             draft = self.replay.draw(count, self.beta, self.rng, elsewhere)
@@ -88,7 +89,7 @@ class ReplayPart(ReplaySource, SharedSource):
             super().admit()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The generator is the first learner's; the others draw from streams that nothing was drawn from."""
+        """Loads the state. The saved generator is the first learner's; the others keep their new generators."""
         if state and not self.is_first:
             state = {**state, "rng": self.rng.bit_generator.state}
         super().load_state_dict(state)

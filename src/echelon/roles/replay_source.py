@@ -1,9 +1,10 @@
-"""The replay source: batches of transitions drawn from the shards of all actors, with everything counted on the way.
+"""The replay source: draws batches of transitions from the shards of all actors and keeps the counters.
 
-The learner waits until the limiter lets it draw, which an actor's append may do, and wakes actors by drawing. From
-shards of other hosts `replay.prefetch` batches are under way while it learns; what is drawn ahead counts as drawn.
-Priorities go back after the losses; from a GPU they come one batch late, as nobody waits for them. If an actor dies,
-its shard stays; if the learner dies, its successor finds shards, priorities and counts in shared memory and goes on.
+The learner waits until the limiter allows it to draw; an actor's append wakes it, and drawing wakes actors. From shards
+of other hosts, `replay.prefetch` batches are in flight while it learns; they count as drawn. Priorities are written
+back after the losses are computed; from a GPU they arrive one batch late, because the learner does not wait for them.
+If an actor dies, its shard stays. If the learner dies, its successor continues with the shards, priorities and counts
+in shared memory.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
     from echelon.roles.plan.replay import ReplayPlan
 
 Array = np.ndarray[Any, Any]
-FINISH_POLL_S = 0.1  # between two signs of life while the last snapshot is written
+FINISH_POLL_S = 0.1  # between two ticks while the final snapshot is written
 
 
 class ReplaySource(Source):
-    """Batches of transitions, drawn as often as the limiter allows."""
+    """Yields batches of transitions, as often as the limiter allows."""
 
     def __init__(self, plan: ReplayPlan, device: torch.device) -> None:
         super().__init__()
@@ -51,10 +52,10 @@ class ReplaySource(Source):
         self.limiter, self.links = side.limiter, side.links
         self.remote_wait = RemoteWait(side.links, side.limiter.listen(self.learner)) if side.links else None
         self.replay = Replay(side.readers, config.alpha if config.prioritized else 0.0)
-        self.everything: Replay | Seen = self.replay  # the shards of the whole run
+        self.everything: Replay | Seen = self.replay  # all shards of the run, also those of other learners
         self.content, self.acknowledge = self, self._acknowledge if self.replay.alpha > 0.0 else None
         self.drafts = collections.deque[Draft]()
-        self.is_short, self.short_news = False, list[str]()  # whether the shards cannot fill a batch, and what to tell
+        self.is_short, self.short_news = False, list[str]()  # whether the shards cannot fill a batch, and its report
         self.num_ahead = config.prefetch if side.links else 0
         self.rng = np.random.default_rng((plan.config.seed, plan.context.generation))
         self.learning_rate = plan.config.optimizer.learning_rate
@@ -62,7 +63,7 @@ class ReplaySource(Source):
         self.seen = [self.tally.episodes_of(actor) for actor in range(plan.config.num_shards)]
         self.paths = [leaf.path for leaf in space_leaves(self.space)]
         on_cpu, layout = device.type == "cpu", plan.layout
-        num_stagings = 1 if on_cpu else 2  # a GPU reads one while the next is filled
+        num_stagings = 1 if on_cpu else 2  # a GPU reads one while the other is filled
         self.stagings = collections.deque(
             TransitionStaging(layout, self.batch_size, device) for _ in range(num_stagings)
         )
@@ -75,18 +76,18 @@ class ReplaySource(Source):
     # Batches.
 
     def take(self, version: int) -> TransitionBatch | None:
-        """The next batch for a learner at `version`, or None when the limiter does not allow it yet."""
+        """Returns the next batch for a learner at `version`, or None if it is not ready or not allowed yet."""
         self._count_actors()
         batch, self.prefetched = self.prefetched, None
         if batch is not None:
             return batch
-        self._give_back()
+        self._update_priorities()
         return self._fetch(version)
 
     def prefetch(self, version: int) -> None:
-        """Fetches the batch for a learner at `version`, its next, while the device still learns from this one."""
+        """Fetches the next batch, for a learner at `version`, while the device still learns from the current one."""
         if self.prefetched is None and self.prefetches:
-            self._give_back(1)  # the newest are of the batch that it learns from
+            self._update_priorities(1)  # the newest belong to the current batch
             self.prefetched = self._fetch(version)
 
     def _fetch(self, version: int) -> TransitionBatch | None:
@@ -96,7 +97,7 @@ class ReplaySource(Source):
         staging = self._next_staging()
         try:
             staging.put(self.replay.collect(self.drafts.popleft(), staging.block))
-        except NothingLeft:  # the last host was lost a moment ago: what becomes of that is for the next `_draw`
+        except NothingLeft:  # the last host was just lost; the next `_draw` handles that
             self.stagings.rotate(-1)
             self.drafts.clear()
             return None
@@ -109,7 +110,7 @@ class ReplaySource(Source):
         return staging
 
     def _move(self, staging: TransitionStaging, version: int) -> TransitionBatch:
-        """The batch that was staged, on the device, and counted."""
+        """Moves the staged batch to the device, counts its lag and returns it."""
         self._count_lag(version - staging.arrays["version"][: len(staging.keys)])
         fields = staging.move(self.landing)
         return TransitionBatch(
@@ -123,13 +124,13 @@ class ReplaySource(Source):
         )
 
     def _draw(self) -> None:
-        """Draws the next batch, and those that are to be under way after it, as far as the limiter allows."""
+        """Draws the next batch and `num_ahead` further ones, as far as the limiter allows."""
         is_due = self.limiter.may_sample(self.batch_size)
-        if self.links or is_due:  # counts of other hosts come with their news
+        if self.links or is_due:  # messages of other hosts update the limiter's counts
             self.replay.advance()
         if self.replay.size < self.batch_size:
-            self.drafts.clear()  # a host was lost: what is left does not fill a batch
-            if is_due:  # and not since: what was counted before `advance` was there to be taken in
+            self.drafts.clear()  # a host was lost, and the remaining items do not fill a batch
+            if is_due:  # evaluated before `advance`, which has read all items counted by then: items are missing
                 self._write_off()
             return
         self.is_short = False
@@ -138,14 +139,17 @@ class ReplaySource(Source):
             self.drafts.append(self.replay.draw(self.batch_size, self.beta, self.rng))
 
     def _write_off(self) -> None:
-        """Lets actors append where what is left of their items does not fill a batch; tells so once."""
+        """Writes off the samples due for evicted items, so that actors may append although no batch can be filled.
+
+        Reports the shortage once.
+        """
         self.limiter.write_off(self.learner)
         rings = ", ".join(ring.name for ring in self.replay.layout.rings)
-        if rings and not self.is_short and not any(self.replay.is_lost):  # that a host is lost is told already
+        if rings and not self.is_short and not any(self.replay.is_lost):  # a lost host is reported elsewhere
             self.short_news.append(
-                f"replay: {self.replay.size} of the {self.limiter.inserted:,} transitions stored are left, too few for "
-                f"a batch of {self.batch_size}: frames of {rings} are rarely seen again in the next stack, so they "
-                "leave before their transitions do. Use --replay.frames whole, or raise replay.capacity."
+                f"replay: only {self.replay.size} of the {self.limiter.inserted:,} stored transitions are left, too "
+                f"few for a batch of {self.batch_size}: consecutive stacks of {rings} share few frames, so frames are "
+                "evicted before their transitions. Use --replay.frames whole, or raise replay.capacity."
             )
         self.is_short = True
 
@@ -153,12 +157,12 @@ class ReplaySource(Source):
         return unflatten(self.space, iter([fields[prefix + path] for path in self.paths]))
 
     def listen(self) -> None:
-        """Without links nothing is missed by looking: the limiter's words are looked at again before anybody sleeps."""
+        """Prepares a `wait` on other hosts. Without links this is not needed: the limiter checks before it sleeps."""
         if self.remote_wait is not None:
             self.remote_wait.listen()
 
     def wait(self, station: Station, timeout_s: float) -> None:
-        """Sleeps until a batch may be drawn, at most `timeout_s`."""
+        """Sleeps until a batch may be drawn, for at most `timeout_s`."""
         start = time.perf_counter()
         if self.remote_wait is not None:
             self.remote_wait.wait(timeout_s)
@@ -167,44 +171,44 @@ class ReplaySource(Source):
         station.waited(start)
 
     def _may_draw(self) -> bool:
-        """Whether the limiter allows a batch and the shards can fill it."""
+        """Returns whether the limiter allows a batch and the shards can fill it."""
         if not self.limiter.may_sample(self.batch_size):
             return False
         self.replay.advance()
         return self.replay.size >= self.batch_size
 
     def admit(self) -> None:
-        """Opens the run to the actors, which go on from where the counters stand; once."""
+        """Opens the run to the actors, with the current counters as its start. Only the first call has an effect."""
         self.tally.open(self.counters.env_steps, self.counters.episodes)
 
     @property
     def beta(self) -> float:
-        """How far importance weights correct."""
+        """The exponent of the importance weights (0: no correction, 1: full correction)."""
         return self.config.beta_start + self.progress * (self.config.beta_end - self.config.beta_start)
 
     # Priorities.
 
     def _acknowledge(self, keys: Keys, priorities: torch.Tensor) -> None:
-        """Gives the transitions of a batch that was learned from their new priorities."""
+        """Queues the new priorities of a batch; on the CPU, applies them immediately."""
         if len(keys) == 0:
             return
         self.unread.append((keys, Reading(priorities)))
         if self.device.type == "cpu":
-            self._give_back()
+            self._update_priorities()
 
-    def _give_back(self, keep: int = 0) -> None:
-        """Priorities of all batches but the newest `keep`."""
+    def _update_priorities(self, keep: int = 0) -> None:
+        """Applies the queued priorities of all batches except the newest `keep`."""
         while len(self.unread) > keep:
             keys, reading = self.unread.popleft()
             priorities = reading.read()
             top = float(priorities.max())
-            if not top <= MAX_PRIORITY:  # NaN is the largest of all, and below nothing
+            if not top <= MAX_PRIORITY:  # max finds NaN, and no comparison with NaN is true
                 what = f"the TD error of a transition became {top} ({self.counters.env_steps:,} steps)"
                 raise diverged(what, self.learning_rate)
             self.replay.update(keys, priorities)
             self.tally.raise_top(top, self.learner)
 
-    # What is counted.
+    # Counts.
 
     def _count_actors(self) -> None:
         counters, tally = self.counters, self.tally
@@ -229,9 +233,9 @@ class ReplaySource(Source):
         self.fresh_lag.append((lag_sum / len(lag), lag_max))
 
     def figures(self) -> dict[str, Any]:
-        """How replay stands: transitions there, stored and drawn, and drawn for each that was stored.
+        """Returns the number of transitions present, inserted and sampled, and the samples per insert.
 
-        What was due for transitions that are gone is written off, and not drawn.
+        Samples that were due for evicted transitions count as `written_off`, not as `sampled`.
         """
         self.replay.advance()
         inserted, sampled = self.limiter.inserted, self.limiter.sampled
@@ -257,23 +261,23 @@ class ReplaySource(Source):
             self.tally.raise_top(state["top_priority"], self.learner)
             span = self.config.beta_end - self.config.beta_start
             past = (state.get("beta", self.config.beta_start) - self.config.beta_start) / span if span else 0.0
-            self.progress = state.get("progress", past)  # an earlier version wrote what followed from it
+            self.progress = state.get("progress", past)  # earlier versions saved beta instead of progress
 
     def save(self, name: str) -> None:
-        """Begins to write the replay's content as of now, unless that of an earlier checkpoint is still being written.
+        """Starts to write a snapshot of the replay, unless an earlier snapshot is still being written.
 
-        Waits for it where all roles share one process: there nothing may depend on how fast a disk is.
+        Waits until it is written if all roles share one process: such a run must not depend on the speed of the disk.
         """
         if self.archive is None:
             return
-        self._give_back()
+        self._update_priorities()
         self.replay.advance()
         self.archive.begin(name, self.everything, self.limiter)
         if self.waits_for_disk:
             self.finish(lambda: None)
 
     def finish(self, tick: Callable[[], None]) -> None:
-        """Waits until what `save` began is written; calls `tick` meanwhile."""
+        """Waits until the snapshot that `save` started is written; calls `tick` in the meantime."""
         while self.archive is not None and not self.archive.wait(FINISH_POLL_S):
             tick()
 
@@ -284,6 +288,6 @@ class ReplaySource(Source):
         return news
 
     def close(self) -> None:
-        """Segments go with the session."""
+        """Closes the links; the shared memory is removed with the session."""
         for link in self.links:
             link.close()

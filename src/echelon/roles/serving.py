@@ -1,4 +1,4 @@
-"""Servers as roles of a run: each steps its server, and shows where its time goes and how it does."""
+"""The common part of roles that run a server: they step the server and publish its times and figures."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ REPORT_S = 1.0
 
 
 class SteppedServer(Protocol):
-    """What answers others."""
+    """A server that handles requests step by step."""
 
     def step(self, timeout_s: float) -> bool:
-        """Answers what has come; waits at most `timeout_s` for something. Whether there was anything."""
+        """Handles pending requests; waits up to `timeout_s` for one. Returns whether there was any."""
 
     def close(self) -> None: ...
 
 
 class Serving:
-    """A role around a server, which its subclass makes and gives account of."""
+    """A role that runs a server. Subclasses create the server and return its times and figures."""
 
-    KIND: ClassVar[str]  # by which its figures are named
+    KIND: ClassVar[str]  # the key of its figures in gauge.FIGURES
     server: SteppedServer
 
     def __init__(self, context: Context) -> None:
@@ -43,11 +43,11 @@ class Serving:
         return worked
 
     def times(self) -> dict[str, float]:
-        """Where the server's time went so far, by phase."""
+        """Returns the server's time so far in seconds, by phase."""
         raise NotImplementedError
 
     def figures(self) -> dict[str, Any]:
-        """What to show of it, for the record."""
+        """Returns the server's figures for the metrics."""
         raise NotImplementedError
 
     def _show(self) -> None:

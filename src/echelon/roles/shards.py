@@ -1,7 +1,8 @@
 """The shards role: a shard server as a process of a run.
 
-Waits for: questions of learners, and appends while a learner waits for news. Wakes: the actors of its host. If it dies,
-the supervisor starts another, which listens at the same address; the learner asks it again and nothing is lost.
+Waits for: requests of learners, and for appends while a learner waits for new items. Wakes: the actors of its host. If
+it dies, the supervisor starts a new one, which listens at the same address; the learner resends its requests and
+nothing is lost.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from echelon.transport.sockets import announce
 
 
 class Shards(Serving):
-    """Answers what has come, a step at a time."""
+    """The shards role: handles pending requests in each step."""
 
     KIND = "shards"
     server: ShardServer
@@ -34,11 +35,11 @@ class Shards(Serving):
         return {"transfer": self.server.work_s, "wait": self.server.wait_s}
 
     def figures(self) -> dict[str, Any]:
-        """What it gave away: answers, transitions, and what was refused."""
+        """Returns the number of replies, of transitions sent and of refused messages."""
         server = self.server
         return {"answers": server.num_answers, "items": server.num_items, "refused": server.num_refused}
 
 
 def shards(config: dict[str, Any]) -> Shards:
-    """The entry of a shard server's process."""
+    """The entry point of a shard server process."""
     return Shards(Context.from_config(config))

@@ -1,6 +1,6 @@
-"""Sources: where the learner takes batches from, and what is counted of them.
+"""The interface of sources, from which the learner takes batches, and the counters of consumed experience.
 
-`QueueSource` takes slots, once and in order; `ReplaySource` draws transitions, again and again.
+`QueueSource` yields every slot once and in order; `ReplaySource` draws transitions repeatedly.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from echelon.roles.update import Acknowledge
 
 @dataclass(slots=True)
 class Counters:
-    """What was consumed so far: the run's own account of itself."""
+    """Totals of the experience that the run has consumed so far."""
 
     env_steps: int = 0
     episodes: int = 0
     updates: int = 0
-    dropped: int = 0  # trajectories that came too late
+    dropped: int = 0  # trajectories that arrived too late
     lag_sum: float = 0.0
-    lag_steps: int = 0  # that the sum is over
+    lag_steps: int = 0  # number of steps in lag_sum
     lag_max: int = 0
     return_max: float | None = None
     returns: collections.deque[float] = field(default_factory=lambda: collections.deque(maxlen=RETURN_WINDOW))
@@ -42,13 +42,13 @@ class Counters:
         return self.lag_sum / self.lag_steps if self.lag_steps else 0.0
 
     def note_episode(self, value: float, length: int) -> None:
-        """An episode ended with this return; how many did is counted by the caller."""
+        """Notes the return and length of an episode. The caller counts the episodes."""
         self.returns.append(value)
         self.lengths.append(length)
         self.return_max = value if self.return_max is None else max(self.return_max, value)
 
     def note_episodes(self, values: list[float], lengths: list[int]) -> None:
-        """Episodes ended with these returns and lengths: many at once, as short ones of many environments do."""
+        """Notes the returns and lengths of several episodes in one call, which is faster for many short episodes."""
         self.returns.extend(values)
         self.lengths.extend(lengths)
         best = [] if self.return_max is None else [self.return_max]
@@ -67,44 +67,44 @@ class Counters:
 
 
 class Offer(NamedTuple):
-    """What one of several learners can give to the next batch."""
+    """What one of several learners can contribute to the next batch."""
 
     is_ready: bool
-    total: float = 0.0  # the mass of its shards (`replay.sampled.Mass`), where experience is replayed
+    total: float = 0.0  # the mass of its shards (`replay.sampled.Mass`), with replay
     size: int = 0
-    share: float = 0.0  # a number drawn at random; that of the first learner counts
+    share: float = 0.0  # a random number; only that of the first learner is used
 
 
 class Content(Protocol):
-    """What a source keeps from batch to batch, and across restarts of the learner."""
+    """State that a source keeps between batches and across restarts of the learner."""
 
     def figures(self) -> dict[str, Any]:
-        """How it stands, for the record."""
+        """Returns figures for the metrics."""
 
     def news(self) -> list[str]:
-        """What the user should be told since the last time."""
+        """Returns the messages for the user since the last call."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Returns the state to save in a checkpoint."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def save(self, name: str) -> None:
-        """Begins to write all of it, if that is asked for, for the checkpoint of that name."""
+        """Starts to write the whole content for the checkpoint `name`, if that is configured."""
 
     def finish(self, tick: Callable[[], None]) -> None:
-        """Waits until what `save` began is written; calls `tick` meanwhile."""
+        """Waits until the content that `save` started to write is written; calls `tick` in the meantime."""
 
 
 class Source(ABC):
-    """Where the learner takes batches from."""
+    """Yields batches to the learner."""
 
     publish_every = 1  # batches from one version of the weights to the next
-    rate_window_s = 1.0  # that the recent rate of steps covers
+    rate_window_s = 1.0  # time covered by the recent rate of steps
     counts_episodes = False  # whether a run may be stopped by its number of episodes
-    progress = 0.0  # the part (0 to 1) of the run that is done, as the learner says after every batch it takes
-    content: Content | None = None  # none where everything is learned from once
-    acknowledge: Acknowledge | None = None  # told what there was to learn from the items of a batch
+    progress = 0.0  # completed fraction (0 to 1) of the run; the learner sets it after every batch it takes
+    content: Content | None = None  # None if every item is learned from once
+    acknowledge: Acknowledge | None = None  # receives the new priorities of the items of a batch
 
     def __init__(self) -> None:
         self.counters = Counters()
@@ -112,37 +112,37 @@ class Source(ABC):
 
     @abstractmethod
     def take(self, version: int) -> Any | None:
-        """The next batch for a learner at `version`, or None when it is not there yet."""
+        """Returns the next batch for a learner at `version`, or None if it is not ready."""
 
     @abstractmethod
     def prefetch(self, version: int) -> None:
-        """Fetches the batch for a learner at `version`, its next, while a GPU still learns from this one."""
+        """Fetches the next batch, for a learner at `version`, while a GPU still learns from the current one."""
 
     @abstractmethod
     def listen(self) -> None:
-        """From here on, what arrives ends a `wait`; look once more before waiting."""
+        """Arms `wait`: anything that arrives after this call ends it. Check once more before waiting."""
 
     @abstractmethod
     def wait(self, station: Station, timeout_s: float) -> None:
-        """Sleeps until there may be a batch, at most `timeout_s`."""
+        """Sleeps until a batch may be ready, for at most `timeout_s`."""
 
     @abstractmethod
     def admit(self) -> None:
-        """New weights are published: lets the actors go on."""
+        """Lets the actors continue. Called after new weights are published."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 class SharedSource(Source):
-    """Where one of several learners takes its part of every batch from."""
+    """Yields one learner's part of every batch, with several learners."""
 
-    counts_offers = True  # whether `offer` counts what it offers, before it is taken
+    counts_offers = True  # whether `offer` counts a part when it is offered, before it is taken
 
     @abstractmethod
     def offer(self, version: int) -> Offer:
-        """What it has for the next batch; the learner is at `version`."""
+        """Returns its offer for the next batch, for a learner at `version`."""
 
     @abstractmethod
     def take_part(self, version: int, offers: Sequence[Offer]) -> Any | None:
-        """Its part of the next batch, or None if by everybody's `offers`, in order, there is none yet."""
+        """Returns its part of the next batch, or None if the `offers` of all learners, by rank, do not make one."""

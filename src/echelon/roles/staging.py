@@ -1,4 +1,4 @@
-"""Between memory on the CPU and the learner's device: batches on their way there, results on their way back."""
+"""Memory for batches of transitions on the CPU and on the learner's device, and the copies between them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Array = np.ndarray[Any, Any]
 
 
 class BatchMemory:
-    """Room for one batch of transitions in one piece of memory, and its fields as tensors."""
+    """One contiguous block of memory for a batch of transitions, and its fields as tensors."""
 
     def __init__(self, layout: ShardLayout, size: int, device: torch.device, *, pinned: bool = False) -> None:
-        """`pinned` locks its pages, so that a GPU can read it while the caller goes on."""
+        """`pinned` locks its pages, so that a GPU can copy from it asynchronously."""
         plan = [(f.name, (size, *f.shape), f.dtype) for f in layout.fields]
         fields = place([*plan, ("weight", (size,), np.float32)])
         self.memory = torch.zeros(size_of(fields), dtype=torch.uint8, device=device, pin_memory=pinned)
@@ -29,13 +29,13 @@ class BatchMemory:
 
 
 class TransitionStaging(BatchMemory):
-    """One batch worth of memory on the CPU that items are drawn into, page-locked where a GPU reads it."""
+    """CPU memory into which the items of one batch are drawn, pinned if the learner uses a GPU."""
 
     def __init__(self, layout: ShardLayout, size: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         super().__init__(layout, size, torch.device("cpu"), pinned=is_cuda)
         self.arrays: dict[str, Array] = {name: tensor.numpy() for name, tensor in self.tensors.items()}
-        # Frames are gathered where they are staged; rows are drawn whole and then parted into their fields.
+        # Frames are gathered directly into the batch; rows are drawn whole and then split into their fields.
         stacks = {f.name: self.arrays[f.name] for f in layout.fields if f.stack}
         self.block = ItemBlock(np.zeros(size, layout.row), stacks)
         self.rows = [f.name for f in layout.fields if not f.stack]
@@ -43,12 +43,12 @@ class TransitionStaging(BatchMemory):
         self.copied: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Until the device has read what was staged here before."""
+        """Waits until the device has read the previous batch from this memory."""
         if self.copied is not None:
             self.copied.synchronize()
 
     def put(self, sampled: Sampled) -> None:
-        """Takes in what was drawn into `block`, or into its first items."""
+        """Copies the fields of the items that were drawn into `block`, or into its first rows."""
         self.keys, count = sampled.keys, len(sampled.keys)
         if count:
             for name in self.rows:
@@ -56,10 +56,10 @@ class TransitionStaging(BatchMemory):
             self.arrays["weight"][:count] = sampled.weights
 
     def move(self, landing: BatchMemory | None) -> dict[str, torch.Tensor]:
-        """The fields on the device: those of `landing`, filled by a copy that goes on while the caller does.
+        """Returns the fields on the device: those of `landing`, filled by an asynchronous copy.
 
-        It is made when the device has done what it was asked before, so what lay there has been learned from. Without
-        `landing` the fields stay where they are.
+        The device runs the copy after all work queued before it, so the previous batch in `landing` has been learned
+        from by then. Without `landing`, returns the fields in this memory.
         """
         tensors = self.tensors
         if landing is not None and self.copied is not None:

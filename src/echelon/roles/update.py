@@ -1,8 +1,9 @@
-"""What turns batches into a changed model: losses, an optimizer step each, for one learner or for several alike.
+"""Updates the model from batches: computes the losses and makes an optimizer step for each, on one or more learners.
 
-With several learners a loss is the mean of what this one has, `count` of it. Each weighs its gradient and what the loss
-shows by its count, one all-reduce adds both up, and dividing by the sum of the counts makes them those of the whole
-batch; so all learners clip and step alike, whatever their shares, and show, or miss, the same numbers.
+With several learners a loss is the mean over this learner's `count` samples. Each learner multiplies its gradient and
+its reported values by its count, one all-reduce sums both, and dividing by the sum of the counts gives the gradient and
+the values of the whole batch. All learners therefore clip and step identically, whatever their shares, and report the
+same numbers.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from echelon.schema import Batch, GradientBatch, TransitionBatch
 Array = np.ndarray[Any, Any]
 Tick = Callable[[], None]
 AnyBatch = Batch | TransitionBatch | GradientBatch
-Acknowledge = Callable[[Any, torch.Tensor], None]  # takes the keys of items, and their new priorities
+Acknowledge = Callable[[Any, torch.Tensor], None]  # receives the keys of items and their new priorities
 NOTHING_ELSE: Mapping[str, ParameterGroup] = MappingProxyType({})
 
 
 class Reading:
-    """Numbers on their way from the learner's device: nobody waits for it before they are read."""
+    """An asynchronous copy of a tensor from the learner's device; only `read` waits for it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._copied = tensor.detach(), None
@@ -51,7 +52,7 @@ class Reading:
 
 
 class Unchecked(NamedTuple):
-    """The newest losses of a batch on their way to somebody who looks at them."""
+    """The last losses of a batch, not yet checked for NaN."""
 
     number: int  # of the batch
     names: tuple[str, ...]
@@ -59,7 +60,7 @@ class Unchecked(NamedTuple):
 
 
 class LossAccount:
-    """Means of what the losses of many minibatches say, computed where the losses are."""
+    """Means of the losses and metrics of many minibatches, accumulated on the device of the losses."""
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()  # of the newest minibatch
@@ -69,7 +70,7 @@ class LossAccount:
         self._unchecked = collections.deque[Unchecked]()
 
     def note(self, names: tuple[str, ...], values: torch.Tensor) -> None:
-        """One minibatch: what is shown of it, and a vector of that."""
+        """Adds the named values of one minibatch."""
         self.names, self.newest = names, values
         if names in self._sums:
             self._sums[names] += values
@@ -78,11 +79,11 @@ class LossAccount:
         self._counts[names] += 1
 
     def close_batch(self, number: int) -> None:
-        """The minibatches of batch `number` are all noted."""
+        """Marks the end of batch `number`, whose last minibatch `find_lost` will check."""
         self._unchecked.append(Unchecked(number, self.names, Reading(self.newest)))
 
     def find_lost(self, keep: int = 0) -> str:
-        """What became NaN or infinite and when, or "": looks at all batches but the newest `keep`."""
+        """Returns which loss became NaN or infinite and when, or "". Checks all batches except the newest `keep`."""
         while len(self._unchecked) > keep:
             number, names, values = self._unchecked.popleft()
             for name, value in zip(names, values.read().tolist(), strict=True):
@@ -91,7 +92,7 @@ class LossAccount:
         return ""
 
     def take(self) -> dict[str, float]:
-        """The means since the last time."""
+        """Returns the means since the last call."""
         sums, counts = collections.Counter[str](), collections.Counter[str]()
         for names, total in self._sums.items():
             for name, value in zip(names, total.tolist(), strict=True):
@@ -103,7 +104,7 @@ class LossAccount:
 
 
 class Stepper:
-    """An optimizer over one flat tensor."""
+    """An optimizer over one flat parameter tensor."""
 
     def __init__(self, config: OptimizerConfig, module: FlatModule, learning_rate: float, peers: Peers = ALONE) -> None:
         self.module, self.learning_rate, self.peers = module, learning_rate, peers
@@ -130,11 +131,11 @@ class Stepper:
         self.optimizer.step()
 
     def _descend_together(self, loss: Loss) -> None:
-        """Makes the gradients, and what `loss` shows, those of all learners' losses."""
+        """Computes the gradients of all learners' losses, and replaces the values of `loss` by theirs."""
         module, count = self.module, loss.count
         module.shared_figures.zero_()
         figures = module.shared_figures[: 2 + len(loss.metrics)]
-        if isinstance(count, int) and count == 0:  # there is nothing to descend, and its mean is no number
+        if isinstance(count, int) and count == 0:  # an empty part: its mean loss is NaN
             module.gradients.zero_()
         else:
             module.descend(loss.value * count)
@@ -149,7 +150,7 @@ class Stepper:
 
 
 class LocalUpdate:
-    """Backward, clip, step, each on the flat tensors of the group that a loss is for."""
+    """Makes the backward pass, clips and steps, on the flat tensors of the parameter group of each loss."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class LocalUpdate:
         groups: Mapping[str, ParameterGroup] = NOTHING_ELSE,
         peers: Peers = ALONE,
     ) -> None:
-        """`groups` are those that the algorithm learns beside the model."""
+        """`groups` are the parameter groups that the algorithm trains besides the model."""
         self.config = config
         self.steppers = {POLICY: Stepper(config, model, config.learning_rate, peers)}
         for name, group in groups.items():
@@ -166,11 +167,11 @@ class LocalUpdate:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """That of the model."""
+        """The optimizer of the model."""
         return self.steppers[POLICY].optimizer
 
     def schedule(self, progress: float) -> None:
-        """Sets the learning rates for a run that is `progress` (0 to 1) done."""
+        """Sets the learning rates for a run of which the fraction `progress` (0 to 1) is complete."""
         if self.config.schedule == "linear":
             for stepper in self.steppers.values():
                 for group in stepper.optimizer.param_groups:
@@ -184,7 +185,7 @@ class LocalUpdate:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, stepper in self.steppers.items():
-            on_gpu = stepper.module.device.type == "cuda"  # where the state comes from, it may have been another device
+            on_gpu = stepper.module.device.type == "cuda"  # the state may have been saved on another device
             groups = [{**group, "capturable": on_gpu} for group in state[name]["param_groups"]]
             stepper.optimizer.load_state_dict({**state[name], "param_groups": groups})
 
@@ -197,10 +198,10 @@ def learn_once(
     tick: Tick = lambda: None,
     acknowledge: Acknowledge | None = None,
 ) -> None:
-    """One batch, the same for every learning rule: minibatches, their losses in order, an update each.
+    """Learns from one batch, with any algorithm: makes an update for each loss of each minibatch, in order.
 
-    `tick` is called after each, so that a learner with much to do is seen to move; `acknowledge` gets the priorities of
-    each minibatch, where items are drawn by priority.
+    `tick` is called after each update, so that a learner with a long batch shows progress. `acknowledge` receives the
+    new priorities of each minibatch, if items are drawn by priority.
     """
     for minibatch in algorithm.minibatches(batch):
         shown: dict[str, torch.Tensor] = {}
@@ -224,13 +225,13 @@ class LearnFunction(Protocol):
 def make_learning(
     config: TrainConfig, algorithm: Algorithm, update: LocalUpdate, peers: Peers = ALONE
 ) -> LearnFunction:
-    """`learn_once`; as one recorded graph where a GPU repeats the same operations with every batch.
+    """Returns `learn_once`, or a recorded CUDA graph of it if a GPU runs the same operations for every batch.
 
-    A user's network, a schedule, a compiler, or parts of several learners may change them.
+    The operations may change with a user's network, a schedule, compilation or several learners.
     """
     is_fixed = config.network.name == "auto" and config.optimizer.schedule == "constant" and not config.learner.compile
     if algorithm.model.device.type == "cuda" and isinstance(algorithm, Replayed) and is_fixed and peers.size == 1:
-        from echelon.roles.recorded import RecordedLearning  # here alone: most runs never need it
+        from echelon.roles.recorded import RecordedLearning  # imported late: most runs do not need it
 
         return RecordedLearning(algorithm, update)
     return lambda batch, account, tick, acknowledge: learn_once(algorithm, batch, update, account, tick, acknowledge)
@@ -243,40 +244,40 @@ class Trainable(Protocol):
 
     @property
     def peers(self) -> Peers:
-        """Those that learn from the same batches, in other processes."""
+        """The learners in other processes that learn from the same batches."""
 
     @property
     def policy(self) -> Any:
-        """What acts, as it is handed to the user."""
+        """The acting policy, as it is passed to the user's save function."""
 
     @property
     def learning_rate(self) -> float | None: ...
 
     def schedule(self, progress: float) -> None:
-        """The run is `progress` (0 to 1) done."""
+        """Sets schedules for a run of which the fraction `progress` (0 to 1) is complete."""
 
     def learn(self, batch: AnyBatch, account: LossAccount, tick: Tick, acknowledge: Acknowledge | None) -> None:
         """Learns from one batch."""
 
     def parts(self) -> list[Array]:
-        """What is published, in order, on the CPU."""
+        """Returns the arrays to publish, in order, on the CPU."""
 
     def is_finite(self) -> bool:
-        """Whether no weight is lost."""
+        """Returns whether all weights are finite."""
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """What acts, by name."""
+        """Returns the weights of the acting policy by name."""
 
     def load_weights(self, weights: dict[str, torch.Tensor], source: str) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Returns the state to save in a checkpoint."""
 
     def load_state_dict(self, tree: Mapping[str, Any], source: str) -> None: ...
 
 
 class ModelTrainable:
-    """A model of ours, its rule and its optimizer."""
+    """A built-in model with its algorithm and its optimizer."""
 
     def __init__(self, config: TrainConfig, model: Model, peers: Peers = ALONE) -> None:
         self.model, self.device, self.peers = model, model.device, peers
@@ -287,7 +288,7 @@ class ModelTrainable:
         self.threads = config.learner.threads or 1
         self.algorithm = build_algorithm(config.algorithm, model, config.seed, peers)
         self.update = LocalUpdate(config.optimizer, model, self.algorithm.groups, peers)
-        # What a network of the user's keeps beside its parameters is known to it alone, so all learners have one's.
+        # A user's network may change its buffers differently on each learner, so all take the first learner's.
         self.foreign = [] if config.network.name == "auto" else list(model.network.buffers())
         self._learn = make_learning(config, self.algorithm, self.update, peers)
 
@@ -309,7 +310,7 @@ class ModelTrainable:
         if self.peers.size > 1:
             for buffer in self.foreign:
                 self.peers.take_first(buffer)
-        torch.set_num_threads(1)  # actors in this process (inline) compute as they do in their own
+        torch.set_num_threads(1)  # actors in this process (inline) compute as in separate processes
 
     def parts(self) -> list[Array]:
         return self.model.parts()

@@ -1,4 +1,4 @@
-"""What a program of the user's brings into a run, as objects of its own process."""
+"""Objects of the caller's program that a run uses; they stay in the caller's process."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from echelon.schema import Spaces
 
 
 class SaveFunction(Protocol):
-    """Called after some episodes, with the policy as it is then; `epoch` is the number of episodes learned from."""
+    """Called every `save_every` episodes with the current policy; `epoch` is the number of episodes learned from."""
 
     def __call__(self, *, epoch: int, policy: Any) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
 class UserObjects:
-    """A policy of its own, what to call every `save_every` episodes, and spaces where no environment tells them."""
+    """A user policy, a function to call every `save_every` episodes, and the spaces if there is no environment."""
 
     policy: Any = None
     save: SaveFunction | None = None
     save_every: int = 0
     spaces: Spaces | None = None
-    address: str = ""  # where workers come to by now, in a run that is gone on with
+    address: str = ""  # the address to which workers connect, if the run is resumed with a new one

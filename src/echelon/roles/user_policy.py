@@ -1,7 +1,7 @@
-"""A policy that the user brings: an object that acts, learns from batches, and shows and takes its state.
+"""User policies: objects of the user that act, learn from batches, and export and load their state.
 
-Its state crosses processes as named arrays of fixed shapes, laid end to end on the weights board and sent as they lie
-there: nothing of it is pickled.
+The state is sent between processes as named arrays of fixed shapes, which are concatenated on the weights board.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from echelon.transport.extensions import ARRAY_DTYPES
 
 Array = np.ndarray[Any, Any]
 WANTED = (
-    "a policy of your own has act(observation, *, explore), update(batch), and state() with load_state(state), or "
-    "state_dict() with load_state_dict(state) as every torch module"
+    "a user policy needs act(observation, *, explore), update(batch), and either state() and load_state(state) or, as "
+    "torch modules have, state_dict() and load_state_dict(state)"
 )
 
 
 class UserPolicy(Protocol):
-    """What a policy of the user's offers; `state_dict` and `load_state_dict` will do for the last two."""
+    """The methods of a user policy. `state_dict` and `load_state_dict` may replace the last two."""
 
     def act(self, observation: Tree, *, explore: bool) -> Any:
-        """The action, as the environment takes it, for one observation, as the environment gives it."""
+        """Returns the action for one observation, both in the format of the environment."""
 
     def update(self, batch: TransitionBatch) -> Mapping[str, float] | None:
-        """Learns from one batch of transitions (tensors on the CPU); returns figures to show, if there are any.
+        """Learns from one batch of transitions (tensors on the CPU). Returns figures to report, or None.
 
-        The memory of the batch is used again after the call: copy (`clone`) what is to be kept.
+        The memory of the batch is reused after the call: `clone` tensors that you keep.
         """
 
     def state(self) -> Mapping[str, Any]:
-        """All that acting needs: arrays or tensors by name, of the same names and shapes at all times."""
+        """Returns everything that acting needs: arrays or tensors by name. Names and shapes must never change."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over what another's `state` returned, as numpy arrays."""
+        """Loads the state that `state` of another instance returned, as numpy arrays."""
 
 
 def check_policy(policy: Any, *methods: str) -> None:
-    """Raises ConfigError where `policy` lacks one of `methods`, or a way to show and take its state."""
+    """Raises ConfigError if `policy` lacks one of `methods`, or the methods to export and load its state."""
     missing = [name for name in methods if not callable(getattr(policy, name, None))]
     pairs = (("state", "load_state"), ("state_dict", "load_state_dict"))
     has_state = any(all(callable(getattr(policy, name, None)) for name in pair) for pair in pairs)
     if missing or not has_state:
-        lack = ", ".join([*(f"{name}()" for name in missing), *([] if has_state else ["its state"])])
+        lack = ", ".join([*(f"{name}()" for name in missing), *([] if has_state else ["state() and load_state()"])])
         raise ConfigError(f"{type(policy).__name__} lacks {lack}: {WANTED}.")
 
 
 def state_of(policy: Any) -> dict[str, Array]:
-    """The state of a policy as arrays of its own at this moment (the policy goes on changing its tensors)."""
+    """Returns a copy of the current state of a policy, which may change its own tensors later."""
     state = policy.state() if callable(getattr(policy, "state", None)) else policy.state_dict()
     if not isinstance(state, Mapping):
         raise ConfigError(
@@ -72,14 +72,14 @@ def _array(name: str, value: Any) -> Array:
     array = np.array(value)
     if array.dtype.name not in ARRAY_DTYPES:
         raise ConfigError(
-            f"{name} of a policy's state is {value!r:.80} of {array.dtype}, which does not travel. Use numbers, numpy "
+            f"{name} of a policy's state is {value!r:.80} of {array.dtype}, which cannot be sent. Use numbers, numpy "
             f"arrays or tensors of {', '.join(ARRAY_DTYPES)}."
         )
     return array
 
 
 def load_state(policy: Any, state: Mapping[str, Array]) -> None:
-    """Gives a policy its state back, in the way that it offers."""
+    """Loads a state into a policy, by `load_state` if it has one, else by `load_state_dict`."""
     if callable(getattr(policy, "load_state", None)):
         policy.load_state(state)
     else:
@@ -88,14 +88,14 @@ def load_state(policy: Any, state: Mapping[str, Array]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Where the named arrays of a policy's state lie."""
+    """The memory layout of the named arrays of a policy's state."""
 
     fields: tuple[ArrayField, ...]
 
     @classmethod
     def of(cls, state: Mapping[str, Array]) -> StateLayout:
         if not state:
-            raise ConfigError(f"the policy's state is empty, so workers could not follow it: {WANTED}.")
+            raise ConfigError(f"the policy's state is empty, so workers would never receive an update: {WANTED}.")
         return cls(place([(name, array.shape, array.dtype) for name, array in state.items()]))
 
     @property
@@ -103,18 +103,21 @@ class StateLayout:
         return size_of(self.fields)
 
     def pack(self, state: Mapping[str, Array]) -> Array:
-        """The arrays of `state`, end to end."""
+        """Returns the arrays of `state` in one block of memory."""
         got = {name: (array.shape, array.dtype) for name, array in state.items()}
         wanted = {f.name: (f.shape, f.dtype) for f in self.fields}
         if got != wanted:
-            raise ConfigError(f"the policy's state has become {got}; it was {wanted}, and workers go by that.")
+            raise ConfigError(
+                f"the policy's state is now {got}, but was {wanted} when the run started. Names, shapes and dtypes "
+                "must not change."
+            )
         memory = np.zeros(self.nbytes, np.uint8)
         for name, view in views_of(self.fields, memory).items():
             view[...] = state[name]
         return memory
 
     def unpack(self, memory: Array) -> dict[str, Array]:
-        """Copies of the arrays in `memory`."""
+        """Returns copies of the arrays in `memory`."""
         return {name: view.copy() for name, view in views_of(self.fields, memory).items()}
 
     def to_json(self) -> list[Any]:
@@ -126,14 +129,14 @@ class StateLayout:
 
 
 class UserTrainable:
-    """A policy object of the user's; it learns, and holds its optimizers, by itself."""
+    """A user policy as a trainable. The policy has its own learning rule and optimizers."""
 
     def __init__(self, policy: Any, layout: StateLayout) -> None:
         self.policy, self.layout = policy, layout
         self.device, self.learning_rate, self.peers = torch.device("cpu"), None, ALONE
 
     def schedule(self, progress: float) -> None:
-        """Its own affair."""
+        """Does nothing: a user policy has its own schedules."""
 
     def learn(self, batch: AnyBatch, account: LossAccount, tick: Tick, acknowledge: Acknowledge | None) -> None:
         del acknowledge  # transitions are drawn uniformly
@@ -155,7 +158,7 @@ class UserTrainable:
         theirs = {name: tensor.shape for name, tensor in weights.items()}
         if mine != theirs:
             raise ConfigError(
-                f"the state in {source} has {theirs}, the policy has {mine}. Give the policy it comes from."
+                f"the state in {source} has {theirs}, the policy has {mine}. Use the policy that it was saved from."
             )
         load_state(self.policy, {name: tensor.numpy() for name, tensor in weights.items()})
 
