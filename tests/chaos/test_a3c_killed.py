@@ -1,4 +1,4 @@
-"""Processes of a run with gradients, killed at any moment: half a gradient is never applied, and the others go on."""
+"""Processes of a run with gradients may be killed at any time: no partial gradient is applied, and others continue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUM_ACTORS, NUM_KILLS = 2, 8
 
 
 class Bench:
-    """The learner's side of the ring in this process, with real actors that it kills and replaces."""
+    """The learner's side of the ring in this process, with real actors that the test kills and replaces."""
 
     def __init__(self, session: Path, run_dir: Path) -> None:
         fields = {"actor.num_actors": NUM_ACTORS, "actor.envs": 4, "actor.trajectory": 8, "actor.slots": 2}
@@ -59,7 +59,7 @@ class Bench:
             self.ring.grant(stream, self.ring.num_slots)
 
     def turn(self) -> None:
-        """Replaces the dead; reads, checks and spoils what there is, so that nothing of it can be taken for new."""
+        """Replaces dead actors; reads, checks and overwrites all slots, so that no old data can pass for new."""
         self.world.poll(0.001)
         for gone in self.engine.exits():
             assert gone.signal == signal.SIGKILL, gone
@@ -76,7 +76,7 @@ class Bench:
         self.publish()
 
     def check(self, slot: dict[str, Array]) -> None:
-        """All of a slot is of one piece of one rollout."""
+        """Checks that all fields of a slot belong to one part of one rollout."""
         steps, count = int(slot["env_steps"][0]), int(slot["num_episodes"][0])
         assert 8 <= steps <= 16 and 0 <= count <= 8  # two environments, eight steps, a reset after every end
         assert 1 <= slot["version"][0] <= self.board.version
@@ -125,7 +125,7 @@ def test_no_half_gradient_is_ever_shown(bench: Bench) -> None:
 
 
 def test_killed_actors_are_replaced_while_the_others_go_on(runs: Runs) -> None:
-    run = runs.train("a3c", **{"supervision.hang_timeout_s": 600})  # who is stopped is not judged
+    run = runs.train("a3c", **{"supervision.hang_timeout_s": 600})  # suspended roles do not count as hung
     for name in ("actor-0", "actor-1"):
         run.until_acting(int(name[-1]))
         pid = run.kill(name)
@@ -144,7 +144,7 @@ def test_a_killed_learner_goes_on_from_its_checkpoint(runs: Runs) -> None:
     actors = [run.pid("actor-0"), run.pid("actor-1")]
     pid = run.kill("learner")
     assert run.pid("learner", besides=pid)
-    run.until(lambda: "the learner goes on from step_" in run.text(), "the learner is restored")
+    run.until(lambda: "the learner resumes from step_" in run.text(), "the learner is restored")
     run.until_learning()
     run.until_acting(0)
     assert [run.pid("actor-0"), run.pid("actor-1")] == actors

@@ -29,7 +29,7 @@ def test_stopped_actor_is_taken_for_hung_and_replaced(runs: Runs) -> None:
 def test_environment_that_crashes_when_it_is_made_is_told(runs: Runs) -> None:
     run = runs.train(env="unruly:UnmakeableEnv")
     assert run.code() == 1, run.text()
-    assert "the process that makes an environment to see its spaces was ended by SIGSEGV" in run.text()
+    assert "the process that creates an environment to read its spaces was ended by SIGSEGV" in run.text()
     assert not run.run_dir.exists()
 
 

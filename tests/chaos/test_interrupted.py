@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, a reader that leaves: once in good order, twice at once; `resume` goes on where the run stopped."""
+"""Ctrl-C, SIGTERM and a closed output pipe: the first stops a run gracefully, the second immediately; then `resume`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def checkpointed_steps(run: Running) -> int:
 
 
 def assert_stopped(run: Running) -> int:
-    """The run ended in good order; returns its number of steps."""
+    """Checks that the run stopped gracefully; returns its number of steps."""
     assert run.code() == 0, run.text()
     assert "stopping: writing the final checkpoint" in run.text()
     run.assert_nothing_left()
@@ -41,7 +41,7 @@ def test_once_stops_in_good_order_and_resumes_in_a_coordinator_without_torch(run
     assert not has_torch(again.pid("coordinator"))
     assert again.code() == 0, again.text()
     again.assert_nothing_left()
-    assert again.rows()[rows]["env_steps"] >= done  # the first thing it tells: it goes on from there
+    assert again.rows()[rows]["env_steps"] >= done  # the first row it writes continues from there
     assert again.summary()["status"] == "finished"
     assert done + 10_000 <= again.summary()["env_steps"] < done + 20_000
 
@@ -77,22 +77,22 @@ def test_so_does_a_reader_that_leaves(runs: Runs) -> None:
 def test_twice_leaves_at_once(runs: Runs) -> None:
     run = runs.train(env="unruly:SlowEnv", **{"env-kwargs": '{"step_s": 0.2}', "actor.envs": 1})
     run.until_acting(0)
-    pid = run.kill("learner", signal.SIGSTOP)  # so that stopping in good order takes long
+    pid = run.kill("learner", signal.SIGSTOP)  # so that a graceful stop takes long
     run.process.send_signal(signal.SIGINT)
     run.until(lambda: "interrupt again" in run.text(), "the first interrupt is heard")
     assert run.pid("learner") == pid
-    time.sleep(ECHO_S)  # what comes sooner is taken for the first one's echo
+    time.sleep(ECHO_S)  # an earlier signal counts as an echo of the first
     run.process.send_signal(signal.SIGINT)
     assert run.code() == 130, run.text()
     run.assert_nothing_left()
 
 
 def test_while_starting(runs: Runs) -> None:
-    """Before any role is there the first one leaves at once."""
+    """Before any role runs, the first signal ends the run immediately."""
     run = runs.train()
     run.until(lambda: list(run.shm_dir.iterdir()), "the session is there")
     run.process.send_signal(signal.SIGINT)
-    assert run.code() in (0, 130), run.text()  # 0: it was quicker than we, and stopped in good order
+    assert run.code() in (0, 130), run.text()  # 0: it had already started, and stopped gracefully
     run.assert_nothing_left()
 
 

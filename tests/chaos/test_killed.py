@@ -1,4 +1,4 @@
-"""Any process may be killed at any moment: the others go on, it comes back, and nothing is left behind."""
+"""Any process may be killed at any time: the others continue, it is replaced, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from running import Running, Runs, parent_of, processes_marked, wait_until
 
 
 def stop(run: Running) -> dict[str, Any]:
-    """Ends a run as a user does."""
+    """Stops a run as a user does."""
     run.process.send_signal(signal.SIGINT)
     assert run.code() == 0, run.text()
     run.assert_nothing_left()
@@ -22,7 +22,7 @@ def stop(run: Running) -> dict[str, Any]:
 def test_killed_actor_is_replaced_while_training_goes_on(runs: Runs) -> None:
     run = runs.train()
     run.until_acting(0)
-    for kill in range(5):  # from outside, however often: replaced each time
+    for kill in range(5):  # killed from outside: replaced every time
         pid = run.kill("actor-0")
         began = time.monotonic()
         assert run.pid("actor-0", besides=pid)
@@ -37,7 +37,7 @@ def test_killed_actor_is_replaced_while_training_goes_on(runs: Runs) -> None:
 
 
 def test_training_goes_on_without_the_dead(runs: Runs) -> None:
-    """An actor that lies still (stopped, and not yet judged as hung) keeps nobody from learning."""
+    """A suspended actor that does not yet count as hung does not block learning."""
     run = runs.train(**{"supervision.hang_timeout_s": 600})
     run.until_acting(0)
     run.learns_while_stopped("actor-0")
@@ -52,24 +52,24 @@ def test_killed_learner_goes_on_from_its_newest_checkpoint(runs: Runs) -> None:
     pid = run.kill("learner")
     began = time.monotonic()
     assert run.pid("learner", besides=pid)
-    run.until(lambda: "the learner goes on from step_" in run.text(), "the learner is restored")
+    run.until(lambda: "the learner resumes from step_" in run.text(), "the learner is restored")
     rows = len(run.rows())
     run.until_learning()
     print(f"measured: learner learns again {time.monotonic() - began:.2f} s")
     assert [run.pid("actor-0"), run.pid("actor-1")] == actors  # they waited
     versions = [row["version"] for row in run.rows()]
     assert versions == sorted(versions)
-    restored = int(run.text().split("goes on from step_")[1].split()[0])
+    restored = int(run.text().split("resumes from step_")[1].split()[0])
     assert all(row["env_steps"] >= restored for row in run.rows()[rows:])
     summary = stop(run)
     assert summary["env_steps"] > restored > 0
-    assert summary["updates"] < run.rows()[-1]["version"]  # the version counts what the dead learner published, too
+    assert summary["updates"] < run.rows()[-1]["version"]  # the version includes those that the dead learner published
     assert summary["restarts"] == 1
     assert summary["episodes"] > 0 and summary["lag_max"] >= 0
 
 
 def test_killed_learner_under_a_lag_bound(runs: Runs) -> None:
-    """Lock-step survives it too: what was in flight is dropped or learned in time, and nobody waits forever."""
+    """In lock step, data in flight is dropped or learned from in time, and no role waits forever."""
     run = runs.train("ppo", **{"run.checkpoint_interval_s": 0.2, "actor.trajectory": 16, "algorithm.epochs": 1})
     run.until(lambda: list((run.run_dir / "checkpoints").glob("step_*")), "there is a checkpoint")
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_killed_fork_server_is_replaced_and_its_roles_with_it(runs: Runs) -> Non
         run.until_learning()
         print(f"measured: learns again after kill {kill} of the fork server {time.monotonic() - began:.2f} s")
     assert run.text().count("was ended by SIGKILL, and every role with it") == 2
-    assert "the learner goes on from step_" in run.text()
+    assert "the learner resumes from step_" in run.text()
     assert stop(run)["restarts"] == 2
 
 
@@ -120,7 +120,7 @@ def test_killed_coordinator_takes_everything_with_it(runs: Runs) -> None:
     run.process.kill()
     began = time.monotonic()
     run.code()
-    (run.run_dir / "processes.json").unlink()  # nobody is left to do so
+    (run.run_dir / "processes.json").unlink()  # no process is left to do so
     run.assert_nothing_left()
     print(f"measured: children gone {time.monotonic() - began:.2f} s")
     done = run.rows()[-1]["env_steps"]

@@ -1,4 +1,4 @@
-"""One of several learners dies or stops: all of them go on from the newest checkpoint, and nothing is left behind."""
+"""If one of several learners dies or is suspended, all resume from the newest checkpoint and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_stopped_learner_is_found_and_replaced_with_the_others(runs: Runs, name:
     other = (run.run_dir / "logs" / f"learner-{1 - int(name[-1])}.log").read_text()
     assert re.search(rf'{EXCHANGE}", line \d+ in _finish', other), "by which it was seen to wait"
     assert f"{name} (process {pids[int(name[-1])]}) was ended by SIGKILL; starting all 2 learners again" in run.text()
-    assert "the learners go on from step_" in run.text()
+    assert "the learners resume from step_" in run.text()
     stop(run)
 
 
@@ -88,12 +88,12 @@ def test_killed_while_they_look_for_each_other(runs: Runs) -> None:
     pid = run.kill("learner-1")
     assert run.pid("learner-1", besides=pid)
     run.until_learning()
-    assert "the learners go on from the beginning, there is no checkpoint yet" in run.text()
+    assert "the learners resume from the beginning, there is no checkpoint yet" in run.text()
     assert stop(run)["restarts"] == 1
 
 
 def test_interrupt_while_they_start_again(runs: Runs) -> None:
-    """It is heard when they are there: the run stops with a checkpoint, as ever."""
+    """The interrupt takes effect once the learners run again: the run stops with a checkpoint as usual."""
     run = runs.train(learners=2, **{"run.checkpoint_interval_s": 0.2})
     until_saved(run)
     run.until_learning()

@@ -72,7 +72,7 @@ def test_killed_actors_go_on_with_their_shards_and_killed_learners_find_the_repl
         after = run.rows()[-1]["replay"]
         assert after["inserted"] >= before["inserted"]
         assert after["size"] >= before["size"], "no transition is lost, and none has to be made again"
-    assert run.text().count("the learner goes on from step_") == 2
+    assert run.text().count("the learner resumes from step_") == 2
     checked(run, restarts=5)
 
 
@@ -119,7 +119,7 @@ def test_killed_by_turns_while_snapshots_are_written(runs: Runs, name: str, env:
     assert 0 <= run.summary()["replay"]["size"] - size <= BAND, "but for what came while it was written"
     again = runs.resume(run.summary()["env_steps"] + 500)
     assert again.code() == 0, again.text()
-    assert f"replay: goes on with the {size:,} transitions of {newest.name}" in again.text()
+    assert f"replay: restored the {size:,} transitions of {newest.name}" in again.text()
 
 
 def processor_s(pid: int) -> float:

@@ -122,7 +122,7 @@ def test_roles_and_fork_servers_of_either_host_are_replaced(site: Site) -> None:
     head.until(lambda: f"the fork server (process {server}) was ended by SIGKILL" in head.text(), "it is told")
     far_actors_act(head)
     head.kill("learner")
-    head.until(lambda: "the learner goes on from" in head.text(), "the learner is restored")
+    head.until(lambda: "the learner resumes from" in head.text(), "the learner is restored")
     far_actors_act(head)
     assert head.stop()["restarts"] == 4
     assert agent.code() == 0, agent.text()

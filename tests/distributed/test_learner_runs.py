@@ -1,4 +1,4 @@
-"""Runs with several learners, whole: the same training as with one, resumed, evaluated, told and left clean."""
+"""Whole runs with several learners: the same training as with one, resume, evaluation, reports and cleanup."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weights_of(summary: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def loss_of(summary: dict[str, Any]) -> float:
-    """The mean over all updates; a row shows that of those since the row before."""
+    """Returns the mean loss over all updates; a row holds the mean since the previous row."""
     total, seen = 0.0, 0
     for row in read_metrics(Path(summary["run_dir"])):
         if row["kind"] == "train" and row["loss"]:
@@ -42,7 +42,7 @@ def loss_of(summary: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(("name", "learners"), [("ppo", 2), ("impala", 2), ("impala", 4)])
 def test_several_learners_train_as_one_does(tmp_path: Path, shm_dir: Path, name: str, learners: int) -> None:
-    """In lock step batches are the same whoever takes them, so weights differ by rounding and counts not at all."""
+    """In lock step the batches are the same, so weights differ only by rounding and counts are equal."""
     changes = {"actor.num_actors": 4, "learner.max_lag": 0, "actor.trajectory": 8, "stop.steps": 1_700, **SMALL}
     changes |= {"algorithm.normalize_advantage": True, "algorithm.normalize_reward": True}
     changes |= {"network.normalize_observation": True, "optimizer.schedule": "linear"}
@@ -62,7 +62,7 @@ def test_several_learners_train_as_one_does(tmp_path: Path, shm_dir: Path, name:
 
 
 def is_kept(figures: dict[str, Any], rule: LimiterRule) -> bool:
-    """Whether no more is due, and no more drawn, than the limiter allows; its actors may all look at the same time."""
+    """Returns whether the balance is within the limiter's band, which all actors may overrun simultaneously."""
     due = rule.samples_per_insert * (figures["inserted"] - rule.min_size)
     room = rule.room + rule.samples_per_insert * rule.chunk * (rule.num_shards - 1)
     return abs(due - figures["sampled"] - figures["written_off"]) <= room
@@ -87,7 +87,7 @@ def test_learners_of_a_replay_keep_the_ratio_and_go_on(tmp_path: Path, shm_dir: 
     for steps, learners in ((1_500, 3), (1_800, 1)):
         told = io.StringIO()
         again = echelon.resume(tmp_path / "run", steps=steps, learners=learners, output=told).summary
-        assert "replay: goes on with the" in told.getvalue()
+        assert "replay: restored the" in told.getvalue()
         assert again["env_steps"] >= steps and again["updates"] > summary["updates"]
         assert is_kept(again["replay"], rule)
         assert again["replay"]["sampled"] == 32 * again["updates"], "counted on, however many learners there were"
@@ -115,10 +115,10 @@ def test_what_diverges_is_told_once(tmp_path: Path, shm_dir: Path) -> None:
 
 
 def listening(pid: int) -> list[str]:
-    """The addresses that a process listens at, as /proc/net writes them."""
+    """Returns the addresses at which a process listens, in the format of /proc/net."""
     inodes = set()
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
+        with suppress(FileNotFoundError):  # closed in the meantime
             inodes.add(os.readlink(path))
     found = []
     for table in ("tcp", "tcp6"):
@@ -141,7 +141,7 @@ def test_no_learner_listens_beyond_the_loopback(runs: Runs) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="learns on a GPU, and torch sees none")
 @pytest.mark.parametrize("name", ["ppo", "apex-dqn"])
 def test_learners_share_a_gpu(tmp_path: Path, shm_dir: Path, name: str) -> None:
-    """More of them than GPUs, so that two have one device, which nccl refuses."""
+    """With more learners than GPUs two share a device, which NCCL does not allow."""
     count = torch.cuda.device_count() + 1
     changes = {"learner.num_learners": count, "actor.num_actors": count, "learner.device": "cuda", **SMALL}
     changes |= {"stop.steps": 4_000, "replay.min_size": 500, "replay.batch": 64, "replay.samples_per_insert": 8.0}

@@ -70,7 +70,7 @@ def test_a_restored_learner_draws_the_same_batches_and_learns_the_same(
     learner.record.checkpoint()
     stages.append(resumed := Resumed(tmp_path / "again", stage))
     again = resumed.learner()
-    assert resumed.told == [f"replay: goes on with the 400 transitions of step_{learner.counters.env_steps:012d}"]
+    assert resumed.told == [f"replay: restored the 400 transitions of step_{learner.counters.env_steps:012d}"]
     ours, theirs = source_of(learner), source_of(again)
     assert theirs.limiter.state() == ours.limiter.state()
     assert theirs.state_dict() == ours.state_dict(), "the generator, and the largest priority"
@@ -104,7 +104,7 @@ def test_a_run_of_processes_goes_on_learning_with_no_drop_in_return(tmp_path: Pa
     steps, sampled = before.summary["env_steps"], before.summary["replay"]["sampled"]
     text = io.StringIO()
     after = echelon.resume(before.run_dir, steps=steps + 400, output=text)
-    told = re.search(r"replay: goes on with the ([\d,]+) transitions of step_", text.getvalue())
+    told = re.search(r"replay: restored the ([\d,]+) transitions of step_", text.getvalue())
     assert told is not None, text.getvalue()
     size = int(told[1].replace(",", ""))
     assert 0 <= 1_000 - size <= limiter_rule(config).chunk, "but for what was being overwritten"
@@ -136,11 +136,11 @@ def test_a_damaged_snapshot_is_told_and_the_run_goes_on_with_an_empty_replay(tmp
     text = io.StringIO()
     after = echelon.resume(before.run_dir, steps=before.summary["env_steps"] + 300, output=text)
     assert f"snapshot {snapshot} is damaged: shard-1.rows does not have the checksum" in text.getvalue()
-    assert "replay: starts empty, as there is no whole snapshot" in text.getvalue()
+    assert "replay: starts empty, as there is no intact snapshot" in text.getvalue()
     assert after.summary["updates"] > before.summary["updates"] and after.summary["replay"]["inserted"] <= 400
     again = io.StringIO()
     echelon.resume(before.run_dir, steps=after.summary["env_steps"] + 50, output=again)
-    assert "replay: goes on with the" in again.getvalue(), "the next checkpoint brought a whole one"
+    assert "replay: restored the" in again.getvalue(), "the next checkpoint brought a whole one"
 
 
 def test_an_older_snapshot_that_is_whole_is_taken_where_the_newest_is_not(tmp_path: Path, shm_dir: Path) -> None:
@@ -170,9 +170,7 @@ def test_a_snapshot_of_another_layout_is_refused_with_the_remedy(
     record["config"][section][field] = value
     file.write_text(json.dumps(record))
     steps = before.summary["env_steps"] + 300
-    with pytest.raises(
-        ConfigError, match=rf"{what}.*Resume with the actors.* or remove .*/replay to go on with"
-    ) as told:
+    with pytest.raises(ConfigError, match=rf"{what}.*Resume with the actors.* or remove .*/replay to continue") as told:
         echelon.resume(before.run_dir, steps=steps, output=io.StringIO())
     assert not isinstance(told.value, DamagedSnapshot) and not list(shm_dir.iterdir())
     assert len(list((before.run_dir / "replay").iterdir())) == 1, "nothing is lost"

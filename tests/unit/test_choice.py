@@ -1,4 +1,4 @@
-"""Which acting `auto` picks: the model's arithmetic on given measurements, and the calibration that measures."""
+"""The choice of `acting.mode=auto`: the performance model with given measurements, and the calibration."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ FREE = CallCost(0.0, 0.0)
 
 
 def busy(ms: float) -> CallCost:
-    """So many milliseconds of work."""
+    """The cost of `ms` milliseconds of CPU work."""
     return CallCost(ms / 1e3, ms / 1e3)
 
 
 def asleep(ms: float) -> CallCost:
-    """So many milliseconds of nearly nothing but sleep."""
+    """The cost of `ms` milliseconds that are almost entirely sleep."""
     return CallCost(ms / 1e3, ms / 1e6)
 
 
@@ -59,7 +59,7 @@ def shape(cores: int = 2, actors: int = 2, envs: int = 32, groups: int = 2, weig
     return Shape(cores, actors, envs, groups, 1, rows, actors * envs * 20, weights_bytes)
 
 
-# CartPole with 64 x 64 units: the environments are the work.
+# CartPole with 64 x 64 units: the environments take most of the time.
 CARTPOLE = Measured(whole=busy(0.22), part=busy(0.11), act=busy(0.08), round=busy(0.08), learn=busy(0.002))
 
 
@@ -72,7 +72,7 @@ def test_a_small_network_on_the_cpu_acts_locally_however_badly_it_was_measured(
     measured = replace(CARTPOLE, **{of: getattr(CARTPOLE, of).times(noise)})
     if of == "whole":
         measured = replace(measured, part=CARTPOLE.part.times(noise))
-    if of == "act":  # measured in turn with the rounds
+    if of == "act":  # measured alternately with the rounds
         measured = replace(measured, round=CARTPOLE.round.times(noise))
     found = forecast(shape(cores=cores, actors=cores), measured)
     assert found.mode == "local"
@@ -85,7 +85,7 @@ def test_environments_that_sleep_leave_the_two_alike_and_local_acting_is_taken()
 
 
 def test_a_slow_policy_is_hidden_behind_environments_that_sleep() -> None:
-    """Half of the environments sleep while the actions of the others are chosen, and 16 cores are idle anyway."""
+    """One half of the environments sleeps while the actions of the other half are computed, and 16 cores are idle."""
     measured = Measured(asleep(40), asleep(20), act=busy(20), round=busy(15), learn=FREE)
     found = forecast(shape(cores=16, envs=8), measured)
     assert found.local == pytest.approx(2 * 8 / 0.060, rel=0.01)
@@ -94,7 +94,7 @@ def test_a_slow_policy_is_hidden_behind_environments_that_sleep() -> None:
 
 
 def test_environments_that_step_together_lose_by_being_parted() -> None:
-    """A vector environment whose step takes as long for half as many."""
+    """The step of a vector environment takes equally long for half as many environments."""
     measured = Measured(asleep(5), asleep(5), act=busy(0.1), round=busy(0.1), learn=FREE)
     found = forecast(shape(envs=8), measured)
     assert found.central == pytest.approx(found.local / 2, rel=0.05)
@@ -125,11 +125,11 @@ def test_local_acting_is_bound_by_processors_or_by_the_actor() -> None:
 
 def test_central_acting_is_bound_by_processors_the_actor_or_the_server() -> None:
     measured = Measured(FREE, CallCost(5e-3, 2e-3), act=FREE, round=busy(3), learn=FREE)
-    many = shape(cores=64, actors=4, envs=10, weights_bytes=0)  # rounds of 20 rows, 4 questions
+    many = shape(cores=64, actors=4, envs=10, weights_bytes=0)  # rounds of 20 rows, 4 requests
     beside_s = ROUND_S + 4 * SEAT_S
     turn_s = 5e-3 + TICK_S + ASK_S
     assert forecast(many, measured).central == pytest.approx(4 * 10 / (2 * turn_s))
-    late = forecast(many, replace(measured, round=busy(6)))  # the other group is stepped before the answer is there
+    late = forecast(many, replace(measured, round=busy(6)))  # stepping the other group ends before the reply arrives
     assert late.central == pytest.approx(min(4 * 10 / (turn_s + 6e-3 + beside_s + 2 * WAKE_S), 20 / (6e-3 + beside_s)))
     slow = forecast(many, replace(measured, round=busy(30)))
     assert slow.central == pytest.approx(20 / (30e-3 + beside_s))
@@ -157,7 +157,7 @@ def test_the_reason_names_the_figures() -> None:
     measured = Measured(busy(0.22), busy(0.11), act=busy(20), round=CallCost(0.8e-3, 0.4e-3), learn=FREE)
     reason = choice.reason_text(shape(), measured, Forecast(1234.4, 98765.0))
     assert reason.startswith("about 98,765 steps/s against 1,234 with local acting: 32 environments step in 0.22 ms")
-    assert "in 20 ms" in reason and "those of 32 in 0.8 ms" in reason and "\n" not in reason
+    assert "in 20 ms" in reason and "those of 32 environments in 0.8 ms" in reason and "\n" not in reason
     assert choice.reason_text(shape(), measured, Forecast(10.0, 1.0)).startswith(
         "about 10 steps/s against 1 with central"
     )
@@ -190,7 +190,7 @@ AUTO = {
     "acting.mode": "central",
     "actor.envs": 4,
     "acting.groups": 2,
-}  # what a calibration is told: acting as it may be
+}  # the calibration is configured with central acting
 
 
 def calibrate(stage: Stage) -> Measured:
@@ -234,7 +234,7 @@ def test_slow_environments_are_not_all_stepped(make_stage: Callable[..., Stage])
         return SlowEnv(0.01)
 
     measured = calibrate(make_stage(make, **{**AUTO, "actor.envs": 64}))
-    assert len(made) <= 3, "beside the one that told its spaces"
+    assert len(made) <= 3, "besides the environment that was made to read the spaces"
     assert measured.whole.wall_s >= 64 * 0.0095
     assert measured.part.wall_s == pytest.approx(measured.whole.wall_s / 2)
 
@@ -264,9 +264,9 @@ def test_one_process_acts_locally(make_stage: Callable[..., Stage]) -> None:
 def test_who_makes_first_priorities_acts_locally(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(name="apex-dqn", **{**AUTO, "acting.mode": "auto", "replay.capacity": 10_000})
     found = choice.choose_acting(stage.context, InlineEngine(), prepared(stage))
-    assert found.mode == "local" and "first priorities" in found.reason
+    assert found.mode == "local" and "initial priorities" in found.reason
     context = replace(stage.context, train=changed(stage.context.train, **{"acting.value": True}))
-    with pytest.raises(ConfigError, match=r"acting\.value=true, but the networks of apex-dqn judge actions"):
+    with pytest.raises(ConfigError, match=r"acting\.value=true, but the networks of apex-dqn have action values"):
         choice.choose_acting(context, InlineEngine(), prepared(stage))
 
 
@@ -316,7 +316,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
     [
         (int(signal.SIGKILL), "the calibration was ended by SIGKILL"),
         (0, "the calibration failed: EnvError: environment 0 .* the simulator burnt down"),
-        (-1, "the calibration was not over within 1 s"),
+        (-1, "the calibration did not finish within 1 s"),
     ],
 )
 def test_environments_that_fail_in_the_calibration_cost_only_the_choice(
@@ -341,7 +341,7 @@ def test_a_calibration_in_a_process_of_its_own_chooses(
     stage = make_stage("CartPole-v1", **{**AUTO, "acting.mode": "auto", "engine": "local"})
     monkeypatch.setattr(choice, "LIMIT_S", DEADLINE_S)
     found = choice.choose_acting(stage.context, engine, prepared(stage))
-    assert "steps/s against" in found.reason  # which, a busy machine may decide
+    assert "steps/s against" in found.reason  # either, depending on the load of the machine
     assert not engine.exits() and engine.pid(choice.CALIBRATION) is None
     monkeypatch.setattr(choice, "forecast", lambda *given: Forecast(1.0, 2.0))
     assert choice.choose_acting(stage.context, engine, prepared(stage)).mode == "central"

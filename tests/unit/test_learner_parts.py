@@ -1,4 +1,4 @@
-"""How several learners share a run: who takes what, what they tell each other, and what is refused."""
+"""Several learners in one run: their shares, the data they exchange, and invalid configurations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config_of(name: str = "impala", **fields: Any) -> TrainConfig:
     return replace(preset(name, "CartPole-v1"), **{"learner.num_learners": 2, "actor.num_actors": 2, **fields})
 
 
-# Who takes what.
+# Shares.
 
 
 def test_every_actor_has_one_learner_and_their_order_is_that_of_the_actors() -> None:
@@ -78,11 +78,11 @@ def test_rules_with_one_place_for_everything_are_refused() -> None:
         (
             "ppo",
             ("step_9", 9, 4),
-            "the learners go on from step_9 (9 steps); 2,000 steps and 6 updates since then are ",
+            "the learners resume from step_9 (9 steps); 2,000 steps and 6 updates since then are ",
         ),
-        ("dqn", ("step_9", 9, 4), "the learners go on from step_9 (9 steps); 6 updates since then are learned anew"),
-        ("ppo", ("step_2009", 2_009, 10), "the learners go on from step_2009 (2,009 steps)"),
-        ("a3c", ("", 0, 0), "the learner goes on from the beginning, there is no checkpoint yet; 2,009 steps and 10 "),
+        ("dqn", ("step_9", 9, 4), "the learners resume from step_9 (9 steps); 6 updates since then are lost"),
+        ("ppo", ("step_2009", 2_009, 10), "the learners resume from step_2009 (2,009 steps)"),
+        ("a3c", ("", 0, 0), "the learner resumes from the beginning, there is no checkpoint yet; 2,009 steps and 10 "),
     ],
 )
 def test_what_a_restart_lost_is_told(name: str, restored: tuple[str, int, int], told: str) -> None:
@@ -91,7 +91,7 @@ def test_what_a_restart_lost_is_told(name: str, restored: tuple[str, int, int], 
     console = SimpleNamespace(message=messages.append)
     coordinator = SimpleNamespace(config=config, console=console, row={"env_steps": 2_009, "updates": 10})
     Coordinator._on_restored(coordinator, *restored)  # type: ignore[arg-type]
-    assert messages[0].startswith(told) and messages[0].endswith("anew") == (restored[2] < 10)
+    assert messages[0].startswith(told) and messages[0].endswith("lost") == (restored[2] < 10)
 
 
 # The meeting.
@@ -102,7 +102,7 @@ def source_of(counters: Counters, lags: list[tuple[float, int]], counts_offers: 
 
 
 def test_learners_add_up_what_they_consumed_and_hear_the_same() -> None:
-    """Exactly once each, in the order of the learners, and what was counted before the run is not told again."""
+    """Every count is added exactly once, in the order of the learners; counts from before a resume are not repeated."""
     before = {"env_steps": 1_000, "episodes": 7}
     own = [Counters(env_steps=1_000, episodes=7), Counters()]
     lags: list[list[tuple[float, int]]] = [[], []]
@@ -121,8 +121,8 @@ def test_learners_add_up_what_they_consumed_and_hear_the_same() -> None:
             [lambda i=i, turn=turn: seats[i].hold(offers[i], i == 1 and turn == 2, 7.0 + i) for i in range(2)]  # type: ignore[misc]
         )
         assert heard == [offers, offers]
-        assert [seat.is_over for seat in seats] == [turn == 2] * 2, "one is enough"
-        assert [seat.elapsed_s for seat in seats] == [7.0, 7.0], "the clock of the first"
+        assert [seat.is_over for seat in seats] == [turn == 2] * 2, "one learner that is over is enough"
+        assert [seat.elapsed_s for seat in seats] == [7.0, 7.0], "the clock of the first learner"
     assert everybody[0] == everybody[1]
     assert everybody[0].env_steps == 1_000 + 3 * 201 and everybody[0].episodes == 7 + 6
     assert list(everybody[0].returns) == [0.0, 1.0, 10.0, 11.0, 20.0, 21.0]
@@ -132,7 +132,7 @@ def test_learners_add_up_what_they_consumed_and_hear_the_same() -> None:
 
 
 def test_what_is_offered_counts_when_the_batch_is_taken() -> None:
-    """Parts are ready at different times; whoever stops in between has counted whole batches, whatever came first."""
+    """Parts are ready at different times; a run that stops in between has counted only complete batches."""
     own = [Counters(), Counters()]
     seats = [
         Meeting(peers, source_of(own[i], [], counts_offers=True), Counters())
@@ -156,7 +156,7 @@ def test_what_is_offered_counts_when_the_batch_is_taken() -> None:
     assert list(seats[0].counters.returns) == [10.0, 20.0], "in the order of the learners, not of their arrival"
     assert hold(True, True) == [60, 60]
     assert hold(True, False) == [60, 60]
-    assert hold(True, True, is_over=True) == [60, 60], "nobody learns from it"
+    assert hold(True, True, is_over=True) == [60, 60], "no learner learns from it"
     assert seats[0].counters == seats[1].counters
 
 
@@ -185,14 +185,14 @@ def test_a_best_return_of_zero_is_kept(best: int) -> None:
 def test_a_lost_peer_is_named() -> None:
     first, second = make_learners(2)
     end_process_group(second._group)
-    del second._group, second._on_gpu  # what refers to it: its sockets close
+    del second._group, second._on_gpu  # drop all references, so that its sockets close
     with pytest.raises(PeerLost, match=r"learner-0 waited for learner-1"):
         first.gather(torch.zeros(1))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="nccl needs a GPU, and torch sees none")
 def test_what_lies_on_a_gpu_goes_by_nccl_and_the_rest_by_gloo() -> None:
-    """A group of one is what one GPU can show: it is made over a store, and its operations run."""
+    """A group of one learner is all that one GPU allows: it is made over a store, and its operations run."""
     groups = {
         backend: make_process_group(dist.HashStore(), f"learners-{backend}", 0, ["learner-0"], backend=backend)
         for backend in ("gloo", "nccl")
@@ -210,7 +210,7 @@ def test_what_lies_on_a_gpu_goes_by_nccl_and_the_rest_by_gloo() -> None:
 
 
 class Parts:
-    """The two shards of a scene, each with a learner of its own."""
+    """The two shards of a scene, each with its own learner."""
 
     def __init__(self, folder: Path, **fields: Any) -> None:
         self.scene = Scene(folder, **{"learner.num_learners": 2, **fields})
@@ -221,7 +221,7 @@ class Parts:
         ]
         for source in self.sources:
             source.admit()
-            source.progress = 0.5  # halfway from 0.4 to 1: the importance weights correct by 0.7
+            source.progress = 0.5  # halfway from 0.4 to 1: beta is 0.7
 
     def take(self) -> list[TransitionBatch | None]:
         offers = [source.offer(1) for source in self.sources]
@@ -291,5 +291,5 @@ def test_priorities_go_to_their_own_shard_and_outlive_their_learner(tmp_path: Pa
         ReplayPart(ReplayPlan(context), torch.device("cpu"), peers)
         for context, peers in zip(contexts, make_learners(2), strict=True)
     ]
-    assert [source.offer(1)[1:3] for source in successors] == masses, "trees made anew weigh the same"
+    assert [source.offer(1)[1:3] for source in successors] == masses, "rebuilt trees have the same mass"
     assert not math.isclose(successors[0].rng.random(), successors[1].rng.random())

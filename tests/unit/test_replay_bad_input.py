@@ -44,7 +44,7 @@ VALUES: dict[str, tuple[str, list[str]]] = {
     ),
     "capacity below appends": (
         "--envs-per-actor 400 --replay.min-size 64",
-        ["replay.capacity=500", "each of 2 shards", "stored at once: 1200", "Raise it to 2400 or more"],
+        ["replay.capacity=500", "each of 2 shards", "at least 1200", "Raise it to 2400 or more"],
     ),
     "no batch": ("--replay.batch 0", ["replay.batch=0", "at least 1"]),
     "no steps": ("--replay.n-step 0", ["replay.n_step=0", "at least 1"]),

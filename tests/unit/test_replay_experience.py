@@ -336,7 +336,7 @@ def test_frames_of_too_few_transitions_are_refused() -> None:
     fields |= {"actor.num_actors": 2, "actor.trajectory": 1, "replay.n_step": 3, "actor.envs": 4}
     config = replace(preset("dqn", "CartPole-v1"), **fields)
     assert transition_layout(config, spaces_of(4, 8, 8)).rings
-    with pytest.raises(ConfigError, match=r"at most 194 transitions.*4 environments stack 20 frames over 3 steps"):
+    with pytest.raises(ConfigError, match=r"at most 194 transitions.*4 environments, stacks of 20 frames, 3 steps"):
         transition_layout(replace(config, **{"replay.capacity": 200, "replay.min_size": 200}), spaces_of(20, 8, 8))
 
 

@@ -1,8 +1,8 @@
-"""The preparation: a process that finds out, before a run starts, what only its environment and its model can say.
+"""The preparation: a process that determines, before a run starts, the values that need its environment or its model.
 
-It makes an environment for its spaces, or waits for the first worker that brings them; then the model, for its sizes.
-What it found is in the session folder when it ends. The engine runs it as it runs roles: in a process of its own the
-coordinator needs neither torch nor the packages of the environment, and outlives an environment that crashes.
+It creates an environment to read its spaces, or waits for the first worker to send them; then it creates the model to
+read its sizes. It writes the result to the session folder. The engine runs it like a role, in a separate process. The
+coordinator therefore needs neither torch nor the packages of the environment, and survives an environment that crashes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from echelon.world.node import Node
 
 
 class Preparation:
-    """Finds out once, and is finished."""
+    """The preparation role: determines everything in its only step and finishes."""
 
     def __init__(self, train: TrainConfig, session: Path, address: str, generation: int, spaces: Spaces | None) -> None:
-        """`spaces` are given where the user's program brings them; `address` is that of the run's world."""
+        """`spaces` is set if the user's program passes them; `address` is the address of the run's world."""
         self.train, self.session, self.address, self.generation = train, session, address, generation
         self.spaces, self.finished = spaces, False
 
@@ -46,12 +46,13 @@ class Preparation:
         return True
 
     def _own(self) -> Prepared:
-        """With a policy of the user's own."""
+        """Returns the result for a user policy."""
         layout = StateLayout.from_json(json.loads((self.session / USER_LAYOUT).read_text()))
         spaces, address = self._find_spaces(layout)
         return Prepared(spaces, address, self.train.learner.threads, weights_bytes=layout.nbytes)
 
     def _ours(self) -> Prepared:
+        """Returns the result for a built-in algorithm."""
         train = self.train
         spaces, address = self._find_spaces(None)
         model = Model(train.network, spaces, train.algorithm, seed=train.seed)
@@ -72,7 +73,7 @@ class Preparation:
         return Prepared(spaces, address, threads, on_cpu, shapes, model.nbytes, slots.nbytes)
 
     def _find_spaces(self, own: StateLayout | None) -> tuple[Spaces, str]:
-        """What is observed and done, and the address that workers know by then."""
+        """Returns the spaces, and the address to which workers connect."""
         workers = self.train.workers
         if self.spaces is not None:
             return self.spaces, workers.address
@@ -84,11 +85,11 @@ class Preparation:
             return await_spaces(self.train, own, functools.partial(node.post, COORDINATOR, "message"))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: the preparation keeps nothing open."""
 
 
 def preparation(config: dict[str, Any]) -> Preparation:
-    """The entry of a preparation process."""
+    """The entry point of a preparation process."""
     train, spaces = config["train"], config["spaces"]
     return Preparation(
         train if isinstance(train, TrainConfig) else config_io.from_json(train),

@@ -1,4 +1,4 @@
-"""When a run is over, and how far it is."""
+"""The stop conditions and the progress of a run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Collection
 
 from echelon.config import StopConfig
 
-RETURN_WINDOW = 100  # episodes whose mean return counts
+RETURN_WINDOW = 100  # episodes in the mean return
 
 
 def stop_reason(
     stop: StopConfig, env_steps: int, returns: Collection[float], elapsed_s: float, episodes: int = 0
 ) -> str:
-    """Why the run is over, or "" while it is not."""
+    """Returns which stop condition is met, or "" if none is."""
     if stop.steps and env_steps >= stop.steps:
         return "steps"
     if stop.episodes and episodes >= stop.episodes:
@@ -25,7 +25,7 @@ def stop_reason(
 
 
 def progress(stop: StopConfig, env_steps: int, elapsed_s: float, episodes: int = 0) -> float:
-    """The part of the way to the end that is behind the run, by whichever of its limits is nearest."""
+    """Returns the completed fraction (0 to 1) of the run, by the stop condition that is closest to being met."""
     fractions = [0.0]
     if stop.steps:
         fractions.append(env_steps / stop.steps)

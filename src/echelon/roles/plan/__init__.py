@@ -1,7 +1,7 @@
-"""The plan of a run: the one place that knows its modes.
+"""The plan of a run: the only package that depends on the modes of a run.
 
-Engine, acting, experience, transports, workers or actors, one learner or several: what they mean for a run is decided
-here, once, and the roles are handed the parts that follow from it. `start` comes first and needs no torch;
-`preparation` checks what can be checked before anything is made; `parts` makes what the roles work with, each imported
-where it is made.
+The modes are the engine, acting, experience, transports, workers or actors, and one or several learners. Their
+consequences are decided here once, and the roles receive the parts that follow. `start` runs first and does not import
+torch. `preparation` makes all checks that are possible before anything is created. `parts` creates the objects that the
+roles use and imports their modules only when needed.
 """

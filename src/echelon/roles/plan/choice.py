@@ -1,23 +1,25 @@
-"""Which acting a run gets when it is left to choose: what a small model says is faster, after a calibration.
+"""Chooses between local and central acting for `acting.mode=auto`, by a performance model and a calibration.
 
-A calibration (`roles.calibration`) measures before the run what the environments, the policy and learning cost a step;
-`forecast` makes steps per second out of it, for either acting the least of what its parts allow:
+Before the run, a calibration (`roles.calibration`) measures the cost of environments, policy and learning per step.
+From these costs, `forecast` estimates the steps per second of both modes as the minimum of four limits:
 
-- the processors: the cores, over the processor time that one step takes of all processes together;
-- the actors: each goes through its K environments. With local acting it steps them, then acts. With central acting it
-  steps G groups in turn and asks for each; it waits only where an answer takes longer than stepping the other groups;
-- the server, with central acting: one round after the other;
+- the CPU: the number of cores divided by the CPU time of one step, summed over all processes;
+- the actors: with local acting, an actor steps its K environments, then acts. With central acting, it steps G groups in
+  turn and sends a request for each; it waits only if a reply takes longer than stepping the other groups;
+- the server, with central acting: it processes one round after the other;
 - the learner, which is the same for both.
 
-Local acting pays a forward pass of K rows per actor, and each actor copies every version of the weights. Central acting
-pays requests and rounds, and only its servers copy weights, but a round is one pass for all actors, maybe on a GPU.
+Local acting needs one forward pass of K rows per actor, and each actor copies every version of the weights. Central
+acting needs requests and rounds, but a round is one pass for all actors, possibly on a GPU, and only the servers copy
+weights.
 
-What roles and requests cost beside that was measured once and stands in the constants below: CartPole-v1 with 2 actors
-of 32 environments, on 2 cores of an EPYC. An actor took 378 us of processor time for a step of all its environments
-with local acting, of which 216 were theirs and 77 the policy's; with central acting it took 187 us for a step of half
-of them, of which theirs were 108. A server took 256 to 300 us for a round of two questions, of which the policy 120.
+The other costs of roles and requests were measured once and are the constants below (CartPole-v1 with 2 actors of 32
+environments, on 2 cores of an EPYC). With local acting, an actor took 378 us of CPU time for a step of all its
+environments, of which the environments took 216 us and the policy 77 us. With central acting, it took 187 us for a step
+of half of them, of which the environments took 108 us. A server took 256 to 300 us for a round of two requests, of
+which the policy took 120 us.
 
-Where the two come out alike, local acting is chosen: it needs fewer processes, and it can repeat exactly.
+If both modes are about equally fast, local acting is chosen: it needs fewer processes and can be reproducible.
 """
 
 from __future__ import annotations
@@ -41,20 +43,20 @@ from echelon.roles.plan.findings import CALIBRATED, Measured, Prepared
 from echelon.roles.plan.layouts import act_layout, num_groups, round_rows
 
 CALIBRATION = "calibration"
-LIMIT_S = 30.0  # a calibration that is not over by then is ended
+LIMIT_S = 30.0  # a calibration that takes longer is killed
 LOOK_S = 0.1
-MARGIN = 0.05  # what central acting must be ahead by
-COPY_BYTES_PER_S = 8e9  # of weights that come from another core
-TICK_S = 50e-6  # processor time of an actor for a step of a group, beside environments and policy
-ASK_S = 30e-6  # and to ask, and to be woken with the answer
-SEAT_S = 5e-6  # processor time of a server for each question of a round
-ROUND_S = 140e-6  # and for the round, beside the policy
-WAKE_S = 60e-6  # between a word's change and the sleeper at work
+MARGIN = 0.05  # central acting must be faster by this fraction
+COPY_BYTES_PER_S = 8e9  # copying weights that another core wrote
+TICK_S = 50e-6  # CPU time of an actor for a step of a group, besides environments and policy
+ASK_S = 30e-6  # CPU time of an actor to send a request and wake up with the reply
+SEAT_S = 5e-6  # CPU time of a server for each request of a round
+ROUND_S = 140e-6  # CPU time of a server for each round, besides the policy
+WAKE_S = 60e-6  # from the change of a futex word until the sleeping process runs
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who acts, and why."""
+    """The chosen acting mode, and the reason."""
 
     mode: Literal["local", "central"]
     reason: str
@@ -62,12 +64,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a run is laid out."""
+    """The dimensions of a run that the forecast depends on."""
 
     cores: int
     actors: int
-    envs: int  # of an actor
-    groups: int  # of an actor, with central acting
+    envs: int  # per actor
+    groups: int  # per actor, with central acting
     servers: int
     round_rows: int
     version_steps: float  # environment steps from one version of the weights to the next
@@ -75,7 +77,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: TrainConfig, cores: int, weights_bytes: int) -> Shape:
-        """The layout of `config`, whose acting is central."""
+        """Returns the shape of `config`, whose acting mode must be central."""
         actor = config.actor
         return cls(
             cores=cores,
@@ -90,13 +92,13 @@ class Shape:
 
     @property
     def copy_s(self) -> float:
-        """Copying every version of the weights once, per environment step."""
+        """Seconds per environment step to copy every version of the weights once."""
         return self.weights_bytes / COPY_BYTES_PER_S / self.version_steps
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Environment steps per second that either acting should reach."""
+    """The expected environment steps per second of both modes."""
 
     local: float
     central: float
@@ -114,7 +116,7 @@ def _version_steps(config: TrainConfig) -> float:
 
 
 def forecast(shape: Shape, measured: Measured) -> Forecast:
-    """What the model in the text above says."""
+    """Applies the performance model in the module docstring."""
     return Forecast(_local(shape, measured), _central(shape, measured))
 
 
@@ -128,9 +130,9 @@ def _local(shape: Shape, measured: Measured) -> float:
 def _central(shape: Shape, measured: Measured) -> float:
     part, learn = measured.part, measured.learn
     K, A, G, J = shape.envs, shape.actors, shape.groups, shape.servers
-    questions = shape.round_rows * G / K  # of a round
-    beside_s = ROUND_S + questions * SEAT_S
-    round_s, round_cpu_s = measured.round.wall_s + beside_s, measured.round.cpu_s + beside_s
+    requests = shape.round_rows * G / K  # per round
+    overhead_s = ROUND_S + requests * SEAT_S
+    round_s, round_cpu_s = measured.round.wall_s + overhead_s, measured.round.cpu_s + overhead_s
     turn_s, turn_cpu_s = part.wall_s + TICK_S + ASK_S, part.cpu_s + TICK_S + ASK_S
     cpu_s = G * turn_cpu_s / K + round_cpu_s / shape.round_rows + J * shape.copy_s + learn.cpu_s
     cycle_s = max(G * turn_s, turn_s + round_s + 2 * WAKE_S)
@@ -142,28 +144,31 @@ def _rate(seconds: float) -> float:
 
 
 def settled(config: TrainConfig) -> Choice | None:
-    """What `acting.mode` stands for where nothing has to be measured or looked up."""
+    """Returns the acting mode if it follows from the configuration alone, else None."""
     if config.has_workers:
         return Choice("local", "every worker chooses its own actions")
     if config.experience == "gradients":
-        return Choice("local", "actors learn with the policy that they act with")
+        return Choice("local", "actors compute gradients and need the policy themselves")
     if config.engine == "hosts":
-        return Choice("local", "every host acts for its own actors")
+        return Choice("local", "with several hosts every actor chooses its own actions")
     if config.acting.mode != "auto":
-        return Choice(config.acting.mode, "as asked for")
+        return Choice(config.acting.mode, "as configured")
     if config.experience == "replay" and config.replay.prioritized:
-        return Choice("local", "actors judge what they do, for the first priorities of their transitions")
+        return Choice("local", "actors need the policy's values for the initial priorities of their transitions")
     return None
 
 
 def choose_acting(context: Context, engine: InlineEngine | LocalEngine, prepared: Prepared) -> Choice:
-    """What `acting.mode` stands for: itself, or where it is `auto` what suits the run.
+    """Returns the acting mode: the configured one or, for `auto`, the one that suits the run.
 
-    ConfigError where the run could not have central acting as it is configured, even if local acting would be chosen.
+    With `auto`, raises ConfigError if the settings of central acting are invalid, even if local acting would be chosen.
     """
     config = context.train
     if config.experience == "replay" and config.acting.value:
-        raise ConfigError(f"acting.value=true, but the networks of {config.preset} judge actions. Leave it at false.")
+        raise ConfigError(
+            f"acting.value=true, but the networks of {config.preset} have action values and no state value. Leave it "
+            "at false."
+        )
     choice = settled(config)
     if choice is not None:
         return choice
@@ -171,12 +176,12 @@ def choose_acting(context: Context, engine: InlineEngine | LocalEngine, prepared
     context = dataclasses.replace(context, train=config)
     act_layout(context)
     if isinstance(engine, InlineEngine):
-        return Choice("local", "one process does everything, so there is nobody to share a forward pass with")
+        return Choice("local", "all roles run in one process, so no forward pass can be shared")
     if config.learner.max_lag == 0 and prepared.on_cpu:
-        return Choice("local", "learner.max_lag=0 repeats exactly, which central acting cannot")
+        return Choice("local", "learner.max_lag=0 is reproducible, which central acting is not")
     gone = _calibrate(context, engine)
     if gone is None or gone.code or gone.signal:
-        how = f"was not over within {LIMIT_S:g} s" if gone is None else _first_line(gone.cause)
+        how = f"did not finish within {LIMIT_S:g} s" if gone is None else _first_line(gone.cause)
         return Choice("local", f"the calibration {how}")
     measured = Measured.read(context.session / CALIBRATED)
     shape = Shape.of(config, len(os.sched_getaffinity(0)), prepared.weights_bytes)
@@ -185,17 +190,17 @@ def choose_acting(context: Context, engine: InlineEngine | LocalEngine, prepared
 
 
 def reason_text(shape: Shape, measured: Measured, forecasted: Forecast) -> str:
-    """The reason of a choice, in one line."""
+    """Returns the reason for a choice, in one line."""
     better, other = forecasted.local, forecasted.central
     rival = "central"
     if forecasted.mode == "central":
         better, other, rival = other, better, "local"
     if better == other:
-        return f"the learner takes no more than about {better:,.0f} steps/s, whoever acts"
+        return f"the learner limits both modes to about {better:,.0f} steps/s"
     return (
         f"about {better:,.0f} steps/s against {other:,.0f} with {rival} acting: {shape.envs} environments step in "
-        f"{_time(measured.whole.wall_s)}, an actor chooses their actions in {_time(measured.act.wall_s)}, a server "
-        f"those of {shape.round_rows} in {_time(measured.round.wall_s)}"
+        f"{_time(measured.whole.wall_s)}; an actor chooses their actions in {_time(measured.act.wall_s)}, a server "
+        f"those of {shape.round_rows} environments in {_time(measured.round.wall_s)}"
     )
 
 
@@ -208,7 +213,7 @@ def _first_line(text: str) -> str:
 
 
 def _calibrate(context: Context, engine: LocalEngine) -> Exit | None:
-    """How the calibration ended; None where it did not."""
+    """Runs the calibration and returns its exit, or None if it did not finish within LIMIT_S and was killed."""
     context = dataclasses.replace(context, name=CALIBRATION)
     engine.start(
         ProcessSpec(CALIBRATION, "echelon.roles.calibration:calibration", context.to_config(keep_objects=False))
@@ -218,9 +223,9 @@ def _calibrate(context: Context, engine: LocalEngine) -> Exit | None:
         select.select(engine.descriptors, [], [], LOOK_S)
         for gone in engine.exits():
             return gone
-        if deadline == math.inf and engine.pid(CALIBRATION) is not None:  # before, the fork server is still importing
+        if deadline == math.inf and engine.pid(CALIBRATION) is not None:  # until then the fork server is importing
             deadline = time.monotonic() + LIMIT_S
     engine.signal(CALIBRATION, signal.SIGKILL)
-    while not engine.exits():  # killed: the fork server tells
+    while not engine.exits():  # wait until the fork server reports the kill
         select.select(engine.descriptors, [], [], LOOK_S)
     return None

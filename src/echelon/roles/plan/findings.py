@@ -1,4 +1,4 @@
-"""What processes find out before a run starts, and leave in its session folder: the preparation and the calibration."""
+"""The results of the preparation and the calibration, which they write to the session folder before a run starts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from echelon.schema import Spaces
 
 PREPARED, CALIBRATED = "prepared.json", "calibration.json"
-USER_LAYOUT = "user-layout.json"  # how the state of the user's own policy lies on the board
+USER_LAYOUT = "user-layout.json"  # the layout of a user policy's state on the weights board
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What only the environment, torch and the model can say."""
+    """The result of the preparation: values that require the environment, torch or the model."""
 
     spaces: Spaces
-    address: str  # where workers come to, if they do
+    address: str  # to which workers connect, in a run with workers
     threads: int  # of the learner
-    on_cpu: bool = True  # whether neither the learner nor an inference server would be on a GPU
+    on_cpu: bool = True  # False if the learner or an inference server would use a GPU
     state_shapes: tuple[tuple[int, ...], ...] = ()
-    weights_bytes: int = 0  # that are published
+    weights_bytes: int = 0  # of the published weights
     slot_bytes: int = 0  # of the ring
 
     def write(self, path: Path) -> None:
@@ -38,7 +38,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """Seconds of one call: by the clock, and of processors, all threads together."""
+    """Seconds of one call: wall-clock time, and CPU time summed over all threads."""
 
     wall_s: float
     cpu_s: float
@@ -49,13 +49,13 @@ class CallCost:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was found."""
+    """The result of a calibration."""
 
-    whole: CallCost  # a step of an actor's environments as local acting has them, all in one group
-    part: CallCost  # a step of one of the groups of central acting
-    act: CallCost  # the actions of K environments, on one thread
-    round: CallCost  # the actions of a server's round
-    learn: CallCost  # learning from one step
+    whole: CallCost  # one step of all K environments of an actor in a single group, as with local acting
+    part: CallCost  # one step of one group, as with central acting
+    act: CallCost  # choosing the actions of K environments on one thread
+    round: CallCost  # choosing the actions of one round of an inference server
+    learn: CallCost  # learning from one environment step
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))

@@ -1,4 +1,4 @@
-"""How large the shared structures of a run are: the slot ring, groups of environments, the board of act requests."""
+"""Sizes of the shared structures of a run: the slot ring, the groups of environments, the board of act requests."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from echelon.transport.act_board import ActLayout
 
 
 def num_gradients(config: TrainConfig) -> int:
-    """Slots that a trajectory of an actor takes: one, or of its own gradients one each."""
+    """Returns the slots that a trajectory of an actor takes: one, or one per gradient if actors send gradients."""
     return getattr(config.algorithm, "minibatches", 1) if config.algorithm.slots == "gradients" else 1
 
 
 def window(config: TrainConfig) -> int:
-    """Slots an actor may be ahead of the learner, which is also how many it has.
+    """Returns how many slots an actor may be ahead of the learner, which is also the number of its slots.
 
-    A bound on the lag decides it; without one it is `actor.slots` trajectories, or what it takes to fill a batch.
+    It follows from the lag bound. Without one it is `actor.slots` trajectories, or more if a batch needs more.
     """
     actor, lag, batch, count = (
         config.actor,
@@ -30,12 +30,12 @@ def window(config: TrainConfig) -> int:
     if batch % actor.num_actors:
         raise ConfigError(
             f"learner.batch={batch} is not a multiple of the {actor.num_actors} actors, but learner.max_lag={lag} "
-            "needs every actor to bring the same share. Use a multiple, or 0 for one trajectory each."
+            "requires an equal share of every actor. Use a multiple, or 0 for one trajectory each."
         )
     share = batch // actor.num_actors
-    if share % count and lag * share < count - 1:  # an actor would wait for room with less than its share written
+    if share % count and lag * share < count - 1:  # an actor could not write its share: it would wait for slots forever
         raise ConfigError(
-            f"algorithm.minibatches={count} gradients of a rollout are more than an actor may be ahead with "
+            f"algorithm.minibatches={count} gradients per rollout are more than an actor may be ahead with "
             f"learner.batch={batch} and learner.max_lag={lag}. Use --learner.batch {count * actor.num_actors}, or a "
             "multiple of it."
         )
@@ -43,19 +43,19 @@ def window(config: TrainConfig) -> int:
 
 
 def minibatch_samples(config: TrainConfig) -> int:
-    """Samples that a step of the optimizer is made of, over all learners."""
+    """Returns the samples of one optimizer step, over all learners."""
     if config.algorithm.experience == "replay":
         return config.replay.batch
     if config.algorithm.slots == "gradients":
-        return 1  # the actors have been through the samples
+        return 1  # the actors process the samples
     actor, count = config.actor, int(getattr(config.algorithm, "minibatches", 1))
     return config.batch_trajectories * actor.trajectory * actor.envs // count
 
 
 def num_groups(config: TrainConfig) -> int:
-    """Groups that the environments of an actor are stepped in: with local acting one, else what was asked for.
+    """Returns the number of groups in which an actor steps its environments: `acting.groups`, or 1 with local acting.
 
-    Two by default, so that an actor steps one while the other's actions are chosen.
+    The default is two, so that an actor steps one group while the actions of the other are computed.
     """
     envs, groups = config.actor.envs, config.acting.groups
     if config.acting.mode != "central":
@@ -63,7 +63,7 @@ def num_groups(config: TrainConfig) -> int:
     if groups and envs % groups:
         raise ConfigError(
             f"acting.groups={groups} does not divide the actor.envs={envs} environments of an actor. Use a divisor, or "
-            "0 to have it chosen."
+            "0 for automatic choice."
         )
     groups = groups or (1 if envs % 2 else 2)
     if 0 < config.acting.max_batch < envs // groups:
@@ -75,7 +75,7 @@ def num_groups(config: TrainConfig) -> int:
 
 
 def round_rows(config: TrainConfig) -> int:
-    """Rows of a round in which every actor of a server asks for one of its groups."""
+    """Returns the rows of a round in which every actor of a server requests actions for one group."""
     acting, actor = config.acting, config.actor
     rows = actor.envs // num_groups(config)
     if not acting.batch:
@@ -85,13 +85,13 @@ def round_rows(config: TrainConfig) -> int:
 
 
 def act_layout(context: Context) -> ActLayout:
-    """The board of act requests of a run with central acting."""
+    """Returns the layout of the board of act requests of a run with central acting."""
     config, spaces = context.train, context.spaces
     servers, actors = config.acting.servers, config.actor.num_actors
     if servers > actors:
         raise ConfigError(
-            f"acting.servers={servers} exceeds actor.num_actors={actors}, and a server without an actor does nothing. "
-            "Lower it, or raise --actors."
+            f"acting.servers={servers} exceeds actor.num_actors={actors}, so some servers would have no actor. Lower "
+            "it, or raise --actors."
         )
     groups = num_groups(config)
     return ActLayout(
@@ -106,7 +106,7 @@ def act_layout(context: Context) -> ActLayout:
 
 
 def num_passes(config: TrainConfig) -> float:
-    """How often a step is learned from."""
+    """Returns how often each environment step is learned from."""
     if config.algorithm.experience == "replay":
         return config.replay.samples_per_insert
     return getattr(config.algorithm, "epochs", 1)

@@ -1,4 +1,4 @@
-"""The memory that the roles of a run share: how large it is, where it lies, and making it. Needs no torch."""
+"""The shared memory of a run: its size, its location and its creation. Needs no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from echelon.transport.slot_wire import SlotBytes, Stack
 
 
 class Memory(ABC):
-    """The shared memory of a run; a part is made, or found, when asked for."""
+    """The shared memory of a run; each part is created or opened on first use."""
 
     def __init__(self, context: Context) -> None:
         self.context, self.schema = context, context.schema
@@ -31,20 +31,20 @@ class Memory(ABC):
     @property
     @abstractmethod
     def slots(self) -> SlotLayout:
-        """What lies in a slot of the ring."""
+        """The layout of a slot of the ring."""
 
     @property
     @abstractmethod
     def weights_bytes(self) -> int:
-        """What is published, be it of our model or of the user's own policy."""
+        """The bytes of the published weights, of a built-in model or a user policy."""
 
     @cached_property
     def replay(self) -> ReplayPlan:
-        """The parts of a run that learns from replayed transitions."""
+        """The parts that only runs with replay have."""
         return ReplayPlan(self.context)
 
     def ring(self, learner: int = 0) -> SlotRing:
-        """The slots of the actors that a learner takes from."""
+        """Opens the ring with the slots of a learner's actors."""
         train, folder = self.context.train, self.context.session
         if train.learner.num_learners > 1:
             folder /= f"ring-{learner}"
@@ -58,7 +58,7 @@ class Memory(ABC):
 
     @cached_property
     def slot_bytes(self) -> SlotBytes:
-        """A slot as it crosses to another host."""
+        """The encoding of a slot that is sent between hosts."""
         stacks, actor = [], self.context.train.actor
         for leaf in image_stacks(self.context.spaces):
             place = next(field for field in self.schema.fields if field.name == leaf.path)
@@ -67,7 +67,7 @@ class Memory(ABC):
         return SlotBytes(self.schema.nbytes, tuple(stacks))
 
     def raw_ring(self) -> SlotRing:
-        """The slots of the actors as bytes."""
+        """Opens the ring with slots as raw bytes."""
         return SlotRing(self.context.session, self.slot_bytes, self._num_streams(), window(self.context.train))
 
     def ownership(self) -> Ownership:
@@ -75,11 +75,11 @@ class Memory(ABC):
 
     @property
     def carrier_file(self) -> Path:
-        """Where the carrier writes the address that host agents bring slots to."""
+        """The file in which the carrier writes its address for the host agents."""
         return self.context.session / "carrier.address"
 
     def assignment(self) -> Assignment:
-        """What a host needs to know before its first role."""
+        """Returns the sizes and modules that a host needs before its first role starts."""
         return Assignment(
             slots=window(self.context.train),
             slot=self.slot_bytes.to_wire(),
@@ -96,18 +96,18 @@ class Memory(ABC):
 
     @property
     def workers_file(self) -> Path:
-        """Where the gateway writes the address that workers come to."""
+        """The file in which the gateway writes its address for the workers."""
         return self.context.session / "workers.address"
 
     def act_board(self) -> ActBoard:
         return ActBoard(self.context.session, act_layout(self.context))
 
     def act_address_file(self, server: int) -> Path:
-        """Where an inference server that is asked over TCP writes its address."""
+        """Returns the file in which an inference server writes its TCP address."""
         return self.context.session / f"act-{server}.address"
 
     def shared_bytes(self) -> int:
-        """What the run needs in shared memory."""
+        """Returns the bytes of shared memory that the run needs."""
         config = self.context.train
         acting = act_layout(self.context).nbytes if config.acting.mode == "central" else 0
         shared = WeightsBoard.size(self.weights_bytes) + acting
@@ -117,7 +117,7 @@ class Memory(ABC):
         return shared + SlotRing.size(self.slots, config.actor.num_actors, window(config))
 
     def make(self) -> list[str]:
-        """Makes all of the memory, before any role looks for it; returns what to tell the user of it."""
+        """Creates all shared memory before any role opens it. Returns messages for the user."""
         news = []
         if self.context.train.algorithm.experience == "replay":
             news = self.replay.make()
@@ -133,7 +133,7 @@ class Memory(ABC):
 
 
 class PreparedMemory(Memory):
-    """The same in a process without the model, by the sizes that the preparation found."""
+    """The shared memory in a process without the model; the sizes come from the preparation."""
 
     def __init__(self, context: Context, prepared: Prepared) -> None:
         super().__init__(context)

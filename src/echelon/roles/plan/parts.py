@@ -1,4 +1,4 @@
-"""How the parts of one run fit together: the model, the schema, the shared memory, and who does what with them."""
+"""Creates the parts of a run that the roles use: the model, the schema, the shared memory and the role objects."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Plan(Memory):
-    """The model and the memory that the roles of a run share; a part is made when asked for."""
+    """Creates the model and the shared memory of a run, and the objects of each role, on first use."""
 
     def __init__(self, context: Context, *, device: str = "cpu") -> None:
         super().__init__(context)
@@ -58,7 +58,7 @@ class Plan(Memory):
 
     @cached_property
     def slots(self) -> TrajectorySchema | GradientSchema:
-        """What lies in a slot of the ring."""
+        """The layout of a slot of the ring."""
         return self.gradient_slots if self.context.train.algorithm.slots == "gradients" else self.schema
 
     @cached_property
@@ -67,24 +67,27 @@ class Plan(Memory):
 
     @property
     def weights_bytes(self) -> int:
-        """What is published, be it of our model or of the user's own policy."""
+        """The bytes of the published weights, of a built-in model or a user policy."""
         return self.user_layout.nbytes if self.context.train.algorithm.is_users else self.model.nbytes
 
     @property
     def user_layout(self) -> StateLayout:
-        """How the state of the user's own policy lies on the board."""
+        """The layout of a user policy's state on the weights board."""
         return StateLayout.from_json(json.loads(self.user_layout_file.read_text()))
 
-    # What the roles are made of.
+    # Objects of the roles.
 
     def trainable(self, node: Node) -> Trainable:
-        """What the learner updates, publishes and checkpoints; `node` is the learner's, by which several meet."""
+        """Returns the object that the learner updates, publishes and checkpoints.
+
+        `node` is the learner's node, through which several learners find each other.
+        """
         context = self.context
         if context.train.algorithm.is_users:
             from echelon.roles.user_policy import UserTrainable
 
             assert context.user_objects is not None, (
-                "a run with the user's own policy has it in the process of its learner"
+                "the learner of a run with a user policy runs in the process that has the policy"
             )
             return UserTrainable(context.user_objects.policy, self.user_layout)
         from echelon.roles.learners import join_learners
@@ -92,13 +95,13 @@ class Plan(Memory):
 
         config = context.train
         device = learner_device(config, self.model.parameters.numel(), context.index)
-        if device == "cpu" and not context.shares_process and context.user_objects is None:  # a process of its own
+        if device == "cpu" and not context.shares_process and context.user_objects is None:  # not the caller's process
             keep_freed_memory()
         model = self.model if device == "cpu" else Plan(context, device=device).model
         return ModelTrainable(config, model, join_learners(context, node, model.device))
 
     def source(self, device: torch.device, peers: Peers = ALONE) -> Source:
-        """Where the batches come from of a learner that learns on `device`, with `peers`."""
+        """Returns the source of batches for a learner that learns on `device`, together with `peers`."""
         config, learner = self.context.train, self.context.index
         if config.has_workers:
             from echelon.roles.episode_source import EpisodeSource
@@ -118,7 +121,7 @@ class Plan(Memory):
         return QueueSource(config, self.schema, self.ring(learner), device, learner)
 
     def experience(self, station: Station) -> Experience:
-        """Where the steps of the actor go."""
+        """Returns the object that receives the steps of the actor."""
         config, index = self.context.train, self.context.index
         if config.algorithm.experience == "replay":
             from echelon.roles.replay_experience import ReplayExperience
@@ -136,7 +139,7 @@ class Plan(Memory):
         return SlotExperience(self.ring(learner), self.schema, stream, station)
 
     def acting(self, distribution: Distribution, seed: int) -> Acting:
-        """Who chooses the actions of the actor."""
+        """Returns the object that chooses the actions of the actor."""
         config = self.context.train
         replays = config.algorithm.experience == "replay"
         env_steps = self.replay.tally_steps() if replays else lambda: 0
@@ -145,7 +148,7 @@ class Plan(Memory):
         return self.local_acting(seed, env_steps)
 
     def local_acting(self, seed: int, env_steps: Callable[[], int]) -> LocalActing:
-        """The actor's own copy of the policy, which explores by the `env_steps` of the run."""
+        """Returns local acting, whose exploration follows the `env_steps` of the run."""
         from echelon.roles.actor import LocalActing
 
         config = self.context.train
@@ -154,7 +157,7 @@ class Plan(Memory):
         return LocalActing(policy, self.board(), config.actor.envs, seed, exploring)
 
     def _exploring(self, distribution: Distribution, seed: int, env_steps: Callable[[], int]) -> Exploring | None:
-        """How the actor's groups explore, each environment as its place in the run says; None: as the policy does."""
+        """Returns the exploration of the actor's groups, or None if only the policy itself explores."""
         from echelon.roles.acting import Exploring
 
         config, index = self.context.train, self.context.index
@@ -177,9 +180,10 @@ class Plan(Memory):
         return RemoteActing(layout, file, context.index, context.incarnation, secret, exploring)
 
     def act_listener(self, batcher: Batcher) -> ActListener | None:
-        """Where actors ask an inference server over TCP, if they do; a successor listens where the one before it did.
+        """Returns the TCP listener of an inference server, or None if its actors use shared memory.
 
-        To be opened last: who finds the address is answered.
+        A restarted server listens at the address of its predecessor. Open the listener last: as soon as the address is
+        announced, actors send requests.
         """
         acting = self.context.train.acting
         if acting.transport == "shm":

@@ -1,4 +1,4 @@
-"""What comes before a run: all that can be checked before a folder or a role exists, its spaces, and who acts."""
+"""Prepares a run before its folder and its roles exist: checks it, finds its spaces and chooses its acting mode."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prepare(
     report: Callable[[str], None],
     user_objects: UserObjects | None = None,
 ) -> tuple[Context, Choice]:
-    """The context of a run that can be, its memory made; and who chooses actions in it."""
+    """Checks a run and creates its shared memory. Returns its context and the chosen acting mode."""
     config = _with_whole_paths(config)
     text = text_of(config.env.id) or "workers"
     if config.engine != "inline" and not isinstance(config.env.id, str):
@@ -86,24 +86,24 @@ def prepare(
 
 
 def world_address(config: TrainConfig, session: Path) -> str:
-    """Where the coordinator's world is."""
+    """Returns the address of the coordinator's world."""
     return f"ipc://{session}/world" if config.engine != "inline" else f"inproc://{session.name}"
 
 
 def _describe_user_policy(config: TrainConfig, session: Path, user_objects: UserObjects | None) -> Choice | None:
-    """Writes down how the state of the user's own policy lies in memory, if there is one; it acts where workers are."""
+    """Writes the layout of the user policy's state, if there is one. Returns local acting: workers act with it."""
     if user_objects is None or user_objects.policy is None:
         if config.algorithm.is_users:
             raise ConfigError(
-                f"{config.run.dir or 'this run'} trains a policy of its user's own: run the program that brings it "
-                "(AsyncLearningNode, with resume=True to go on)."
+                f"{config.run.dir or 'this run'} trains a user policy: start it from the program that has it "
+                "(AsyncLearningNode, with resume=True to resume)."
             )
         return None
     from echelon.roles.user_policy import StateLayout, state_of
 
     layout = StateLayout.of(state_of(user_objects.policy))
     (session / USER_LAYOUT).write_text(json.dumps(layout.to_json()))
-    return Choice("local", "the policy is the user's own")
+    return Choice("local", "workers act with the user policy")
 
 
 def _find_out(
@@ -114,7 +114,7 @@ def _find_out(
     generation: int,
     user_objects: UserObjects | None,
 ) -> Prepared:
-    """What the preparation finds, wherever the engine runs it."""
+    """Runs the preparation and returns its result. Raises its error if it fails."""
     spaces = user_objects.spaces if user_objects is not None else None
     values = {
         "train": config if engine.is_here(PREPARATION) else config_io.to_json(config),
@@ -130,14 +130,14 @@ def _find_out(
     [gone] = exits
     if gone.failure is not None and gone.failure.expected:
         raise FATAL.get(gone.failure.kind, RunError)(gone.failure.message)
-    if not (session / PREPARED).exists():  # it crashed, or the environment made it exit
+    if not (session / PREPARED).exists():  # it crashed, or the environment called exit
         more = f"\n{gone.failure.traceback}" if gone.failure is not None else ""
-        raise RunError(f"the process that makes an environment to see its spaces {gone.cause}{more}")
+        raise RunError(f"the process that creates an environment to read its spaces {gone.cause}{more}")
     return Prepared.read(session / PREPARED)
 
 
 def _choose(context: Context, engine: AnyEngine, prepared: Prepared, report: Callable[[str], None]) -> Choice:
-    """Who acts; checks what depends on that."""
+    """Chooses the acting mode and makes the checks that depend on it."""
     config = context.train
     choice = choose_acting(context, engine, prepared)
     if choice.mode != config.acting.mode and not config.has_workers:
@@ -161,12 +161,12 @@ def _make(memory: PreparedMemory, report: Callable[[str], None]) -> None:
 
 
 def actors_at_head(config: TrainConfig) -> int:
-    """The actors on this host."""
+    """Returns the number of actors on this host."""
     return len(streams_of_hosts(config.actor.num_actors, config.hosts.count)[0])
 
 
 def _with_whole_paths(config: TrainConfig) -> TrainConfig:
-    """`config` with files named by their whole path, so that the run can be gone on with from any folder."""
+    """Returns `config` with absolute paths of files, so that the run can be resumed from any folder."""
     env = replace(config.env, wrappers=tuple(absolute(name) for name in config.env.wrappers))
     if isinstance(env.id, str):
         env = replace(env, id=absolute(env.id))

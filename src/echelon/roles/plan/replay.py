@@ -1,4 +1,4 @@
-"""How replay fits into a run: its items, its limiter, its memory, alike in every process."""
+"""The parts of a run with replay, the same in every process: its items, its limiter and its memory."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from echelon.roles.tally import Tally
 from echelon.schema import Spaces, action_leaf, space_leaves
 from echelon.transport.session import secret_of
 
-ARRIVAL_S = 60.0  # how long a learner waits for a shard server that is just starting
+ARRIVAL_S = 60.0  # how long a learner waits for a shard server that is starting
 
 
 def transition_layout(config: TrainConfig, spaces: Spaces) -> ShardLayout:
-    """The items of one actor's shard."""
+    """Returns the layout of one actor's shard."""
     action, leaves = action_leaf(spaces.action), space_leaves(spaces.observation)
     fields = {leaf.path: (leaf.shape, leaf.dtype) for leaf in leaves}
     fields |= {f"next_{leaf.path}": (leaf.shape, leaf.dtype) for leaf in leaves}
@@ -46,18 +46,22 @@ def transition_layout(config: TrainConfig, spaces: Spaces) -> ShardLayout:
 
 
 def _check_frames(config: TrainConfig, layout: ShardLayout) -> None:
-    """Refuses side rings that could not hold the frames of `replay.min_size` transitions, however well they stack."""
+    """Raises ConfigError if the side rings cannot hold the frames of `replay.min_size` transitions.
+
+    Assumes the best case, in which each step adds one new frame to its stack.
+    """
     replay, envs = config.replay, 1 if config.has_workers else config.actor.envs
     depths = {f.ring: f.stack for f in layout.fields if f.stack}
     for ring in layout.rings:
-        # In every environment the newest began n steps ago, and the oldest needs the frames stacked before it.
+        # In every environment the newest transition began n steps ago, and the oldest needs the earlier frames of its
+        # first stack.
         room = config.num_shards * (ring.capacity - envs * (depths[ring.name] - 1 + replay.n_step))
         if room < replay.min_size:
             raise ConfigError(
-                f"replay.capacity={replay.capacity} keeps the frames of at most {max(room, 0)} transitions of "
-                f"{ring.name} at a time, as {envs} environments stack {depths[ring.name]} frames over "
-                f"{replay.n_step} steps: fewer than replay.min_size={replay.min_size}. Raise replay.capacity, lower "
-                "min_size, or use --replay.frames whole."
+                f"replay.capacity={replay.capacity} holds the frames of {ring.name} for at most {max(room, 0)} "
+                f"transitions ({envs} environments, stacks of {depths[ring.name]} frames, {replay.n_step} steps per "
+                f"transition), fewer than replay.min_size={replay.min_size}. Raise replay.capacity, lower min_size, or "
+                "use --replay.frames whole."
             )
 
 
@@ -66,15 +70,18 @@ def _shard_capacity(config: TrainConfig) -> int:
     capacity, least = replay.capacity // shards, max(replay.batch, _chunk(config))
     if capacity < least:
         raise ConfigError(
-            f"replay.capacity={replay.capacity} gives each of {shards} shards {capacity} transitions, but one must "
-            f"hold a batch and what is stored at once: {least}. Raise it to {least * shards} or more."
+            f"replay.capacity={replay.capacity} gives each of {shards} shards {capacity} transitions, but a shard must "
+            f"hold a batch and the largest append, so at least {least}. Raise it to {least * shards} or more."
         )
     return capacity
 
 
 def _chunk(config: TrainConfig) -> int:
-    """The most transitions that an actor stores between two looks at the limiter: those of a trajectory's steps, and
-    those that were open before it and end in it. The gateway stores what a worker sends at once."""
+    """Returns the most transitions that an actor stores between two checks of the limiter.
+
+    These are the transitions of all steps of a trajectory, plus those that began before it and end in it. The gateway
+    stores a whole piece of an episode.
+    """
     if config.has_workers:
         return config.workers.max_steps
     return config.actor.envs * (config.actor.trajectory + config.replay.n_step - 1)
@@ -83,7 +90,7 @@ def _chunk(config: TrainConfig) -> int:
 def limiter_rule(config: TrainConfig) -> LimiterRule:
     replay, shards = config.replay, config.num_shards
     rule = LimiterRule(
-        samples_per_insert=0.0 if config.has_workers else replay.samples_per_insert,  # there by episode
+        samples_per_insert=0.0 if config.has_workers else replay.samples_per_insert,  # workers: updates per episode
         min_size=replay.min_size,
         capacity=_shard_capacity(config) * shards,
         batch=replay.batch,
@@ -92,16 +99,17 @@ def limiter_rule(config: TrainConfig) -> LimiterRule:
     )
     if config.learner.num_learners == 1:
         return rule
-    return replace(rule, num_learners=config.learner.num_learners, tolerance=rule.room)  # together they draw as one
+    # All learners together draw one batch, so the tolerance is that of one learner.
+    return replace(rule, num_learners=config.learner.num_learners, tolerance=rule.room)
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerSide:
-    """What a learner sees of the replay."""
+    """A learner's access to the replay."""
 
     limiter: Limiter
     readers: list[Reader]
-    links: list[Link] = field(default_factory=list)  # to the hosts of shards that are not read in place
+    links: list[Link] = field(default_factory=list)  # to hosts whose shards are not in shared memory
 
 
 class ReplayPlan:
@@ -121,7 +129,7 @@ class ReplayPlan:
 
     @property
     def nbytes(self) -> int:
-        """What replay needs in shared memory."""
+        """The bytes of shared memory that replay needs."""
         shards = self.config.num_shards
         shard = self.layout.nbytes + PriorityColumn.size(self.layout.capacity)
         limiters = 1 if self.learner_folder == self.folder else 2
@@ -132,21 +140,21 @@ class ReplayPlan:
         return Shard.at(self.folder, index, self.layout)
 
     def limiter(self) -> Limiter:
-        """As the actors see it."""
+        """Opens the limiter of the actors' host."""
         return Limiter.at(self.folder, self.rule)
 
     @property
     def learner_folder(self) -> Path:
-        """The memory of the learner's host: with TCP it shares none with the actors', though they be one machine."""
+        """The folder of the learner's shared memory. With TCP it is separate from the actors', even on one host."""
         return self.folder / "learner" if self.config.replay.transport == "tcp" else self.folder
 
     def readers(self) -> list[ShardReader]:
-        """The shards, read in place."""
+        """Returns readers of all shards in shared memory."""
         columns = self.columns()
         return [ShardReader(self.shard(index), column) for index, column in enumerate(columns)]
 
     def shards_of(self, learner: int) -> range:
-        """The shards that a learner draws from: those of its actors."""
+        """Returns the shards that a learner draws from: those of its actors."""
         is_one = self.config.learner.num_learners == 1
         return range(self.config.num_shards) if is_one else self.config.actors_of(learner)
 
@@ -156,7 +164,7 @@ class ReplayPlan:
 
     @property
     def server_file(self) -> Path:
-        """Where the shard server writes its address."""
+        """The file in which the shard server writes its address."""
         return self.folder / "shards-0.address"
 
     @property
@@ -164,7 +172,7 @@ class ReplayPlan:
         return ReplayWire(self.layout, range(self.config.num_shards), self.rule)
 
     def learner_side(self) -> LearnerSide:
-        """The shards as the run wants them read; waits for the shard server if there is one."""
+        """Returns the learner's access to the shards by the configured transport; with TCP, waits for the server."""
         limiter = Limiter.at(self.learner_folder, self.rule)
         if self.config.replay.transport == "shm":
             readers = self.readers()
@@ -182,28 +190,28 @@ class ReplayPlan:
         return Tally.at(self.folder, self.config.num_shards, self.config.learner.num_learners)
 
     def tally_steps(self) -> Callable[[], int]:
-        """Says how many steps the run has made."""
+        """Returns a function that returns the environment steps of the run so far."""
         tally = self.tally()
         return lambda: tally.env_steps
 
     @property
     def archive(self) -> Path:
-        """Where the content of the replay is kept, if it is part of the checkpoints."""
+        """The folder of the replay snapshots, if they are part of the checkpoints."""
         return self.context.run_dir / "replay"
 
     def check(self) -> None:
-        """Refuses a replay that does not fit, before anything is made."""
+        """Raises ConfigError if the replay does not fit into memory or on disk, before anything is created."""
         what, shards = f"replay.capacity={self.config.replay.capacity}", self.config.num_shards
         check_fits(self.nbytes, what, free_memory(self.folder))
-        check_fits(Replay.size_of(self.layout, shards), what, free_memory())  # the learner's tree is memory too
+        check_fits(Replay.size_of(self.layout, shards), what, free_memory())  # the learner's sum tree
         if self.config.replay.checkpoint:
             Archive(self.archive).check_fits(most_bytes(self.layout, shards))
 
     def make(self) -> list[str]:
-        """Makes the memory; a run that is gone on with gets back its newest snapshot that is whole.
+        """Creates the shared memory; a resumed run restores its newest intact snapshot. Returns messages for the user.
 
-        Returns what to tell the user of it. Without a whole one the replay starts empty, as nobody may be there to
-        choose; a snapshot of another layout is refused, as whoever changed it is.
+        If no snapshot is intact, the replay starts empty, because the run may be resumed unattended. Raises ConfigError
+        if a snapshot has another layout, because then the user has just changed the configuration.
         """
         self.learner_folder.mkdir(exist_ok=True)
         readers, limiter = self.readers(), self.limiter()
@@ -218,10 +226,10 @@ class ReplayPlan:
                 news.append(str(error))
             except ConfigError as error:
                 raise ConfigError(
-                    f"{error} Resume with the actors, spaces and replay.capacity that it was made with, or remove "
-                    f"{self.archive} to go on with an empty replay."
+                    f"{error} Resume with the actors, spaces and replay.capacity with which it was written, or remove "
+                    f"{self.archive} to continue with an empty replay."
                 ) from error
             else:
                 size = sum(stop - start for start, stop in (reader.window() for reader in readers))
-                return [*news, f"replay: goes on with the {size:,} transitions of {path.name}"]
-        return [*news, "replay: starts empty, as there is no whole snapshot"]
+                return [*news, f"replay: restored the {size:,} transitions of {path.name}"]
+        return [*news, "replay: starts empty, as there is no intact snapshot"]

@@ -1,4 +1,4 @@
-"""What a run is before it starts: its engine, roles, title, and whether it can end. Nothing here needs torch."""
+"""The parts of a run that follow from its configuration: engine, roles, title, stop conditions. Needs no torch."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ PRELOAD_WITH_WORKERS = (
 )
 
 EVALUATOR_NICE = 10
-NUM_EVALUATIONS = 10  # of workers, whose mean is shown; a worker's is a single episode
+NUM_EVALUATIONS = 10  # evaluations of workers in the shown mean, as each of them is a single episode
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """A process of the run: `kind` is the module of its role, and the function in it that makes it."""
+    """A role of the run. `kind` names both the module of the role and the function in it that creates the role."""
 
     name: str
     kind: str
@@ -53,7 +53,7 @@ class RoleSpec:
 
 
 def roles_of(config: TrainConfig) -> list[RoleSpec]:
-    """The processes of a run, in the order in which they are started."""
+    """Returns the roles of a run in the order in which they are started."""
     roles = [RoleSpec(name, "learner", index) for index, name in enumerate(config.learner_names)]
     if config.has_workers:
         return [*roles, RoleSpec("gateway", "gateway")]
@@ -70,21 +70,24 @@ def roles_of(config: TrainConfig) -> list[RoleSpec]:
 
 
 def num_evaluations(config: TrainConfig) -> int:
-    """How many of the newest evaluations the shown return is the mean of."""
+    """Returns how many of the newest evaluations are averaged for the shown return."""
     return NUM_EVALUATIONS if config.has_workers else 1
 
 
 def restored_text(config: TrainConfig, place: str, steps: int, updates: int) -> str:
-    """What to say of learners that go on from `place`, with `steps` and `updates` since then lost."""
-    who = "the learners go on" if config.learner.num_learners > 1 else "the learner goes on"
-    again = f"{updates:,} updates"
-    if config.algorithm.experience != "replay":  # where steps count when they are made, and stay
-        again = f"{max(steps, 0):,} steps and {again}"
-    return f"{who} from {place}" + (f"; {again} since then are learned anew" if updates > 0 else "")
+    """Returns the message about learners that restart from `place`, having lost `steps` and `updates`."""
+    who = "the learners resume" if config.learner.num_learners > 1 else "the learner resumes"
+    lost = f"{updates:,} updates"
+    if config.algorithm.experience != "replay":  # with replay, actors count the steps, so none are lost
+        lost = f"{max(steps, 0):,} steps and {lost}"
+    return f"{who} from {place}" + (f"; {lost} since then are lost" if updates > 0 else "")
 
 
 def make_engine(config: TrainConfig, session: Path, *, has_objects: bool) -> InlineEngine | LocalEngine:
-    """What starts and ends the roles; with objects of the caller's program the learner stays in its process."""
+    """Returns the engine that starts and ends the roles.
+
+    If the caller passes objects (`has_objects`), the learner runs in the caller's process.
+    """
     if config.engine == "inline":
         return InlineEngine()
     preload = PRELOAD_WITH_WORKERS if config.has_workers else PRELOAD
@@ -100,7 +103,7 @@ def title(config: TrainConfig) -> str:
 
 
 def check_stop(config: TrainConfig) -> None:
-    """Refuses a run that would never end."""
+    """Raises ConfigError if the run has no stop condition."""
     stop = config.stop
     if not (stop.steps or stop.minutes or stop.episodes or stop.until_return is not None):
         episodes = "--episodes E, " if config.has_workers else ""
@@ -108,22 +111,22 @@ def check_stop(config: TrainConfig) -> None:
 
 
 def episodes_option(config: TrainConfig) -> str:
-    """What a run that is counted in episodes can be given beside the other stop conditions."""
+    """Returns the additional stop option of runs with workers, for messages; "" for other runs."""
     return "--episodes, " if config.has_workers else ""
 
 
 def num_cores_of(config: TrainConfig) -> int:
-    """Cores that a run can keep busy: one process uses a second one only with more threads of the learner."""
+    """Returns the number of cores that a run can use. A single process uses as many as its learner has threads."""
     return (config.learner.threads or 1) if config.engine == "inline" else len(os.sched_getaffinity(0))
 
 
 def is_one_process(config: TrainConfig) -> bool:
-    """Whether all roles run in the caller's process."""
+    """Returns whether all roles run in the caller's process."""
     return config.engine == "inline"
 
 
 def find_bottleneck(config: TrainConfig, shares: dict[str, dict[str, float]], *, on_gpu: bool) -> str:
-    """What limits the run, by the shares of time of its roles, and what to change; "" if that is not known."""
+    """Returns what limits the run and what to change, by the time shares of its roles; "" if it is not known."""
     from echelon.runs.bottleneck import bottleneck, workers_bottleneck
 
     if config.has_workers:
