@@ -19,7 +19,7 @@ def test_stopped_actor_is_taken_for_hung_and_replaced(runs: Runs) -> None:
     assert run.pid("actor-0", besides=pid)
     run.until_acting(0)
     assert "actor-0 made no progress for" in run.text()
-    assert "(it did not answer: stopped, or stuck in the kernel)" in run.text()
+    assert "(none: it is suspended, or stuck in the kernel)" in run.text()
     run.process.send_signal(signal.SIGINT)
     assert run.code() == 0
     assert run.summary()["restarts"] == 1

@@ -59,7 +59,7 @@ def test_stopped_learner_is_found_and_replaced_with_the_others(runs: Runs, name:
         assert run.pid(f"learner-{index}", besides=pid)
     run.until_learning()
     assert run.text().count("made no progress") == 1 and f"{name} made no progress" in run.text()
-    assert "(it did not answer: stopped, or stuck in the kernel)" in run.text()
+    assert "(none: it is suspended, or stuck in the kernel)" in run.text()
     other = (run.run_dir / "logs" / f"learner-{1 - int(name[-1])}.log").read_text()
     assert re.search(rf'{EXCHANGE}", line \d+ in _finish', other), "by which it was seen to wait"
     assert f"{name} (process {pids[int(name[-1])]}) was ended by SIGKILL; starting all 2 learners again" in run.text()
@@ -88,7 +88,7 @@ def test_killed_while_they_look_for_each_other(runs: Runs) -> None:
     pid = run.kill("learner-1")
     assert run.pid("learner-1", besides=pid)
     run.until_learning()
-    assert "the learners resume from the beginning, there is no checkpoint yet" in run.text()
+    assert "the learners resume from the beginning (no checkpoint yet)" in run.text()
     assert stop(run)["restarts"] == 1
 
 

@@ -82,7 +82,7 @@ def test_rules_with_one_place_for_everything_are_refused() -> None:
         ),
         ("dqn", ("step_9", 9, 4), "the learners resume from step_9 (9 steps); 6 updates since then are lost"),
         ("ppo", ("step_2009", 2_009, 10), "the learners resume from step_2009 (2,009 steps)"),
-        ("a3c", ("", 0, 0), "the learner resumes from the beginning, there is no checkpoint yet; 2,009 steps and 10 "),
+        ("a3c", ("", 0, 0), "the learner resumes from the beginning (no checkpoint yet); 2,009 steps and 10 "),
     ],
 )
 def test_what_a_restart_lost_is_told(name: str, restored: tuple[str, int, int], told: str) -> None:

@@ -1,4 +1,4 @@
-"""When a role counts as hung: judged by its progress, on a clock that the test turns."""
+"""The supervisor: when a role counts as hung, restarts and failures, on a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Clock:
 
 
 def watch(scene: Any, seconds: float) -> None:
-    """So much time passes, in which the supervisor looks every second."""
+    """Advances the clock by `seconds`, with a call of `look` every second."""
     end = scene.clock.now + seconds
     while scene.clock.now < end:
         scene.clock.now = min(end, scene.clock.now + 1.0)
@@ -43,7 +43,7 @@ def watch(scene: Any, seconds: float) -> None:
 
 
 class Engine:
-    """Starts nothing; its one role is process 7. Who is to answer with a stack writes it to its log."""
+    """An engine that starts nothing; its one role is process 7. Roles that print a stack write it to their logs."""
 
     server_pid = 2
 
@@ -80,14 +80,14 @@ class Engine:
 
 
 class Node:
-    """A world that nobody is in."""
+    """A world without members."""
 
     def forget(self, name: str, reason: str) -> None:
         pass
 
 
 def show(scene: Any, progress: int, incarnation: int = 0) -> None:
-    """What every role shows of its progress, as if it had just been started in this incarnation."""
+    """Sets the progress in the gauge of every role, as if it had just been started in this incarnation."""
     for name in scene.supervisor.members:
         gauge = Gauge(scene.folder, name)
         gauge.begin(incarnation)
@@ -96,7 +96,7 @@ def show(scene: Any, progress: int, incarnation: int = 0) -> None:
 
 
 def make_scene(folder: Path, monkeypatch: pytest.MonkeyPatch, config: TrainConfig, *names: str) -> Any:
-    """A supervisor with roles that were just started."""
+    """A supervisor with roles that have just been started."""
     clock, engine, world, told = Clock(), Engine(), Node(), list[str]()
     monkeypatch.setattr(module, "time", clock)
     env = CounterEnv()
@@ -115,7 +115,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def learners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Two of them, in the middle of a batch."""
+    """Two learners in the middle of a batch."""
     (tmp_path / "logs").mkdir()
     config = replace(TrainConfig(), **{"learner.num_learners": 2})
     scene = make_scene(tmp_path, monkeypatch, config, *config.learner_names)
@@ -124,7 +124,7 @@ def learners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_role_has_time_to_begin(scene: Any) -> None:
-    show(scene, 0)  # joined, and still at its imports
+    show(scene, 0)  # it has joined, and is still importing
     watch(scene, START_GRACE_S)
     assert not scene.engine.signals
     watch(scene, 1.0)
@@ -143,7 +143,7 @@ def test_one_that_stands_still_is_killed_once(scene: Any) -> None:
 
 
 def test_nobody_is_judged_by_the_time_that_the_supervisor_was_stopped(scene: Any) -> None:
-    """As by Ctrl-Z: what the roles told meanwhile is heard after the first look."""
+    """As by Ctrl-Z: progress that the roles made in the meantime is read after the first look."""
     show(scene, 5)
     watch(scene, HANG_S - 2.0)
     scene.clock.now += 10 * HANG_S
@@ -154,7 +154,7 @@ def test_nobody_is_judged_by_the_time_that_the_supervisor_was_stopped(scene: Any
 
 
 def test_a_supervisor_that_looks_seldom_still_notices(scene: Any) -> None:
-    """As with a policy of the user's own that learns for seconds in the same process."""
+    """As with a user policy that learns for seconds in the same process."""
     show(scene, 5)
     for _ in range(int(HANG_S) + 1):
         assert not scene.engine.signals
@@ -164,7 +164,7 @@ def test_a_supervisor_that_looks_seldom_still_notices(scene: Any) -> None:
 
 
 def test_one_that_left_is_given_the_same_time_to_close(scene: Any) -> None:
-    """However long it worked before: its silence begins with its last progress."""
+    """However long it ran before: its silence begins with its last progress."""
     for progress in range(1, 100):
         watch(scene, 1.0)
         show(scene, progress)
@@ -175,7 +175,7 @@ def test_one_that_left_is_given_the_same_time_to_close(scene: Any) -> None:
 
 
 def test_a_role_of_a_host_that_is_not_heard_is_not_hung(scene: Any) -> None:
-    """What it shows does not come; whether the host is lost, the engine says."""
+    """Its progress does not arrive; the engine decides whether the host is lost."""
     show(scene, 5)
     scene.engine.host, scene.engine.is_heard = "second", False
     watch(scene, 3 * HANG_S)
@@ -194,7 +194,7 @@ def test_a_successor_is_not_judged_by_its_predecessor(scene: Any) -> None:
     scene.supervisor.replace(Exit("actor-0", 7, -1, signal.SIGKILL))
     scene.engine.signals.clear()
     scene.engine.process = 8
-    show(scene, 6)  # what the dead one showed last
+    show(scene, 6)  # the last value of the dead role
     watch(scene, HANG_S + 1.0)
     assert not scene.engine.signals, "it has not begun yet"
     show(scene, 1, incarnation=1)
@@ -230,12 +230,12 @@ def test_of_learners_that_stand_still_the_one_is_blamed_that_the_others_wait_for
     assert learners.engine.killed == killed
     assert [text.partition(" made no progress")[0] for text in learners.told] == killed
     watch(learners, module.LEAVE_S + 0.1)
-    assert sorted(learners.engine.killed) == ["learner-0", "learner-1"], "the others did not leave by themselves"
-    assert len(learners.told) == len(killed), "and nothing is told of them"
+    assert sorted(learners.engine.killed) == ["learner-0", "learner-1"], "the others did not exit by themselves"
+    assert len(learners.told) == len(killed), "and nothing is reported about them"
 
 
 def test_failures_of_learners_count_together(learners: Any) -> None:
-    """Whichever of them it is: the third time the run ends."""
+    """The third failure ends the run, whichever learner it is."""
     failure = Failure("ValueError", "x", 'File "net.py", line 7, in forward', expected=False)
 
     def fail(index: int) -> None:
@@ -263,7 +263,7 @@ def test_who_is_ended_from_outside_again_and_again_is_started_with_growing_pause
     scene.clock.now += 2 * module.AGAIN_S
     scene.supervisor.look()
     scene.supervisor.replace(Exit("actor-0", 7, -1, signal.SIGKILL))
-    assert len(scene.engine.started) == 12, "at once: what was long ago does not count"
+    assert len(scene.engine.started) == 12, "immediately: earlier deaths are outside the window"
 
 
 def test_memory_that_ran_out_is_named(scene: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-"""The coordinator: has the roles started and watched, keeps the record, and ends the run.
+"""The coordinator: starts and supervises the roles, writes the metrics, and ends the run.
 
-It waits for: messages of the roles and exits told by the engine. It alone decides restarts (`Supervisor`). If it dies,
-the fork server ends every role; `echelon resume` goes on from the newest checkpoint.
+It waits for: messages of the roles, and exits that the engine reports. It alone decides about restarts (`Supervisor`).
+If it dies, the fork server ends every role; `echelon resume` continues from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LOOP_S = 0.05
 REPORTED_ENV_RESTARTS = 5
 CONSOLE_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 5.0
-FAILED_STOP_TIMEOUT_S = 0.5  # of a run that failed: the user waits for the error, which is told when all have left
+FAILED_STOP_TIMEOUT_S = 0.5  # short after a failure: the error is reported only when all roles have exited
 
 
 class Coordinator:
-    """Runs one training from the first process to the last."""
+    """Runs one training: starts the roles, supervises them and stops them."""
 
     def __init__(
         self,
@@ -45,26 +45,26 @@ class Coordinator:
         self.context, self.config, self.interrupts = context, context.train, interrupts
         self.engine, self.world, self.console, self.metrics = engine, world, console, metrics
         self.supervisor = Supervisor(context, engine, world, console.message)
-        self.first = self.config.learner_names[0]  # the learner that keeps the account
+        self.first = self.config.learner_names[0]  # the learner that reports
         self.row: dict[str, Any] = {}
         self.summary: dict[str, Any] | None = None
-        # Returns of the newest evaluations; one of a worker is a single episode.
+        # Returns of the newest evaluations; a worker's evaluation is a single episode.
         self.evaluations = collections.deque[float](maxlen=num_evaluations(self.config))
         self.env_restarts = 0
         self.stopping = False
         self.next_console = 0.0
-        self.newest_evaluation = 0  # the number of the last one of a worker that is in the record
+        self.newest_evaluation = 0  # number of the last worker evaluation that is in the metrics
         world.serve("train", self._on_train)
         world.serve("evaluation", self._on_evaluation)
         world.serve("worker_evaluation", self._on_worker_evaluation)
-        self.reported = {"message": self.console.message, "env_restarted": self._on_env_restarted}  # also from afar
+        self.reported = {"message": self.console.message, "env_restarted": self._on_env_restarted}  # from hosts, too
         world.serve("message", self.console.message)
         world.serve("restored", self._on_restored)
         world.serve("env_restarted", self._on_env_restarted)
         world.serve("finished", self._on_finished)
-        world.serve("store", StoreTable())  # by which several learners find each other
+        world.serve("store", StoreTable())  # through which several learners find each other
 
-    # What the roles report.
+    # Reports of the roles.
 
     def _on_train(self, row: dict[str, Any]) -> None:
         self.row = row
@@ -77,20 +77,20 @@ class Coordinator:
         self.metrics.write({"kind": "evaluation", **steps, **score})
 
     def _on_worker_evaluation(self, number: int, score: dict[str, Any]) -> None:
-        """A gateway that follows one that was killed tells again what that may not have told."""
+        """Records an evaluation once: a restarted gateway repeats those that its predecessor may not have reported."""
         if number > self.newest_evaluation:
             self.newest_evaluation = number
             self._on_evaluation(score)
 
     def _on_restored(self, checkpoint: str, env_steps: int, updates: int) -> None:
-        """The learner was started again: tells from where, and what was lost since."""
-        place = f"{checkpoint} ({env_steps:,} steps)" if checkpoint else "the beginning, there is no checkpoint yet"
+        """Reports from where a restarted learner resumes, and how much was lost."""
+        place = f"{checkpoint} ({env_steps:,} steps)" if checkpoint else "the beginning (no checkpoint yet)"
         lost = self.row.get("updates", 0) - updates
         steps = self.row.get("env_steps", 0) - env_steps
         self.console.message(restored_text(self.config, place, steps, lost))
 
     def _on_env_restarted(self, text: str) -> None:
-        """Tells the first few as they are, and of the rest every hundredth: a broken environment fails often."""
+        """Reports the first few restarts, then every hundredth: a broken environment may fail often."""
         self.env_restarts += 1
         if self.env_restarts <= REPORTED_ENV_RESTARTS or self.env_restarts % 100 == 0:
             is_last = self.env_restarts >= REPORTED_ENV_RESTARTS
@@ -100,7 +100,7 @@ class Coordinator:
     def _on_finished(self, summary: dict[str, Any]) -> None:
         self.summary = summary
 
-    # From the first process to the last.
+    # The run.
 
     @property
     def evaluation_return(self) -> float | None:
@@ -111,8 +111,8 @@ class Coordinator:
         return self.supervisor.restarts
 
     def run(self) -> dict[str, Any]:
-        """Trains until the learner says that it is done; returns the summary's figures."""
-        timeout_s = 0.0  # an interrupted user is not kept waiting
+        """Trains until the learner reports that it has finished; returns the summary."""
+        timeout_s = 0.0  # after a second interrupt the user does not wait
         try:
             self._start()
             self._loop()
@@ -127,7 +127,7 @@ class Coordinator:
         return self.summary
 
     def _end_gateway(self) -> None:
-        """Workers of a run that reached its end go home; those of one that was stopped wait until it goes on."""
+        """Tells the gateway that the run is over, so that workers exit; after a stop they wait for a resume."""
         if self.summary is not None and self.summary["reason"] != "stopped" and "gateway" in self.world.members:
             self.world.post("gateway", "over")
 
@@ -141,7 +141,7 @@ class Coordinator:
             for function, text in self.engine.reports():
                 self.reported[function](text)
             for gone in take_exits(self.engine, self.world):
-                if self.summary is None:  # else the learner left as it should
+                if self.summary is None:  # otherwise the learner exited normally
                     self.supervisor.replace(gone)
             self.supervisor.look()
             if self.interrupts.came or self.console.is_unread:
@@ -150,22 +150,22 @@ class Coordinator:
         self._show(force=True)
 
     def _ask_to_stop(self) -> None:
-        """Every time round: a learner that is just being replaced hears it when it is there."""
+        """Asks the learner to stop; called repeatedly, so that a learner that is being replaced receives it, too."""
         if not self.stopping:
             self.stopping = True
             unread = "nobody reads the output, so the run stops: writing the final checkpoint"
-            asked = "stopping: writing the final checkpoint (interrupt again to leave at once)"
+            asked = "stopping: writing the final checkpoint (interrupt again to exit immediately)"
             self.console.message(unread if self.console.is_unread else asked)
         if self.first in self.world.members:
             self.world.post(self.first, "stop")
 
-    # What the user sees.
+    # The console.
 
     def shares(self) -> dict[str, dict[str, float]]:
         return self.supervisor.shares()
 
     def figures(self) -> dict[str, dict[str, Any]]:
-        """What servers show of themselves: each inference server, each shard server, and the gateway of workers."""
+        """Returns the figures of each inference server and each shard server, and of the gateway."""
         figures = self.supervisor.figures
         return {"inference": figures("inference"), "shards": figures("shards"), "workers": self._workers}
 
@@ -174,7 +174,7 @@ class Coordinator:
         return self.supervisor.figures("gateway").get("gateway", {})
 
     def _filling(self) -> tuple[int, int] | None:
-        """Transitions in a replay that is not learned from yet, and how many there must be."""
+        """Returns the transitions in the replay and the required number, while learning has not begun; else None."""
         replay, least = self.row.get("replay"), self.config.replay.min_size
         return (replay["inserted"], least) if replay and replay["inserted"] < least else None
 

@@ -1,7 +1,7 @@
 """The supervisor: starts the roles and replaces those that die or hang, unless a restart cannot help.
 
-The coordinator asks it to `look` several times a second. It keeps `processes.json` in the run folder, which says who
-runs as which process while the run lives.
+The coordinator calls `look` several times a second. While the run lives, `processes.json` in the run folder maps the
+roles to their processes.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from echelon.roles.gauge import PHASES, Gauge
 from echelon.world.node import Node
 
 PROCESSES = "processes.json"
-START_GRACE_S = 120.0  # a role that has not begun yet: imports, compilation, slow environments
-AWAY_S = 1.0  # between two looks at most so much counts: the rest the supervisor itself was stopped, or held up
-STACK_TIMEOUT_S = 2.0  # a hung role's stack comes at once, or it is stopped or stuck in the kernel
-LEAVE_S = 0.5  # how long learners may take to leave by themselves once one of them is gone: their reasons come with it
+START_GRACE_S = 120.0  # hang timeout of a role without progress yet: imports, compilation, slow environments
+AWAY_S = 1.0  # a longer gap between two calls of `look` means that the supervisor was suspended; the excess is ignored
+STACK_TIMEOUT_S = 2.0  # a hung role prints its stack within this time, unless it is suspended or stuck in the kernel
+LEAVE_S = 0.5  # how long the other learners may take to exit, and report their reason, after one of them is gone
 LOG_TAIL_BYTES = 6_000
-EXCHANGE = "roles/learners.py"  # in the stack of a learner that waits for the others
+EXCHANGE = "roles/learners.py"  # appears in the stack of a learner that waits for the others
 FATAL = {"ConfigError": ConfigError, "EnvError": EnvError, "DivergedError": DivergedError}
-AGAIN_S = 300.0  # deaths from outside, as for lack of memory, within so long are counted together
-NUM_AT_ONCE = 3  # of them are replaced at once; before the next there is a pause, twice as long each time
+AGAIN_S = 300.0  # window in which deaths by outside signals, e.g. for lack of memory, are counted
+NUM_AT_ONCE = 3  # restarts without delay after such deaths; the delay of each further restart doubles
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 
 @dataclass(slots=True)
 class SupervisedRole:
-    """One role as the supervisor sees it."""
+    """The supervisor's state of one role."""
 
     spec: ProcessSpec
     context: Context
     kind: str
     gauge: Gauge
-    moved: float  # when it last made progress; before it has begun, when it was started
-    progress: int = 0  # what its gauge showed then
+    moved: float  # time of its last progress, or of its start
+    progress: int = 0  # the value of its gauge at that time
     past_phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     failures: collections.deque[tuple[float, str]] = field(default_factory=lambda: collections.deque(maxlen=16))
-    deaths: collections.deque[float] = field(default_factory=lambda: collections.deque(maxlen=64))  # from outside
-    doomed: bool = False  # killed by us, its exit is under way
+    deaths: collections.deque[float] = field(default_factory=lambda: collections.deque(maxlen=64))  # by outside signals
+    doomed: bool = False  # killed by the supervisor; its exit is not reported yet
 
     @property
     def has_begun(self) -> bool:
@@ -61,7 +61,7 @@ class SupervisedRole:
 
     @property
     def phases(self) -> dict[str, float]:
-        """The seconds that the role spent in each phase, its earlier lives included."""
+        """The seconds that the role spent in each phase, including its earlier incarnations."""
         phases = self.gauge.phases(self.context.incarnation)
         return {phase: seconds + self.past_phases[phase] for phase, seconds in phases.items()}
 
@@ -69,9 +69,10 @@ class SupervisedRole:
 class Supervisor:
     """Keeps every role of a run alive.
 
-    Several learners live and die as one: when one is gone, what the others do is lost with it, as they wait for each
-    other in the middle of a batch. They are ended, unless they leave at once by themselves, and when the last is gone
-    all are started again. Any one's progress is that of all, as who waits for another makes none; and so are failures.
+    Several learners are restarted together: they wait for each other in the middle of a batch, so when one is gone the
+    work of the others is lost. The others are killed unless they exit within LEAVE_S, and when the last is gone all are
+    started again. The progress of one counts for all, because a learner that waits for another makes none. Failures
+    are also counted together.
     """
 
     def __init__(
@@ -82,14 +83,14 @@ class Supervisor:
         self.members: dict[str, SupervisedRole] = {}
         self.restarts = 0
         learners = context.train.learner_names
-        self.together = learners if len(learners) > 1 else []  # those that live and die as one
-        self._gone: dict[str, Exit] = {}  # of them, until all are
+        self.together = learners if len(learners) > 1 else []  # roles that are restarted together
+        self._gone: dict[str, Exit] = {}  # their exits, until all have exited
         self._failures = collections.deque[tuple[float, str]](maxlen=16)  # of all of them
         self._deaths = collections.deque[float](maxlen=64)
-        self._due: list[tuple[float, str]] = []  # when to start which role again
-        self._reported = ""  # what took several roles along
+        self._due: list[tuple[float, str]] = []  # delayed restarts: time and role
+        self._reported = ""  # the last reported cause that ended several roles
         self._num_out_of_memory = num_out_of_memory()
-        self._patience = math.inf  # until when those that are left may leave by themselves
+        self._patience = math.inf  # deadline for the remaining learners to exit before they are killed
         self._looked_at = time.monotonic()
         self._recorded: dict[str, Any] = {}
 
@@ -105,7 +106,7 @@ class Supervisor:
         self.engine.start(spec)
 
     def replace(self, gone: Exit) -> None:
-        """Starts a role that ended anew, or all that it lives and dies with; raises if that cannot help."""
+        """Restarts a role that exited, together with the roles it depends on; raises if a restart cannot help."""
         if gone.name in self.together:
             self._lose(gone)
         else:
@@ -113,7 +114,7 @@ class Supervisor:
             self._begin_again(gone, [gone.name], "it")
 
     def _begin_again(self, gone: Exit, names: Sequence[str], whom: str) -> None:
-        """Starts the roles again; after a pause if the one that is gone was ended from outside again and again."""
+        """Restarts the roles; after a delay if `gone` was killed by outside signals repeatedly."""
         member, now, often = self.members[gone.name], time.monotonic(), ""
         if not gone.failure and gone.signal and gone.signal not in CRASHES and not member.doomed:
             member.deaths.append(now)
@@ -139,18 +140,18 @@ class Supervisor:
         return f"{gone.name} (process {gone.pid}{f' on host {place}' if place else ''}) {gone.cause}"
 
     def _why_outside(self) -> str:
-        """Why processes are ended from outside, where the kernel says so."""
+        """Returns why processes were killed from outside, if the kernel's out-of-memory counter shows it, else ""."""
         before, self._num_out_of_memory = self._num_out_of_memory, num_out_of_memory()
         if self._num_out_of_memory <= before:
             return ""
         return ", as memory ran out (lower --actors, --envs-per-actor or --replay.capacity)"
 
     def _lose(self, gone: Exit) -> None:
-        """One of those is gone that live and die as one."""
+        """Handles the exit of one of several learners; restarts all when the last has exited."""
         if gone.failure is not None and gone.failure.kind in FATAL:
             self._judge_exit(gone)
         self._gone[gone.name] = gone
-        if gone.code or gone.signal or gone.name == self.together[0]:  # else it left as it should
+        if gone.code or gone.signal or gone.name == self.together[0]:  # otherwise it exited normally
             self._patience = min(self._patience, time.monotonic() + LEAVE_S)
         if len(self._gone) < len(self.together):
             return
@@ -176,11 +177,11 @@ class Supervisor:
         self.engine.start(member.spec)
 
     def _judge(self, member: SupervisedRole, failure: Failure) -> None:
-        """Ends the run if a restart cannot help: a user's mistake, or the same failure again and again."""
+        """Raises if a restart cannot help: for a user's mistake, or if the same failure repeats."""
         if failure.kind in FATAL:
             raise FATAL[failure.kind](failure.message)
         now, text = time.monotonic(), f"{failure.kind}: {failure.message}"
-        same = f"{failure.kind} {origin_of(failure)}"  # not its message, which may name a number that changes
+        same = f"{failure.kind} {origin_of(failure)}"  # without the message, which may contain changing numbers
         member.failures.append((now, same))
         recent = [t for t, what in member.failures if what == same and now - t <= self.config.failure_window_s]
         if len(recent) >= self.config.max_same_failures:
@@ -192,7 +193,10 @@ class Supervisor:
             )
 
     def look(self) -> None:
-        """Kills roles whose progress stands still, after asking for their stacks; their exit then replaces them."""
+        """Kills roles that make no progress, after printing their stacks, and makes delayed restarts.
+
+        A killed role is restarted when its exit is reported.
+        """
         now = time.monotonic()
         for when, name in [one for one in self._due if one[0] <= now]:
             self._due.remove((when, name))
@@ -202,7 +206,7 @@ class Supervisor:
         hung: list[tuple[list[str], float]] = []
         for names in [*([name] for name in self.members if name not in self.together), self.together]:
             living = [name for name in names if self.engine.pid(name) is not None and not self.members[name].doomed]
-            if living and names is self.together and self._patience < math.inf:  # they are ending already
+            if living and names is self.together and self._patience < math.inf:  # they are already exiting
                 if time.monotonic() > self._patience:
                     self._kill(living)
             elif living and (silent_s := self._silent_s(names, now)):
@@ -214,7 +218,7 @@ class Supervisor:
         self._looked_at = time.monotonic()
 
     def _forgive(self, now: float) -> None:
-        """If this process was stopped, perhaps with all others: it could hear nobody meanwhile."""
+        """Excludes time during which this process was suspended, perhaps with all others, from the hang timeouts."""
         away_s = now - self._looked_at - AWAY_S
         if away_s > 0.0:
             self._patience += away_s
@@ -222,9 +226,9 @@ class Supervisor:
                 member.moved = min(now, member.moved + away_s)
 
     def _silent_s(self, names: Sequence[str], now: float) -> float:
-        """How long roles that are watched as one have made no progress, if that is too long; else 0."""
+        """Returns how long roles that are watched together have made no progress, or 0 if within the hang timeout."""
         group = [self.members[name] for name in names]
-        silent_s = now - max(one.moved for one in group)  # also of one that left and is just closing
+        silent_s = now - max(one.moved for one in group)  # including roles that have finished and are closing
         timeout_s = self.config.hang_timeout_s
         compiling = names[0] in self.context.train.learner_names and self.context.train.learner.compile
         if compiling or not all(one.has_begun for one in group):
@@ -238,22 +242,20 @@ class Supervisor:
                 member.progress, member.moved = progress, now
 
     def _end_hung(self, names: Sequence[str], silent_s: float, stacks: dict[str, str]) -> None:
-        """Kills a hung role; of several that wait for each other, those that the others wait for."""
-        hung = [name for name in names if not stacks.get(name)]  # stopped, or stuck in the kernel
+        """Kills a hung role; of several that wait for each other, only those that the others wait for."""
+        hung = [name for name in names if not stacks.get(name)]  # suspended, or stuck in the kernel
         hung = hung or [name for name in names if EXCHANGE not in stacks[name]] or list(names)
         for name in hung:
             place = self.engine.place(name)
-            unknown = (
-                f"(in its log on host {place})" if place else "(it did not answer: stopped, or stuck in the kernel)"
-            )
+            unknown = f"(in its log on host {place})" if place else "(none: it is suspended, or stuck in the kernel)"
             stack = stacks.get(name) or unknown
-            self.report(f"{name} made no progress for {silent_s:.1f} s; killing it. It was here:\n{stack}")
+            self.report(f"{name} made no progress for {silent_s:.1f} s; killing it. Its stack:\n{stack}")
         self._kill(hung)
         if len(hung) < len(names):
             self._patience = time.monotonic() + LEAVE_S
 
     def _stacks(self, names: Sequence[str]) -> dict[str, str]:
-        """Where roles are, as they say when asked; "" of those that do not answer."""
+        """Returns the stacks of roles, which they print to their logs on SIGUSR1; "" for a role that prints none."""
         logs = {name: self._log(name) for name in names if not self.engine.place(name)}
         sizes = seen = {name: _size(log) for name, log in logs.items()}
         for name in names:
@@ -262,7 +264,7 @@ class Supervisor:
         while time.monotonic() < deadline:
             time.sleep(0.02)
             last, seen = seen, {name: _size(log) for name, log in logs.items()}
-            if all(seen[name] == last[name] > sizes[name] for name in logs):  # they grew, and grow no more
+            if all(seen[name] == last[name] > sizes[name] for name in logs):  # all logs have grown and stopped growing
                 break
         return {name: _tail(log, sizes[name]) for name, log in logs.items()}
 
@@ -272,20 +274,20 @@ class Supervisor:
             self.members[name].doomed = True
 
     def stop(self, timeout_s: float) -> None:
-        """Asks every role to leave, and ends those that have not after `timeout_s`."""
+        """Asks every role to stop, and kills the roles that have not exited after `timeout_s`."""
         try:
             for name in self.members:
                 if name in self.world.members:
                     self.world.post(name, "stop")
                 elif timeout_s and self.engine.pid(name) is not None:
-                    self.engine.signal(name, signal.SIGKILL)  # still starting: it hears nothing
+                    self.engine.signal(name, signal.SIGKILL)  # still starting: it cannot receive messages
             self.engine.close(timeout_s)
             self.world.drain()
         finally:
             (self.context.run_dir / PROCESSES).unlink(missing_ok=True)
 
     def shares(self) -> dict[str, dict[str, float]]:
-        """For every role, the share of its time that each phase took."""
+        """Returns the share of time in each phase, for every role except the evaluator."""
         shares = {}
         for name, member in self.members.items():
             phases = member.phases
@@ -295,12 +297,12 @@ class Supervisor:
         return shares
 
     def figures(self, kind: str) -> dict[str, dict[str, float]]:
-        """What each role of `kind` shows of itself, if anything yet."""
+        """Returns the published figures of each role of `kind` that has any."""
         shown = {name: member.gauge.figures(kind) for name, member in self.members.items() if member.kind == kind}
         return {name: figures for name, figures in shown.items() if figures}
 
     def _record(self) -> None:
-        """Writes down who runs as which process, whenever that changed."""
+        """Writes the process of every role to `processes.json`, if one has changed."""
         if (server_pid := self.engine.server_pid) is None:
             return
         processes: dict[str, dict[str, Any]] = {"coordinator": {"pid": os.getpid()}, "forkserver": {"pid": server_pid}}
@@ -312,7 +314,7 @@ class Supervisor:
         if processes != self._recorded:
             path = self.context.run_dir / PROCESSES
             temporary = path.with_name(f".{PROCESSES}")
-            with contextlib.suppress(OSError):  # a full disk does not end the training: the next look tries again
+            with contextlib.suppress(OSError):  # a full disk does not end the training; the next `look` tries again
                 temporary.write_text(json.dumps(processes, indent=2) + "\n")
                 os.replace(temporary, path)
                 self._recorded = processes
@@ -322,14 +324,14 @@ class Supervisor:
 
 
 def _is_consequence(gone: Exit) -> int:
-    """0 where an exit may be the first of those that go together, more where it follows from another's."""
+    """Ranks exits of roles that are restarted together: 0 for a likely cause, more for a consequence of another."""
     if gone.signal == signal.SIGKILL:
-        return 1  # by us, or by somebody else
+        return 1  # killed by the supervisor or from outside
     return 2 * (gone.failure is not None and gone.failure.kind == "PeerLost") + 3 * (gone.code == 0)
 
 
 def origin_of(failure: Failure) -> str:
-    """Where an exception was raised: the last file and line of its traceback."""
+    """Returns where an exception was raised: the last file and line of its traceback."""
     places = [line.strip() for line in failure.traceback.splitlines() if line.strip().startswith('File "')]
     return places[-1] if places else failure.message
 
@@ -339,7 +341,7 @@ def _size(path: Path) -> int:
 
 
 def _tail(path: Path, start: int) -> str:
-    """What was written to `path` since it had `start` bytes, the end of it."""
+    """Returns the end of the text that was written to `path` after its first `start` bytes."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
