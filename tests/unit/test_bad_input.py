@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from echelon.cli.main import main
+from echelon.errors import ConfigError
 from echelon.runs.checkpoint import save_weights
+from echelon.training import resume
 from telling import Command, assert_told
 from toy_envs import CounterEnv, Step
 
@@ -315,6 +317,14 @@ def test_a_run_that_reached_its_end_is_not_resumed_without_a_new_one(run: Path, 
     )
     assert_told(command("eval", "run", "--episodes", "0"), 2, "episodes=0")
     assert (run / "summary.json").read_bytes() == before
+
+
+def test_resume_accepts_the_old_name_of_the_episodes_and_warns(run: Path) -> None:
+    with (
+        pytest.warns(FutureWarning, match="epochs= is now episodes="),
+        pytest.raises(ConfigError, match=r"stop\.episodes=5"),  # this run has no workers
+    ):
+        resume(run, epochs=5)
 
 
 @pytest.mark.parametrize("name", ["resume", "eval"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from echelon.cli.learner import OPTIONS, with_address
+from echelon.cli.train import make_parser, parse_config
 from echelon.config import (
     ActorConfig,
     EnvConfig,
@@ -27,6 +30,7 @@ from echelon.config import (
 )
 from echelon.config_io import fields_of, from_json, set_fields, to_json
 from echelon.errors import ConfigError
+from echelon.presets import preset
 from echelon.runs import folder as folder_module
 from echelon.runs.bottleneck import bottleneck
 from echelon.runs.events import EventWriter, crc32c
@@ -149,6 +153,35 @@ def test_values_get_the_type_of_their_field() -> None:
     assert NetworkConfig(hidden=[8, 4]).hidden == (8, 4)
     assert type(StopConfig(minutes=3).minutes) is float
     assert type(replace(TrainConfig(), **{"stop.minutes": 3}).stop.minutes) is float
+
+
+def learner_config(*arguments: str) -> TrainConfig:
+    """The configuration that `echelon learner` makes of `arguments`."""
+    return parse_config(make_parser("echelon learner", "", options=OPTIONS), with_address(arguments), OPTIONS)
+
+
+def test_replace_accepts_the_old_name_of_a_field_and_warns() -> None:
+    config = learner_config("dqn", "CartPole-v1")
+    with pytest.warns(FutureWarning, match=r"stop\.epochs is now stop\.episodes"):
+        old = replace(config, **{"stop.epochs": 5})
+    assert old == replace(config, **{"stop.episodes": 5})
+
+
+@pytest.mark.parametrize("option", ["--epochs", "--stop.epochs"])
+def test_the_learner_accepts_the_old_name_of_an_option_and_warns(option: str) -> None:
+    with pytest.warns(FutureWarning, match=r"stop\.epochs is now stop\.episodes"):
+        old = learner_config("dqn", "CartPole-v1", option, "5")
+    assert old == learner_config("dqn", "CartPole-v1", "--episodes", "5")
+    assert old.stop.episodes == 5
+
+
+def test_the_configuration_of_an_older_release_is_read_without_a_warning() -> None:
+    config = replace(preset("dqn", "CartPole-v1"), **{"workers.address": "tcp://127.0.0.1:0", "stop.episodes": 5})
+    data = to_json(config)
+    data["stop"]["epochs"] = data["stop"].pop("episodes")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert from_json(data) == config
 
 
 BAD_TEXT = [
