@@ -1,4 +1,4 @@
-"""Echelon trains reinforcement-learning policies with many processes, on PyTorch."""
+"""Echelon: distributed reinforcement learning on PyTorch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A name is imported when it is asked for: parts such as `echelon.replay` are used without the rest."""
+    """Imports a name on first use, so that parts such as `echelon.replay` can be used without the rest."""
     if name in HOMES:
         return getattr(import_module(HOMES[name]), name)
     raise AttributeError(f"module 'echelon' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What a user can set: a training run whole, of frozen sections; a field is read in one module."""
+"""The configuration of a training run: frozen sections of fields. Each field is read in one module."""
 
 from __future__ import annotations
 
@@ -25,34 +25,35 @@ from echelon.sections import StopConfig as StopConfig
 from echelon.sections import SupervisionConfig as SupervisionConfig
 from echelon.sections import WorkersConfig as WorkersConfig
 
-RENAMED = {"stop.epochs": "stop.episodes"}  # old paths of fields, and what they are now
+RENAMED = {"stop.epochs": "stop.episodes"}  # old path of a field: its current path
 
 
 def __getattr__(name: str) -> Any:
-    """The config class of a learning rule, which lies with its presets."""
-    if name in (rules := _rules()):
-        return rules[name]
+    """Returns the config class of an algorithm; it is defined in `echelon.presets`."""
+    if name in (algorithms := _algorithms()):
+        return algorithms[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_rules()})
+    return sorted({*globals(), *_algorithms()})
 
 
-def _rules() -> dict[str, type[AlgorithmConfig]]:
+def _algorithms() -> dict[str, type[AlgorithmConfig]]:
     import_module("echelon.presets")
     return {cls.__name__: cls for cls in AlgorithmConfig.classes().values()}
 
 
 class TrainConfig(Section, frozen=True):
-    """One training run, whole."""
+    """The configuration of one training run."""
 
-    preset: Annotated[str, doc("the preset that the values come from")] = "impala"
+    preset: Annotated[str, doc("the preset that the defaults come from")] = "impala"
     engine: Annotated[
-        Literal["inline", "local", "hosts"], doc("all roles in one process, a process each, or actors on several hosts")
+        Literal["inline", "local", "hosts"],
+        doc("inline: all roles in one process; local: one process per role; hosts: actors on several hosts"),
     ] = "local"
-    seed: Annotated[int, doc("seed of everything drawn", ge=0, le=(1 << 63) - 1)] = 0
-    shm_dir: Annotated[str, doc("where shared memory lives")] = "/dev/shm"
+    seed: Annotated[int, doc("seed of all random numbers", ge=0, le=(1 << 63) - 1)] = 0
+    shm_dir: Annotated[str, doc("directory of the shared-memory files")] = "/dev/shm"
     env: EnvConfig = field(default_factory=EnvConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     acting: ActingConfig = field(default_factory=ActingConfig)
@@ -75,117 +76,122 @@ class TrainConfig(Section, frozen=True):
     def _check_modes(self) -> None:
         require(
             self.engine != "inline" or self.acting.transport == "shm",
-            "acting.transport=tcp needs processes: sockets of one process keep no fixed order. Use --engine local, or "
-            "--acting.transport shm.",
+            "acting.transport=tcp needs --engine local: within one process, the order of messages from sockets is not "
+            "fixed. Use --engine local, or --acting.transport shm.",
         )
         require(
             self.replay.transport == "shm" or (self.engine == "local" and not self.has_workers),
-            "replay.transport=tcp needs actors in processes of their own: use --engine local without workers, or "
+            "replay.transport=tcp needs actors in separate processes: use --engine local without workers, or "
             "--replay.transport shm.",
         )
         require(
             self.replay.transport == "shm" or self.replay.lost_after_s + 2.0 <= self.supervision.hang_timeout_s,
-            f"replay.lost_after_s={self.replay.lost_after_s:g} must be 2 or more below supervision.hang_timeout_s="
-            f"{self.supervision.hang_timeout_s:g}: a learner that waits for a silent host would be taken for hung.",
+            f"replay.lost_after_s={self.replay.lost_after_s:g} must be at least 2 s below supervision.hang_timeout_s="
+            f"{self.supervision.hang_timeout_s:g}: otherwise a learner that waits for a silent shard server counts as "
+            "hung. Lower lost_after_s or raise hang_timeout_s.",
         )
         require(
             self.algorithm.experience != "replay" or self.learner.max_lag is None,
-            f"learner.max_lag={self.learner.max_lag} is for trajectories, but {self.algorithm.name} replays. Use none.",
+            f"learner.max_lag={self.learner.max_lag} applies to trajectories, but {self.algorithm.name} learns from "
+            "replay. Use --learner.max-lag none.",
         )
         require(
             self.algorithm.slots != "gradients" or self.acting.mode != "central",
-            f"acting.mode=central, but actors of {self.algorithm.name} learn with the policy that they act with, so "
-            "each needs its own. Use --acting local.",
+            f"acting.mode=central does not work with {self.algorithm.name}: its actors compute gradients of the policy "
+            "that they act with, so each needs its own copy. Use --acting local.",
         )
         require(
             self.has_workers or not self.stop.episodes,
-            f"stop.episodes={self.stop.episodes} counts what workers bring, and there are none. Use `echelon "
-            "learner`, or --steps.",
+            f"stop.episodes={self.stop.episodes} counts the episodes of workers, but this run has no workers. Use "
+            "`echelon learner`, or --steps.",
         )
         self._check_hosts()
         self._check_workers()
         self._check_learners()
 
     def _check_hosts(self) -> None:
-        """What crosses between hosts so far: trajectories of actors that act by themselves, to one learner."""
+        """Refuses what `engine=hosts` does not support: hosts send only trajectories of local acting."""
         require(
             self.engine != "hosts" or (self.algorithm.experience != "replay" and self.algorithm.slots != "gradients"),
-            f"--engine hosts, but what actors of {self.algorithm.name} bring does not cross between hosts yet: only "
-            "trajectories do, as of impala, ppo and async-ppo. Use --engine local.",
+            f"--engine hosts does not support {self.algorithm.name} yet: only trajectories (impala, ppo, async-ppo) "
+            "are sent between hosts. Use --engine local.",
         )
         require(
             (self.hosts.count > 1) == (self.engine == "hosts"),
-            f"--hosts {self.hosts.count} does not go with --engine {self.engine}: use --engine hosts with --hosts "
-            "2 or more, and no other engine with them.",
+            f"--hosts {self.hosts.count} does not fit --engine {self.engine}: --engine hosts needs --hosts 2 or more, "
+            "and every other engine needs --hosts 1.",
         )
         require(
             self.engine != "hosts" or self.acting.mode != "central",
-            "--engine hosts has every host act for its own actors. Use --acting local.",
+            "acting.mode=central does not work with --engine hosts: every actor acts by itself there. Use --acting "
+            "local.",
         )
         require(
             self.engine != "hosts" or self.hosts.count <= self.actor.num_actors,
-            f"hosts.count={self.hosts.count} exceeds actor.num_actors={self.actor.num_actors}, and a host without an "
-            "actor does nothing. Lower it, or raise --actors.",
+            f"hosts.count={self.hosts.count} exceeds actor.num_actors={self.actor.num_actors}, so some hosts would "
+            "have no actor. Lower --hosts, or raise --actors.",
         )
 
     def _check_workers(self) -> None:
         address = f"workers.address={self.workers.address}"
         require(
             not self.has_workers or self.algorithm.experience == "replay",
-            f"{address}, but {self.algorithm.name} learns from what its newest weights did: workers' episodes come "
-            "late. Use a preset that replays, such as dqn, ddpg or sac (`echelon learner --help` lists them).",
+            f"{address} does not work with {self.algorithm.name}: it is on-policy, and workers' episodes come from "
+            "older weights. Use a preset with replay, such as dqn, ddpg or sac (`echelon learner --help` lists them).",
         )
         require(
             not self.has_workers or self.workers.max_steps >= self.replay.n_step,
             f"workers.max_steps={self.workers.max_steps} is below replay.n_step={self.replay.n_step}, so no transition "
-            "would fit into a message. Raise it.",
+            "fits into a message. Raise workers.max_steps, or lower replay.n_step.",
         )
         require(
-            not self.has_workers or self.engine == "local", f"{address} needs processes of its own. Use --engine local."
+            not self.has_workers or self.engine == "local",
+            f"{address} needs a gateway process. Use --engine local.",
         )
         require(
             not self.has_workers or self.acting.mode != "central",
-            f"{address}, where every worker chooses its own actions. Use --acting local.",
+            f"{address} does not work with acting.mode=central: every worker chooses its own actions. Use --acting "
+            "local.",
         )
 
     def _check_learners(self) -> None:
         count, actors, batch = self.learner.num_learners, self.actor.num_actors, self.batch_trajectories
         require(
             count == 1 or self.engine == "local",
-            f"--learners {count} need processes: learners wait for each other in the middle of a batch. Use --engine "
-            "local, or --learners 1.",
+            f"--learners {count} needs --engine local: learners wait for each other within a batch, so each needs a "
+            "process. Use --engine local, or --learners 1.",
         )
-        alone = f"--learners {count}, but {{}} come to one learner. Use --learners 1."
+        alone = f"--learners {count} does not work: only one learner can receive {{}}. Use --learners 1."
         require(count == 1 or not self.has_workers, alone.format("workers' episodes"))
         require(count == 1 or self.algorithm.slots != "gradients", alone.format(f"{self.algorithm.name}'s gradients"))
         require(
             count == 1 or self.replay.transport == "shm",
-            f"--learners {count} draw from shards of their own host; replay.transport=tcp reads them from others. Use "
-            "--replay.transport shm, or --learners 1.",
+            f"--learners {count} does not work with replay.transport=tcp: several learners sample only from shards in "
+            "shared memory. Use --replay.transport shm, or --learners 1.",
         )
         require(
             actors >= count,
-            f"--learners {count} are more than the {actors} actors, and a learner without an actor has nothing to "
-            f"learn from. Use --learners {actors} or fewer; or, in a new run, --actors {count} or more.",
+            f"--learners {count} exceeds the {actors} actors, and a learner without an actor receives no experience. "
+            f"Use --learners {actors} or fewer; or, in a new run, --actors {count} or more.",
         )
         fitting = " or ".join(str(n) for n in range(1, actors + 1) if actors % n == 0 and batch % n == 0)
         option, amount = ("--actors", actors) if actors % count else ("--learner.batch", batch)
         below = amount // count * count
         require(
             self.algorithm.experience == "replay" or (actors % count == 0 and batch % count == 0),
-            f"--learners {count} do not divide the {actors} actors and the {batch} trajectories of a batch, so they "
-            f"could not take equal parts. Use --learners {fitting}; or, in a new run, {option} "
+            f"--learners {count} does not divide both the {actors} actors and the {batch} trajectories of a batch, so "
+            f"the learners' parts would differ in size. Use --learners {fitting}; or, in a new run, {option} "
             f"{f'{below} or ' if below else ''}{below + count}.",
         )
 
     @property
     def learner_names(self) -> list[str]:
-        """Of their processes; the first one publishes, saves and keeps the account."""
+        """Process names of the learners; the first one publishes weights, writes checkpoints and keeps the account."""
         count = self.learner.num_learners
         return [f"learner-{index}" for index in range(count)] if count > 1 else ["learner"]
 
     def actors_of(self, learner: int) -> range:
-        """The actors that a learner takes its share of a batch from."""
+        """Returns the indices of the actors that feed `learner`."""
         count, actors = self.learner.num_learners, self.actor.num_actors
         return range(learner * actors // count, (learner + 1) * actors // count)
 
@@ -198,13 +204,13 @@ class TrainConfig(Section, frozen=True):
 
     @property
     def num_shards(self) -> int:
-        """Of the replay: one for each actor, or for the gateway through which all workers' episodes come."""
+        """Number of replay shards: one per actor, or one for the gateway that receives all workers' episodes."""
         return self.workers.num_writers(self.actor.num_actors)
 
     @property
     def experience(self) -> Literal["queue", "replay", "gradients"]:
-        """What reaches the learner: trajectories, once and in order, transitions, drawn again and again, or what actors
-        found in their own trajectories."""
+        """What the learner receives: trajectories, each used once and in order (queue), transitions, sampled repeatedly
+        (replay), or gradients that actors computed."""
         return self.algorithm.reaches_learner
 
     @property
@@ -213,7 +219,7 @@ class TrainConfig(Section, frozen=True):
 
 
 def current_path(path: str) -> str:
-    """The dotted path of a field today; warns where `path` is an old one."""
+    """Returns the current dotted path of a field; warns if `path` is its old path."""
     if path not in RENAMED:
         return path
     warnings.warn(f"{path} is now {RENAMED[path]}; the next release drops the old name.", FutureWarning, stacklevel=3)
@@ -221,17 +227,20 @@ def current_path(path: str) -> str:
 
 
 def replace(config: AnySection, **changes: Any) -> AnySection:
-    """`config` with dotted fields changed, all at once: replace(config, **{"actor.envs": 8, "seed": 1})."""
+    """Returns a copy of `config` with dotted fields changed: replace(config, **{"actor.envs": 8, "seed": 1}).
+
+    All changes are applied together, so fields that must fit each other can be changed in one call.
+    """
     sections: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         head, _, rest = current_path(path).partition(".")
         section = getattr(config, head, None)
         known = section.__struct_fields__ if isinstance(section, Section) else ()
-        is_there = head in config.__struct_fields__ and (not rest or rest in known)
-        require(is_there, f"there is no field {path} in the configuration.")
+        exists = head in config.__struct_fields__ and (not rest or rest in known)
+        require(exists, f"there is no field {path} in the configuration.")
         require(
             bool(rest) or not isinstance(section, Section) or isinstance(value, Section),
-            f"{path} is a section, not a value: {value!r} does not fit. Name one of its fields, as in {path}.FIELD.",
+            f"{path} is a section, not a value: {value!r} does not fit. Set one of its fields: {path}.FIELD.",
         )
         sections.setdefault(head, {})[rest] = value
     values = {}

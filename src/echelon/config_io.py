@@ -1,7 +1,7 @@
-"""Configurations as JSON, as command-line text and as a list of fields, by what their annotations say.
+"""Converts configurations to and from JSON and command-line text, and lists their fields.
 
-A field is named by its dotted path ("actor.envs"). Nothing here knows a single field, but for what env holds: a new one
-is written, read, parsed and listed without a change. Construction checks what is read.
+A field is named by its dotted path ("actor.envs"). The functions work from the annotations of the fields, so a new
+field needs no change here; only `env.id` and `env.kwargs` are treated specially. Values are checked on construction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "
 
 
 class FieldInfo(msgspec.Struct, frozen=True):
-    """One field a user can set: its dotted path, what its annotation says, and its value now."""
+    """One field: its dotted path, its annotation and its current value."""
 
     path: str
     field: ConfigField
@@ -31,7 +31,7 @@ class FieldInfo(msgspec.Struct, frozen=True):
 
 
 def to_json(config: TrainConfig, env_text: str | None = None) -> dict[str, Any]:
-    """`config` as plain JSON values; a callable env.id is written as `env_text`, or else as "module:qualname"."""
+    """Returns `config` as plain JSON values; a callable env.id becomes `env_text`, by default its "module:qualname"."""
     id, kwargs = config.env.id, _plain(config.env.kwargs, "env.kwargs")
     if callable(id):
         id = f"{getattr(id, '__module__', '?')}:{getattr(id, '__qualname__', type(id).__qualname__)}"
@@ -41,15 +41,18 @@ def to_json(config: TrainConfig, env_text: str | None = None) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any]) -> TrainConfig:
-    """The configuration that `to_json` wrote; a field left out takes its default, anything unfitting raises."""
+    """Returns the configuration that `to_json` wrote.
+
+    A missing field takes its default; an unknown field or a value that does not fit raises ConfigError.
+    """
     config: TrainConfig = _read(TrainConfig, data)
     return config
 
 
 def set_fields(config: TrainConfig, texts: Mapping[str, str]) -> TrainConfig:
-    """`config` with dotted fields set from text: set_fields(config, {"actor.envs": "32", "run.dir": "out"}).
+    """Returns a copy of `config` with dotted fields set from text: set_fields(config, {"actor.envs": "32"}).
 
-    All fields of a section change at once, so two that only fit together can be given in any order.
+    All fields change together, so fields that must fit each other can be given in any order.
     """
     known = {info.path: info.field.hint for info in fields_of(config)}
     texts = {current_path("stop.epochs" if path == "epochs" else path): text for path, text in texts.items()}
@@ -60,7 +63,7 @@ def set_fields(config: TrainConfig, texts: Mapping[str, str]) -> TrainConfig:
 
 
 def fields_of(config: Section) -> list[FieldInfo]:
-    """Every field of `config` in the order of the source, sections unfolded."""
+    """Returns every field of `config`, including those of its sections, in the order of their definition."""
     found: list[FieldInfo] = []
     for field in fields(type(config)):
         value = getattr(config, field.name)
@@ -69,7 +72,7 @@ def fields_of(config: Section) -> list[FieldInfo]:
 
 
 def _plain(value: Any, path: str) -> Any:
-    """`value` as JSON holds it."""
+    """Returns `value` as a JSON value; raises ConfigError for types that JSON cannot represent."""
     match value:
         case None | bool() | int() | str():
             return value
@@ -87,17 +90,17 @@ def _plain(value: Any, path: str) -> Any:
 
 def _read(cls: type[Section], data: Any) -> Any:
     if cls is AlgorithmConfig:
-        rules, name = AlgorithmConfig.classes(), data.get("name") if isinstance(data, Mapping) else None
-        if name not in rules:
-            raise no_choice("algorithm.name", name, list(rules))
-        cls = rules[name]
+        classes, name = AlgorithmConfig.classes(), data.get("name") if isinstance(data, Mapping) else None
+        if name not in classes:
+            raise no_choice("algorithm.name", name, list(classes))
+        cls = classes[name]
     if not isinstance(data, Mapping):
         where = cls.SECTION or "the configuration"
         raise ConfigError(f"{where}={data!r} must be an object with the fields of {cls.__name__}.")
     known, values = {field.name: field for field in fields(cls)}, {}
     for name, value in data.items():
         path = f"{cls.SECTION}.{name}".lstrip(".")
-        name = RENAMED.get(path, path).rpartition(".")[2]  # of a run folder that an older release wrote
+        name = RENAMED.get(path, path).rpartition(".")[2]  # a run folder of an older release has the old name
         if name not in known:
             raise _unknown(path, value, [field.path for field in known.values()])
         values[name] = _read(known[name].hint, value) if known[name].is_section else value
@@ -105,7 +108,7 @@ def _read(cls: type[Section], data: Any) -> Any:
 
 
 def _parse(hint: Any, text: str, path: str) -> Any:
-    """The value that `text` stands for where `hint` is wanted; unfitting text is returned for the section to refuse.
+    """Parses `text` as the type `hint`; text that does not parse is returned unchanged, and the section refuses it.
 
     Numbers may be written 1e6 or 1_000_000; tuples are comma-separated; dicts are JSON.
     """

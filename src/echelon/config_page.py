@@ -1,4 +1,4 @@
-"""The page of the documentation that lists every field: python -m echelon.config_page > docs/configuration.md"""
+"""Generates the reference of all configuration fields: python -m echelon.config_page > docs/configuration.md"""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from echelon.fields import ConfigField, Section, fields
 
 HEAD = """# Configuration
 
-Every field that a run has. `echelon train` takes it as `--section.field VALUE`, Python as
-`echelon.config.replace(config, **{"section.field": value})`, and a run folder keeps it in `config.json`. Defaults are
-those of the classes; `echelon train PRESET --help` shows the values of a preset.
+This page lists every configuration field. Set a field on the command line with `--section.field VALUE`
+(`echelon train`, `echelon learner`), or in Python with `echelon.config.replace(config, **{"section.field": value})`.
+The run folder stores all fields in `config.json`. The defaults below are those of the config classes; presets change
+some of them. `echelon train PRESET --help` shows the values of a preset.
 
-This page is written by `python -m echelon.config_page > docs/configuration.md` from the annotations of
-`src/echelon/config.py`, `sections.py` and `presets/`.
+This page is generated from the annotations in `src/echelon/config.py`, `sections.py` and `presets/`:
+`python -m echelon.config_page > docs/configuration.md`.
 """
 COLUMNS = "| field | type | default | bounds | unit | meaning |\n|---|---|---|---|---|---|"
 
 
 def page() -> str:
-    """The whole page, in Markdown."""
+    """Returns the page as Markdown."""
     whole = TrainConfig()
     parts = [HEAD, _table("## The run", whole)]
     for field in fields(TrainConfig):
         if field.name == "algorithm":
-            rules = AlgorithmConfig.classes().values()
-            parts += [_table(f"## `algorithm` with `name={rule().name}`", rule()) for rule in rules]
+            classes = AlgorithmConfig.classes().values()
+            parts += [_table(f"## `algorithm` with `name={cls().name}`", cls()) for cls in classes]
         elif field.is_section:
             parts.append(_table(f"## `{field.name}`", getattr(whole, field.name)))
     return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""The network that a configuration asks for: one of ours, or a module of the user's behind the same interface."""
+"""Builds the configured network: a built-in one, or a user's module behind the same interface."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def build_network(
     num_params: int,
     auto: Callable[[NetworkConfig, Spaces, int], PolicyNetwork] | None = None,
 ) -> PolicyNetwork:
-    """The network `config` asks for (`auto` makes ours, an `EncoderNetwork` unless told otherwise).
+    """Returns the network of `config`; `auto` builds the built-in one, by default an `EncoderNetwork`.
 
-    Weights are drawn from torch's global generator, so seed it first.
+    The initial weights come from torch's global generator, so seed it first.
     """
-    space_leaves(spaces.observation)  # refuses what Echelon cannot carry
+    space_leaves(spaces.observation)  # raises on spaces that Echelon does not support
     _check_mask(spaces, num_params)
     if config.name == "auto":
         return (auto or EncoderNetwork)(config, spaces, num_params)
@@ -42,20 +42,21 @@ def _check_mask(spaces: Spaces, num_params: int) -> None:
         return
     shape = tuple(spaces.observation[MASK].shape or ())
     if isinstance(spaces.action, gym.spaces.Box) or shape != (num_params,):
-        expected = "none" if isinstance(spaces.action, gym.spaces.Box) else (num_params,)
+        expected = "no mask" if isinstance(spaces.action, gym.spaces.Box) else f"shape {(num_params,)}"
         raise ConfigError(
-            f'observation["{MASK}"] of shape {shape} does not mask the action space {spaces.action}: expected shape '
-            f"{expected}. Give it one entry per choice (1 = allowed), or use another key if it is not a mask."
+            f'observation["{MASK}"] of shape {shape} does not fit the action space {spaces.action}: expected '
+            f"{expected}. Give it one entry per choice (1 = allowed), or rename the key if it is not a mask."
         )
 
 
 class CustomNetwork(ActorCritic):
-    """A user's module behind the common interface.
+    """Adapts a user's module to the `ActorCritic` interface.
 
-    Without `state_shapes` its `forward(observation) -> (params, value)` sees a plain batch: leaves (N, ...), params
-    (N, num_params), value (N,). With `state_shapes` its `forward(observation, state, first) -> (params, value, state)`
-    sees sequences as ours does, and may bring `act(observation, state, first) -> (params, value, state)` for one step,
-    where the value may be None (else: a sequence of one step), and `update_normalizer`.
+    Without `state_shapes`, `forward(observation) -> (params, value)` receives a flat batch: leaves (N, ...), params
+    (N, num_params), value (N,). With `state_shapes`, `forward(observation, state, first) -> (params, value, state)`
+    receives sequences, as `ActorCritic.forward` does. Such a module can define
+    `act(observation, state, first) -> (params, value, state)` for one step, with None as the value if it computes none;
+    otherwise a step is a sequence of length 1. A module can also define `update_normalizer`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -96,7 +97,7 @@ class CustomNetwork(ActorCritic):
 
 
 def _load_module(name: str, spaces: Spaces, num_params: int) -> nn.Module:
-    """The module that the factory named "module:factory" or "file.py:factory" makes."""
+    """Calls the factory "module:factory" or "file.py:factory" and returns its module."""
     try:
         factory: Any = resolve(name)
     except ConfigError as error:
@@ -106,7 +107,7 @@ def _load_module(name: str, spaces: Spaces, num_params: int) -> nn.Module:
     except Exception as error:
         raise ConfigError(
             f'network.name="{name}" raised {type(error).__name__}: {error}. It is called as factory(spaces, '
-            f"num_params={num_params}) and has to return a torch.nn.Module."
+            f"num_params={num_params}) and must return a torch.nn.Module."
         ) from error
     if not isinstance(module, nn.Module):
         raise ConfigError(f'network.name="{name}" returned a {type(module).__name__}; return a torch.nn.Module.')
@@ -114,7 +115,7 @@ def _load_module(name: str, spaces: Spaces, num_params: int) -> nn.Module:
 
 
 def _blank(space: gym.Space[Any], leading: tuple[int, ...]) -> Tree:
-    """An observation of `space` that says nothing: zeros, or the first choice of discrete leaves."""
+    """Returns a placeholder observation of `space`: zeros, or the first choice of discrete leaves."""
     match space:
         case gym.spaces.Dict():
             return {key: _blank(space[key], leading) for key in sorted(space.spaces)}
@@ -129,10 +130,10 @@ def _blank(space: gym.Space[Any], leading: tuple[int, ...]) -> Tree:
 
 @torch.no_grad()
 def _check_output(name: str, network: CustomNetwork, spaces: Spaces, num_params: int) -> None:
-    """Run a user's network once on a blank sequence and refuse outputs that do not fit."""
+    """Runs a user's network once on a placeholder sequence and raises ConfigError if a shape is wrong."""
     T, B = 2, 3
     was_training = network.training
-    network.eval()  # so that no statistic of the module (batch norm) learns from it
+    network.eval()  # so that running statistics (batch norm) do not change
     state, first = network.initial_state(B, "cpu"), torch.ones(T, B, dtype=torch.bool)
     steps = _blank(spaces.observation, (T, B))
     try:
@@ -159,6 +160,6 @@ def _check_output(name: str, network: CustomNetwork, spaces: Spaces, num_params:
         if tuple(got) != expected:
             raise ConfigError(
                 f'network.name="{name}" does not fit the action space {spaces.action}: {what} has the shape '
-                f"{tuple(got)}, expected {expected} for {T} steps of {B} lanes. Give params a last dimension of "
-                f"num_params={num_params} and value none beyond the leading ones (value.squeeze(-1))."
+                f"{tuple(got)}, expected {expected} for {T} steps of {B} lanes. The last dimension of params must "
+                f"be num_params={num_params}; value has only the leading dimensions (value.squeeze(-1))."
             )

@@ -1,4 +1,4 @@
-"""Folders that appear on a disk whole or not at all."""
+"""Atomic creation and replacement of folders on disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Returns when a file, or the names in a folder, are on the disk."""
+    """Flushes a file, or the directory entries of a folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -17,9 +17,9 @@ def sync(path: Path) -> None:
 
 
 def put_folder(new: Path, target: Path, aside: Path) -> None:
-    """Gives the folder `new`, which is on the disk, the name `target`; all three lie in one folder.
+    """Renames the folder `new`, already flushed, to `target`; all three paths have the same parent folder.
 
-    What has that name now waits as `aside` until the new one has it, so that a crash leaves one of them whole.
+    An existing `target` is moved to `aside` first and removed last, so that a crash leaves one of them complete.
     """
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)

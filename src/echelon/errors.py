@@ -1,49 +1,49 @@
-"""The exception tree: every error says what, where, the value and the remedy."""
+"""The exceptions of Echelon. A message states what failed, where, the value and the remedy."""
 
 from __future__ import annotations
 
 
 class EchelonError(Exception):
-    """The root of everything Echelon raises on purpose."""
+    """Base class of all exceptions that Echelon raises deliberately."""
 
 
 class ConfigError(EchelonError):
-    """A value the user gave cannot work; the command line ends with exit code 2."""
+    """The user gave an invalid value; the command exits with code 2."""
 
 
 class EnvError(EchelonError):
-    """An environment raised; the message names actor, environment index, seed, step, and carries the traceback."""
+    """An environment raised; the message has the actor, environment index, seed, step and traceback."""
 
 
 class DivergedError(EchelonError):
-    """A NaN or infinity reached observations, rewards, the loss or the weights."""
+    """Observations, rewards, the loss or the weights contain NaN or infinity."""
 
 
 class RunError(EchelonError):
-    """A run ended by a failure that no restart can mend; carries the remote traceback."""
+    """A failure that no restart can fix ended the run; the message has the remote traceback."""
 
 
 class TransportError(EchelonError):
-    """A peer or a segment failed; subclasses say how."""
+    """A peer or a shared-memory segment failed; subclasses distinguish how."""
 
 
 class TransportTimeout(TransportError):
-    """A peer did not answer in time."""
+    """A peer did not reply within the timeout."""
 
 
 class PeerLost(TransportError):
-    """A peer left while somebody waited for it."""
+    """A peer ended or disconnected while a caller waited for it."""
 
 
 class Refused(TransportError):
-    """A frame, a peer or a call was refused by the rules of the wire."""
+    """A frame, a peer or a call violates the wire protocol and was refused."""
 
 
 class RpcException(EchelonError):
-    """A function failed in another process; `kind` is its exception's name, `remote_traceback` where it happened."""
+    """A function failed in another process; `kind` names the exception, `remote_traceback` is its traceback there."""
 
     def __init__(self, text: str, kind: str, remote_traceback: str) -> None:
-        super().__init__(text, kind, remote_traceback)  # all of them: pickle makes it anew from these
+        super().__init__(text, kind, remote_traceback)  # all three: pickle recreates the exception from `args`
         self.kind = kind
         self.remote_traceback = remote_traceback
 
@@ -52,9 +52,9 @@ class RpcException(EchelonError):
 
 
 class WorldStopped(SystemExit):
-    """The world has ended while somebody waited in it; uncaught, it ends the process quietly.
+    """The world ended while this process waited in it; if uncaught, the process exits without a traceback.
 
-    It is no Exception: loops that survive errors shall end, too.
+    It does not derive from Exception, so that loops with `except Exception` end, too.
     """
 
     def __init__(self, text: str) -> None:
@@ -63,18 +63,18 @@ class WorldStopped(SystemExit):
 
 
 class WorldError(EchelonError, RuntimeError):
-    """The world or a group of it was used in a way that it does not allow."""
+    """The world or one of its groups was used incorrectly."""
 
 
 class GroupKeyError(EchelonError, KeyError):
-    """A key of a group is missing, taken, or somebody else's."""
+    """A key of a group is missing, already taken, or owned by another process."""
 
     def __str__(self) -> str:
         return Exception.__str__(self)  # KeyError would show the quoted repr
 
 
 def diverged(what: str, learning_rate: float | None) -> DivergedError:
-    """The error of a training in which `what` happened: no environment is to blame for it."""
+    """Returns the error for a training that diverged by `what`, as opposed to an environment that emits NaN."""
     lower = "the learning rate"
     if learning_rate is not None:
         lower = f"--optimizer.learning-rate (now {learning_rate:g}) or --optimizer.clip-norm"

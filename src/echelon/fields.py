@@ -1,9 +1,9 @@
-"""The fields of the configuration. An annotation says all there is to say of one: type, bounds, unit and meaning.
+"""Fields of the configuration. The annotation of a field holds its type, bounds, unit and meaning:
 
-    envs: Annotated[int, doc("K, environments per actor", ge=1)] = 16
+    envs: Annotated[int, doc("environments per actor, K", ge=1)] = 16
 
-Checks, options, help, files and documentation come from it. Checking is construction: a section with a value that does
-not fit cannot be made.
+Validation, command-line options, help, files and documentation are derived from it. A section validates its values on
+construction.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def doc(
     lt: float | None = None,
     because: str = "",
 ) -> msgspec.Meta:
-    """What a field means, what it counts, and its bounds; `because` says in their error what would go wrong."""
+    """Returns a field's annotation: meaning, unit and bounds; `because` is the reason shown if a bound is violated."""
     bounds: dict[str, Any] = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     return msgspec.Meta(description=meaning, extra={"unit": unit, "because": because}, **bounds)
 
 
 class Section(msgspec.Struct, frozen=True):
-    """Fields that belong together. Values are checked, and get the type of their field: 3 may become 3.0."""
+    """A group of fields. Values are validated and converted to the type of their field: 3 becomes 3.0 for a float."""
 
     SECTION: ClassVar[str] = ""  # its path in the configuration
 
@@ -56,16 +56,16 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 class ConfigField(msgspec.Struct, frozen=True):
-    """One field, as its annotation says."""
+    """One field, as described by its annotation."""
 
     name: str
     path: str  # "actor.envs"
-    hint: Any  # without functions, which msgspec does not read
+    hint: Any  # without callables, which msgspec cannot convert
     takes_functions: bool
     meaning: str
     unit: str
     bounds: str  # "at least 1"
-    because: str  # of the bounds
+    because: str  # reason for the bounds
 
     @property
     def is_section(self) -> bool:
@@ -77,12 +77,12 @@ class ConfigField(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """Its meaning, unit and bounds: "T, steps per trajectory [steps, at least 1]"."""
+        """Meaning, unit and bounds: "steps per trajectory, T [steps, at least 1]"."""
         limits = ", ".join(filter(None, (self.unit, self.bounds)))
         return f"{self.meaning} [{limits}]" if limits else self.meaning
 
     def fit(self, value: Any) -> Any:
-        """`value` as the field holds it; raises ConfigError if it does not fit."""
+        """Returns `value` converted to the type of the field; raises ConfigError if it does not fit."""
         if self.is_section:
             if not isinstance(value, self.hint):
                 raise ConfigError(f"{self.path}={value!r} is a section: write {self.hint.__name__}(...).")
@@ -101,27 +101,27 @@ class ConfigField(msgspec.Struct, frozen=True):
         choices, sequence = options(self.hint), isinstance(value, list | tuple)
         if choices:
             return no_choice(self.path, value, choices)
-        if ", got `" not in error and value == value:  # the type is right, and it is a number
+        if ", got `" not in error and value == value:  # right type and not NaN: the bounds are violated
             because = f": {self.because}" if self.because else f" ({self.meaning})" if self.meaning else ""
             return ConfigError(f"{self.path}={value}{': each' * sequence} must be {self.bounds}{because}.")
         place = error.rpartition("`$[")[2].removesuffix("]`")
-        if sequence and place.isdecimal():  # one item is wrong
+        if sequence and place.isdecimal():  # a single item does not fit
             item = type_text(typing.get_args(unwrapped(self.hint))[0])
-            return ConfigError(f"{self.path}.{place}={value[int(place)]!r} does not fit: {item} is wanted.")
-        return ConfigError(f"{self.path}={value!r} does not fit: {self.type} is wanted.")
+            return ConfigError(f"{self.path}.{place}={value[int(place)]!r} does not fit: expected {item}.")
+        return ConfigError(f"{self.path}={value!r} does not fit: expected {self.type}.")
 
 
 @functools.cache
 def fields(cls: type[Section]) -> tuple[ConfigField, ...]:
-    """The fields of a section, in the order of the source."""
+    """Returns the fields of a section, in the order of their definition."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple(_describe(name, cls, hints[name]) for name in cls.__struct_fields__)
 
 
 def _describe(name: str, cls: type[Section], hint: Any) -> ConfigField:
     metas = list(_metas(hint))
-    said = next((meta for meta in metas if meta.description), msgspec.Meta())
-    plain, extra = unwrapped(hint), said.extra or {}
+    described = next((meta for meta in metas if meta.description), msgspec.Meta())
+    plain, extra = unwrapped(hint), described.extra or {}
     read = [option for option in typing.get_args(plain) if typing.get_origin(option) is not Callable]
     takes_functions = is_union(plain) and len(read) < len(typing.get_args(plain))
     return ConfigField(
@@ -129,7 +129,7 @@ def _describe(name: str, cls: type[Section], hint: Any) -> ConfigField:
         path=f"{cls.SECTION}.{name}".lstrip("."),
         hint=functools.reduce(operator.or_, read) if takes_functions else hint,
         takes_functions=takes_functions,
-        meaning=said.description or "",
+        meaning=described.description or "",
         unit=extra.get("unit", ""),
         bounds=next(filter(None, map(_bounds_text, metas)), ""),
         because=extra.get("because", ""),
@@ -151,7 +151,7 @@ def _bounds_text(meta: msgspec.Meta) -> str:
 
 
 def unwrapped(hint: Any) -> Any:
-    """`hint` without what is said of it."""
+    """Returns `hint` without its `Annotated` metadata."""
     return hint.__origin__ if typing.get_origin(hint) is Annotated else hint
 
 
@@ -160,13 +160,13 @@ def is_union(hint: Any) -> bool:
 
 
 def options(hint: Any) -> list[str]:
-    """The words to choose from; none where it is no choice."""
+    """Returns the values of a `Literal`; an empty list for any other type."""
     plain = unwrapped(hint)
     return [str(word) for word in typing.get_args(plain)] if typing.get_origin(plain) is Literal else []
 
 
 def type_text(hint: Any) -> str:
-    """A type as a user reads it: int, auto|cpu, int or none, comma-separated int."""
+    """Returns a type as shown to users: int, auto|cpu, int or none, comma-separated int."""
     hint = unwrapped(hint)
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
@@ -186,7 +186,7 @@ def no_choice(path: str, value: Any, choices: list[str]) -> ConfigError:
 
 
 def guess(word: str, known: Mapping[str, str] | list[str]) -> str:
-    """ " Did you mean ...?" where something known is near to `word`; a mapping says what its words stand for."""
+    """Returns " Did you mean ...?" if a known name is close to `word`, else ""; a mapping's value is what is shown."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     meant = known[close[0]] if close and isinstance(known, Mapping) else close and close[0]
     return f" Did you mean {meant}?" if close else ""
@@ -198,9 +198,9 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_address(address: str, path: str) -> None:
-    """`address`, the value of `path`, must be tcp://HOST:PORT."""
+    """Raises ConfigError unless `address`, the value of the field `path`, has the form tcp://HOST:PORT."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     require(
         address.startswith("tcp://") and bool(host) and port.isdecimal() and int(port) < 65_536,
-        f"{path}={address} is no address. Write tcp://HOST:PORT; port 0 takes a free one.",
+        f"{path}={address} is not an address. Write tcp://HOST:PORT; port 0 takes any free port.",
     )

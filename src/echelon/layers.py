@@ -1,4 +1,4 @@
-"""Layers that some networks have: normalised, one-hot and image inputs, a recurrent core.
+"""Layers of the networks: input normalization, one-hot and image encoders, and the recurrent core.
 
 Shapes: T steps, B lanes, N rows, F features.
 """
@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 
 State = tuple[Tensor, ...]
-NATURE_SIDE = 36  # pixels: the smallest side that the three convolutions of the Nature CNN can read
+NATURE_SIDE = 36  # pixels: the smallest side that fits the three convolutions of the Nature CNN
 
 
 def initialize(layer: nn.Linear, gain: float) -> nn.Linear:
-    """`layer` with orthogonal weights of `gain` and zero bias."""
+    """Initializes `layer` with orthogonal weights of `gain` and zero bias, and returns it."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 class Normalizer(nn.Module):
-    """Shifts and scales features by their running mean and standard deviation, clipped to +-10.
+    """Normalizes features by their running mean and standard deviation, clipped to +-10.
 
-    The statistics are buffers (`count` in float64), changed in place: they travel with the weights and follow them into
-    shared memory. Before the first update nothing is changed but the clip.
+    The statistics are buffers (`count` in float64), updated in place: they are published with the weights and can be in
+    shared memory. Before the first update the layer only clips.
     """
 
     CLIP = 10.0
@@ -39,7 +39,7 @@ class Normalizer(nn.Module):
         self.count: Tensor
         self.mean: Tensor
         self.std: Tensor
-        self.report: Callable[[Tensor, Tensor, Tensor], None] | None = None  # told what else would be merged here
+        self.report: Callable[[Tensor, Tensor, Tensor], None] | None = None  # receives the moments in place of `merge`
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(size))
         self.register_buffer("std", torch.ones(size))
@@ -48,13 +48,13 @@ class Normalizer(nn.Module):
         return ((x_NF - self.mean) / self.std).clamp(-self.CLIP, self.CLIP)
 
     def update(self, x_NF: Tensor, valid_N: Tensor) -> None:
-        """Takes in the valid rows."""
+        """Updates the statistics with the valid rows."""
         (self.report or self.merge)(*self.moments(x_NF, valid_N))
 
     @staticmethod
     @torch.no_grad()
     def moments(x_NF: Tensor, valid_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """How many rows are valid, and the mean and variance of their features."""
+        """Returns the number of valid rows, and the mean and variance of their features."""
         valid_N1 = valid_N.unsqueeze(-1)
         num_valid = valid_N.sum()
         divisor = num_valid.clamp(min=1)
@@ -64,7 +64,7 @@ class Normalizer(nn.Module):
 
     @torch.no_grad()
     def merge(self, num_valid: Tensor, batch_mean: Tensor, batch_variance: Tensor) -> None:
-        """Takes in the moments of some rows (Chan et al., 1979); without any, nothing changes."""
+        """Merges the moments of a set of rows (Chan et al., 1979); an empty set changes nothing."""
         self.count += num_valid
         weight = num_valid / self.count.clamp(min=1)
         shift = batch_mean - self.mean
@@ -74,12 +74,12 @@ class Normalizer(nn.Module):
 
 
 class OneHot(nn.Module):
-    """Choices as one-hot vectors, side by side."""
+    """Encodes discrete choices as concatenated one-hot vectors."""
 
     def __init__(self, num_choices: list[int], start: list[int]) -> None:
         super().__init__()
         self.out_size = sum(num_choices)
-        begin = np.cumsum([0, *num_choices[:-1]]) - np.asarray(start)  # where each vector begins
+        begin = np.cumsum([0, *num_choices[:-1]]) - np.asarray(start)  # offset of each vector
         self.begin: Tensor
         self.register_buffer("begin", torch.as_tensor(begin, dtype=torch.int64), persistent=False)
 
@@ -89,9 +89,9 @@ class OneHot(nn.Module):
 
 
 class Image(nn.Module):
-    """Pixels through convolutions: the Nature CNN (Mnih et al., 2015), or two 3x3 layers for images too small for it.
+    """Image encoder: the Nature CNN (Mnih et al., 2015), or two 3x3 convolutions for images too small for it.
 
-    Reads channels first, or last where `channels_last` says so.
+    Channels come first, or last if `channels_last(shape)`.
     """
 
     def __init__(self, shape: tuple[int, ...], scale: float) -> None:
@@ -125,18 +125,21 @@ class Image(nn.Module):
 
 
 def _side(convolution: nn.Conv2d, side: int) -> int:
-    """How many pixels `convolution` leaves of a side."""
+    """Returns the output size of `convolution` for an input of `side` pixels."""
     padding = int(convolution.padding[0])
     return (side + 2 * padding - convolution.kernel_size[0]) // convolution.stride[0] + 1
 
 
 def channels_last(shape: tuple[int, ...]) -> bool:
-    """Whether a 3-D image is height, width, channels: fewest last, and 1, 3 or 4 of them or a square before."""
+    """Returns whether a 3-D image shape is (height, width, channels).
+
+    It is if the last dimension is smaller than the first, and either is 1, 3 or 4 or follows a square.
+    """
     return shape[2] < shape[0] and (shape[2] in (1, 3, 4) or shape[0] == shape[1])
 
 
 class Core(nn.Module):
-    """A recurrent layer (LSTM or GRU) whose state restarts with every episode; always in float32."""
+    """A recurrent layer (LSTM or GRU) whose state is zeroed at the start of every episode; always in float32."""
 
     def __init__(self, kind: str, in_size: int, size: int) -> None:
         super().__init__()
@@ -149,7 +152,7 @@ class Core(nn.Module):
                 nn.init.zeros_(parameter)
 
     def step(self, x: Tensor, state: State, first: Tensor) -> State:
-        """One step: x (B, F), first (B); the output is the first leaf of the new state."""
+        """Computes one step: x (B, F), first (B). The output is the first leaf of the new state."""
         restart = first.unsqueeze(-1)
         with torch.autocast(x.device.type, enabled=False):
             if isinstance(self.cell, nn.LSTMCell):
@@ -159,16 +162,16 @@ class Core(nn.Module):
             return (self.cell(x.float(), state[0].masked_fill(restart, 0.0)),)
 
     def forward(self, x_TBF: Tensor, state: State, first_TB: Tensor) -> tuple[Tensor, State]:
-        """A sequence with resets in it: cut where episodes begin, all pieces side by side, in one fused call."""
+        """Computes a sequence with resets: it is cut where episodes begin, and one fused call computes all pieces."""
         num_steps, num_lanes, features = x_TBF.shape
-        if num_lanes == 0:  # what one of several learners may have of a minibatch
+        if num_lanes == 0:  # one of several learners can have an empty part of a minibatch
             return x_TBF.new_zeros(num_steps, 0, self.cell.hidden_size), state
         plan = _cut(first_TB)
         rows = x_TBF.float().transpose(0, 1).reshape(num_lanes * num_steps, features)
-        # A piece at the start of a lane goes on with the lane's state; every other begins with an episode, from zero.
+        # The first piece of a lane continues with the lane's state; every other piece starts an episode, from zero.
         kept = [leaf.float().masked_fill(first_TB[0].unsqueeze(-1), 0.0) for leaf in state]
         begin = [leaf[plan.lane].masked_fill(plan.restarts, 0.0).unsqueeze(0) for leaf in kept]
-        # One layer with biases, no dropout, one direction; it keeps what a backward pass needs if asked.
+        # params, has_biases, num_layers, dropout, train (keeps what the backward pass needs), bidirectional
         settings = (tuple(self.cell.parameters()), True, 1, 0.0, torch.is_grad_enabled(), False)
         with torch.autocast(x_TBF.device.type, enabled=False):
             if isinstance(self.cell, nn.LSTMCell):
@@ -182,13 +185,13 @@ class Core(nn.Module):
 
 @dataclass(slots=True)
 class Pieces:
-    """How sequences with resets are cut into pieces, longest first, in the packed order of torch's recurrent layers."""
+    """Sequences with resets cut into pieces, longest first, in the packed order of torch's recurrent layers."""
 
-    rows: Tensor  # (T * B,) the row, lane by lane, of every packed step
-    batch_sizes: Tensor  # (longest,) pieces that are still going at each step; on the CPU
-    lane: Tensor  # (pieces,) the lane each piece lies in
-    restarts: Tensor  # (pieces, 1) whether it begins inside its lane
-    last: Tensor  # (B,) the last piece of every lane
+    rows: Tensor  # (T * B,) for every packed step its row in lane-major order
+    batch_sizes: Tensor  # (longest,) number of pieces that reach each step; on the CPU
+    lane: Tensor  # (pieces,) the lane of each piece
+    restarts: Tensor  # (pieces, 1) whether the piece starts after the first step of its lane
+    last: Tensor  # (B,) index of the last piece of every lane
 
 
 def _cut(first_TB: Tensor) -> Pieces:

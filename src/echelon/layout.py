@@ -1,4 +1,4 @@
-"""How arrays lie in memory that processes share: named fields, each on cache lines of its own. Needs only numpy."""
+"""The layout of arrays in shared memory: named fields, each aligned to cache lines. Imports only numpy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALIGNMENT = 64  # bytes: a cache line, so that no two fields share one
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array of a tree: where it hangs, its shape without leading dimensions, its dtype."""
+    """One array of a tree: its path, its shape without leading dimensions, and its dtype."""
 
     path: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class ArrayField:
 
 
 def place(plan: Iterable[tuple[str, tuple[int, ...], Any]]) -> tuple[ArrayField, ...]:
-    """Fields of (name, shape, dtype), one after the other."""
+    """Lays out fields, given as (name, shape, dtype), one after the other."""
     fields: list[ArrayField] = []
     offset = 0
     for name, shape, dtype in plan:
@@ -51,11 +51,11 @@ def aligned(nbytes: int) -> int:
 
 
 def size_of(fields: tuple[ArrayField, ...]) -> int:
-    """The bytes that `fields` take together."""
+    """Returns the total size of `fields` in bytes."""
     return fields[-1].offset + aligned(fields[-1].nbytes) if fields else 0
 
 
 def views_of(fields: Iterable[ArrayField], memory: memoryview | Array) -> dict[str, Array]:
-    """Every field as an array over `memory`; nothing is copied."""
+    """Returns every field as an array view of `memory`; nothing is copied."""
     raw = np.frombuffer(memory, np.uint8)
     return {f.name: raw[f.offset : f.offset + f.nbytes].view(f.dtype).reshape(f.shape) for f in fields}

@@ -1,4 +1,4 @@
-"""Names of callables: "module:qualname" and "path/to/file.py:qualname", so that no function is ever pickled."""
+"""Import paths of callables, "module:qualname" or "path/to/file.py:qualname": functions are named, never pickled."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FILE_MODULE = "echelon_file_"  # prefix of the module names that loaded files ge
 
 
 def resolve(name: str) -> object:
-    """The object that `name` ("module:qualname" or "path/to/file.py:qualname") stands for."""
+    """Returns the object that `name` ("module:qualname" or "path/to/file.py:qualname") refers to."""
     place, _, qualname = name.rpartition(":")
     if not place or not qualname:
-        raise ConfigError(f'"{name}" names no callable: write "module:name" or "path/to/file.py:name".')
+        raise ConfigError(f'"{name}" does not name a callable: write "module:name" or "path/to/file.py:name".')
     target: object = _load_file(Path(place), name) if place.endswith(".py") else _import(place, name)
     for part in qualname.split("."):
         if not hasattr(target, part):
@@ -33,16 +33,16 @@ def resolve(name: str) -> object:
 
 
 def absolute(name: str) -> str:
-    """`name` as it is found from any folder: the file of "file.py:qualname" by its whole path."""
+    """Returns `name` with the file of "file.py:qualname" as an absolute path, so that it resolves from any folder."""
     place, colon, qualname = name.rpartition(":")
     return f"{Path(place).expanduser().absolute()}{colon}{qualname}" if place.endswith(".py") else name
 
 
 def describe_callable(function: Callable[..., Any]) -> str:
-    """The name under which another process finds `function`; raises ConfigError where there is none."""
+    """Returns the name under which another process can import `function`; raises ConfigError if there is none."""
     qualname, module = getattr(function, "__qualname__", None), getattr(function, "__module__", None)
     if qualname is None or module is None:
-        raise _unnameable(repr(function), "is an object without a name of its own")
+        raise _unnameable(repr(function), "is an object without a name")
     if "<lambda>" in qualname:
         raise _unnameable(f"{module}:{qualname}", "is a lambda")
     if "<locals>" in qualname:
@@ -58,12 +58,12 @@ def describe_callable(function: Callable[..., Any]) -> str:
     for part in qualname.split("."):
         target = getattr(target, part, None)
     if target is not function and not _same_method(target, function):
-        raise _unnameable(f"{place}:{qualname}", "is not what its module holds under that name")
+        raise _unnameable(f"{place}:{qualname}", "is not the object that its module has under that name")
     return f"{place}:{qualname}"
 
 
 def text_of(target: str | Callable[..., Any]) -> str:
-    """The name of `target` for the record; what cannot be imported has no name to be found by."""
+    """Returns the name of `target` for config.json; a callable that cannot be imported gets its bare qualname."""
     if isinstance(target, str):
         return target
     try:
@@ -82,7 +82,7 @@ def _main_place(main: ModuleType | None, qualname: str) -> str:
 
 
 def _same_method(target: object, function: object) -> bool:
-    """Whether both are one class method, which Python binds anew at every look."""
+    """Returns whether both are the same class method; Python creates a new bound method on every access."""
     inner = getattr(function, "__func__", None)
     return inner is not None and getattr(target, "__func__", None) is inner
 
@@ -90,7 +90,7 @@ def _same_method(target: object, function: object) -> bool:
 def _unnameable(what: str, why: str) -> ConfigError:
     return ConfigError(
         f'{what} {why}, so other processes cannot import it; it runs with engine="inline" only. Move it to the top '
-        'level of a module or script and pass it, or "module:name" or "path/to/file.py:name".'
+        'level of a module or script and pass the function, or its name: "module:name" or "path/to/file.py:name".'
     )
 
 
@@ -106,12 +106,12 @@ def _import(module: str, name: str) -> ModuleType:
     except Exception as error:
         raise ConfigError(
             f'"{name}" could not be loaded: importing {module} raised {type(error).__name__}: {error}. Correct the '
-            'module; what must run only as a script belongs under `if __name__ == "__main__":`.'
+            'module; put code that must run only as a script under `if __name__ == "__main__":`.'
         ) from error
 
 
 def _load_file(path: Path, name: str) -> ModuleType:
-    """The module of a source file: run once, under a name that depends on its path only."""
+    """Returns the module of a source file; it is executed once, under a module name derived from its path."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f'"{name}" was not found: there is no file {path}.')
@@ -122,7 +122,7 @@ def _load_file(path: Path, name: str) -> ModuleType:
     if module_name in sys.modules:
         return sys.modules[module_name]
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # as for a script: it may import its neighbours
+        sys.path.insert(0, str(path.parent))  # as for a script, so that it can import modules beside it
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
@@ -133,6 +133,6 @@ def _load_file(path: Path, name: str) -> ModuleType:
         del sys.modules[module_name]
         raise ConfigError(
             f'"{name}" could not be loaded: running {path} raised {type(error).__name__}: {error}. Correct the file; '
-            'what must run only as a script belongs under `if __name__ == "__main__":`.'
+            'put code that must run only as a script under `if __name__ == "__main__":`.'
         ) from error
     return module

@@ -1,8 +1,9 @@
-"""Networks: from an observation tree to action parameters and a value.
+"""Networks: map an observation tree to action parameters and a value.
 
-`EncoderNetwork` is ours: an encoder per observation leaf, an MLP, an optional recurrent core, two heads. Rules that
-learn no value beside their policy bring a `PolicyNetwork` of their own, users an `ActorCritic` (`custom_network`). The
-hot path is `act`, one small batch on one CPU thread, where the number of operations is what costs.
+`EncoderNetwork` is the default: an encoder per observation leaf, an MLP, an optional recurrent core, two heads.
+Algorithms without a state value define their own `PolicyNetwork` (`algorithms.value_networks`); a user's network is an
+`ActorCritic` (`custom_network`). The hot path is `act`: a small batch on one CPU thread, where the cost is the number
+of operations.
 
 Shapes: T steps, B lanes, N any number of rows (T * B, or B).
 """
@@ -25,13 +26,13 @@ from echelon.errors import ConfigError
 from echelon.layers import Core, Image, Normalizer, OneHot, State, initialize
 from echelon.schema import Spaces, Tree
 
-IMAGE_SIDE = 8  # pixels: smaller planes of other types than uint8 are tables, not images
-LARGE = 8192  # numbers: from here on the work of an operation outweighs its call
+IMAGE_SIDE = 8  # pixels: a smaller array that is not uint8 is treated as a table, not as an image
+LARGE = 8192  # elements: above this the work of an operation outweighs its call overhead
 MASK = "action_mask"
 
 
 class NetworkOutput(NamedTuple):
-    """What a network says about a sequence: params (T, B, num_params), value (T, B), and the state after it."""
+    """Output for a sequence: params (T, B, num_params), value (T, B), and the state after the sequence."""
 
     params: Tensor
     value: Tensor
@@ -39,7 +40,7 @@ class NetworkOutput(NamedTuple):
 
 
 class ActOutput(NamedTuple):
-    """What a network says about one step: params (B, num_params), value (B) if asked for, and the state after it."""
+    """Output for one step: params (B, num_params), value (B) if requested, and the state after the step."""
 
     params: Tensor
     value: Tensor | None
@@ -47,42 +48,42 @@ class ActOutput(NamedTuple):
 
 
 class PolicyNetwork(nn.Module, ABC):
-    """What every network that acts offers; the state is zeroed where `first`, before the step."""
+    """The interface of every network that acts. Where `first` is set, the state is zeroed before the step."""
 
     state_shapes: tuple[tuple[int, ...], ...] = ()  # per leaf of the recurrent state, without B
 
     @property
     def has_statistics(self) -> bool:
-        """Whether it keeps running statistics of observations (`update_normalizer`)."""
+        """Whether the network keeps running statistics of observations (`update_normalizer`)."""
         return any(isinstance(module, Normalizer) for module in self.modules())
 
     def initial_state(self, batch_size: int, device: torch.device | str) -> State:
-        """The state before anything was seen."""
+        """Returns the recurrent state at the start of an episode."""
         return tuple(torch.zeros(batch_size, *shape, device=device) for shape in self.state_shapes)
 
     @abstractmethod
     def act(self, observation: Tree, state: State, first: Tensor, *, with_value: bool = False) -> ActOutput:
-        """One step: leaves (B, ...), state leaves (B, ...), first (B)."""
+        """Computes one step: observation leaves (B, ...), state leaves (B, ...), first (B)."""
 
     def update_normalizer(self, observation: Tree, valid: Tensor) -> None:
-        """Merge the valid observations into the running statistics, where the network keeps any."""
+        """Merges the valid observations into the running statistics, if the network has any."""
 
 
 class ActorCritic(PolicyNetwork):
-    """A network that also says what its observations are worth, over sequences."""
+    """A network that also computes state values, over sequences."""
 
     @abstractmethod
     def forward(self, observation: Tree, state: State, first: Tensor) -> NetworkOutput:
-        """A sequence: leaves (T, B, ...), state leaves (B, ...), first (T, B)."""
+        """Computes a sequence: observation leaves (T, B, ...), state leaves (B, ...), first (T, B)."""
 
 
 def action_mask(observation: Tree) -> Tensor | None:
-    """The mask of allowed actions that the observation carries under the key "action_mask", or None."""
+    """Returns the mask of allowed actions, the observation's entry "action_mask", or None."""
     return observation.get(MASK) if isinstance(observation, Mapping) else None
 
 
 class _WideTanh(torch.autograd.Function):
-    """tanh as 2 sigmoid(2x) - 1: on a CPU a fourth of torch.tanh's time, and right to 1e-7."""
+    """tanh as 2 sigmoid(2x) - 1: takes a quarter of torch.tanh's time on a CPU, accurate to 1e-7."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ ACTIVATIONS = {"tanh": tanh, "relu": torch.relu}
 
 
 class Flat(nn.Module):
-    """Numbers as they are, in one row; bytes scaled to 0..1."""
+    """Flattens an array to one row of floats; uint8 is scaled to 0..1."""
 
     def __init__(self, shape: tuple[int, ...], scale: float = 1.0, normalize: bool = False) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class Flat(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear layers with an activation after each; without any it passes its input on."""
+    """Linear layers, each followed by an activation; without hidden layers, the identity."""
 
     def __init__(self, in_size: int, hidden: tuple[int, ...], activation: str) -> None:
         super().__init__()
@@ -143,7 +144,7 @@ class Mlp(nn.Module):
 
 
 def make_encoder(space: gym.Space[Any], normalize: bool) -> Flat | OneHot | Image:
-    """The encoder for one leaf of an observation space; `normalize` is for leaves of floats that are no image."""
+    """Returns the encoder of one leaf of an observation space; `normalize` applies to non-image leaves of floats."""
     match space:
         case gym.spaces.Discrete():
             return OneHot([int(space.n)], [int(space.start)])
@@ -163,7 +164,7 @@ def make_encoder(space: gym.Space[Any], normalize: bool) -> Flat | OneHot | Imag
 
 
 def _observed(space: gym.Space[Any], path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], gym.Space[Any]]]:
-    """Where each encoded leaf hangs (keys from the root) and its space, in the order of the schema; not the mask."""
+    """Returns the path (keys from the root) and space of each leaf except the mask, in the order of the schema."""
     match space:
         case gym.spaces.Dict():
             keys = [key for key in sorted(space.spaces) if (*path, key) != (MASK,)]
@@ -181,12 +182,14 @@ def _leaf(tree: Tree, path: tuple[Any, ...]) -> Any:
 
 
 class Encoders(nn.ModuleList):
-    """An encoder for every leaf of an observation but the mask, their features side by side."""
+    """Encoders for all leaves of an observation except the mask; their features are concatenated."""
 
     def __init__(self, config: NetworkConfig, space: gym.Space[Any]) -> None:
         observed = _observed(space)
         if not observed:
-            raise ConfigError(f'the observation space {space} holds nothing beside "{MASK}" to act on.')
+            raise ConfigError(
+                f'the observation space {space} has no entry besides "{MASK}". Add the observation itself.'
+            )
         encoders = [make_encoder(sub, config.normalize_observation) for _, sub in observed]
         super().__init__(encoders)
         self.paths = [path for path, _ in observed]
@@ -195,7 +198,7 @@ class Encoders(nn.ModuleList):
         self.only_image = self.has_image and len(encoders) == 1
 
     def forward(self, observation: Tree, num_leading: int = 1) -> Tensor:
-        """All leaves as features (N, F)."""
+        """Returns the features (N, F) of all leaves."""
         features = []
         for path, encoder in zip(self.paths, self, strict=True):
             leaf = _leaf(observation, path)
@@ -210,11 +213,12 @@ class Encoders(nn.ModuleList):
 
 
 class EncoderNetwork(ActorCritic):
-    """Encoders for every leaf, an MLP, an optional core, and heads for policy and value.
+    """Encoders for every leaf, an MLP, an optional recurrent core, and heads for policy and value.
 
-    Policy and value have MLPs of their own unless the config shares them, an image is seen, or a core remembers. An
-    image seen alone goes from its encoder (512 or 256 features) straight to core and heads; `hidden` is for the rest.
-    Continuous actions: the head emits the mean, and the log standard deviation is a parameter that sees nothing.
+    Policy and value have separate MLPs unless `shared` is set, an image is observed, or there is a core. If an image is
+    the only leaf, its encoder (512 or 256 features) feeds core and heads directly, and `hidden` is not used.
+    For continuous actions the head emits the mean; the log standard deviation is a parameter that does not depend on
+    the observation.
     """
 
     def __init__(self, config: NetworkConfig, spaces: Spaces, num_params: int) -> None:

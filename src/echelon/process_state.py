@@ -1,4 +1,4 @@
-"""What a run in the caller's process leaves as it was: torch's settings and the global random generators."""
+"""Restores process-wide state after a run in the caller's process: torch's settings and the global generators."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 
-_gpus: Any = torch.cuda  # untyped in part, as are the backends
+_gpus: Any = torch.cuda  # partly untyped, like the backends
 _backends: Any = torch.backends
 
 
 @contextmanager
 def preserve_settings() -> Iterator[None]:
-    """Put back at the end what is set for the whole process: torch's threads, TF32, cudnn and the current GPU."""
+    """Restores process-wide settings at the end: torch's threads, TF32, cudnn and the current GPU."""
     threads, benchmark = torch.get_num_threads(), _backends.cudnn.benchmark
     cuda, mkldnn = _backends.cuda.matmul, _backends.mkldnn.matmul
     precisions = cuda.fp32_precision, mkldnn.fp32_precision
     try:
         precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the caller set a backend's precision alone, which this does not know
+    except RuntimeError:  # the caller set the precision of a single backend, which this function cannot report
         precision = "highest"
     gpu = _gpus.current_device() if _gpus.is_initialized() else 0
     try:
@@ -38,7 +38,7 @@ def preserve_settings() -> Iterator[None]:
 
 @contextmanager
 def preserve_state() -> Iterator[None]:
-    """Put the settings back, and the global random generators of Python, numpy and torch."""
+    """Restores the settings, and the global random generators of Python, numpy and torch."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     gpus = _gpus.get_rng_state_all() if _gpus.is_initialized() else []
     try:

@@ -1,7 +1,7 @@
-"""Every message that crosses a process: observation trees, trajectories, their layout in memory.
+"""The data that processes exchange: observation trees, trajectories, batches, and their layout in memory.
 
-A tree is what the environment's space says: an array for Box and Discrete, a dict for Dict, a tuple for Tuple. In
-memory a tree is a list of *leaves* in a fixed order (Dict by sorted key, Tuple by index), each a plain array.
+A tree has the structure of the environment's space: an array for Box and Discrete, a dict for Dict, a tuple for Tuple.
+In memory a tree is a list of *leaves* in a fixed order (Dict by sorted key, Tuple by index), each a plain array.
 
 Shapes: T steps of a trajectory, K environments of a group, B lanes of a batch (trajectories x K).
 """
@@ -25,7 +25,7 @@ Tree = Any  # an array or tensor, or a dict / tuple of trees
 
 
 def space_leaves(space: gym.Space[Any], path: str = "observation") -> list[Leaf]:
-    """The leaves of `space` in their fixed order; raises ConfigError on a space Echelon cannot carry."""
+    """Returns the leaves of `space` in their fixed order; raises ConfigError for an unsupported space."""
     match space:
         case gym.spaces.Dict():
             return [leaf for key in sorted(space.spaces) for leaf in space_leaves(space[key], f"{path}.{key}")]
@@ -40,22 +40,22 @@ def space_leaves(space: gym.Space[Any], path: str = "observation") -> list[Leaf]
             return [Leaf(path, tuple(space.shape), np.dtype(np.int64))]
         case _:
             raise ConfigError(
-                f"{path} has the space {space}, which Echelon cannot carry. Use Box, Discrete, MultiDiscrete, "
+                f"{path} has the space {space}, which Echelon does not support. Use Box, Discrete, MultiDiscrete, "
                 "MultiBinary, or a Dict or Tuple of them (a gymnasium wrapper can convert it)."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The values that a discrete leaf may have: low to high, both among them."""
+    """The valid values of a discrete leaf: low to high, both inclusive."""
 
-    leaf: int  # its place in `space_leaves`
+    leaf: int  # index in `space_leaves`
     low: Any
     high: Any
 
 
 def space_choices(space: gym.Space[Any]) -> list[Choices]:
-    """The discrete leaves of `space` and what they may hold."""
+    """Returns the discrete leaves of `space` with their valid values."""
     found = []
     for i, sub in enumerate(flatten(space, space)):
         match sub:
@@ -69,7 +69,7 @@ def space_choices(space: gym.Space[Any]) -> list[Choices]:
 
 
 def flatten(space: gym.Space[Any], tree: Tree) -> list[Any]:
-    """The leaves of `tree`, in the order of `space_leaves`."""
+    """Returns the leaves of `tree`, in the order of `space_leaves`."""
     match space:
         case gym.spaces.Dict():
             return [leaf for key in sorted(space.spaces) for leaf in flatten(space[key], tree[key])]
@@ -80,7 +80,7 @@ def flatten(space: gym.Space[Any], tree: Tree) -> list[Any]:
 
 
 def unflatten(space: gym.Space[Any], leaves: Iterator[Any]) -> Tree:
-    """The tree of `space` made of `leaves` (consumed in order)."""
+    """Returns the tree of `space` with the given `leaves`, consumed in order."""
     match space:
         case gym.spaces.Dict():
             return {key: unflatten(space[key], leaves) for key in sorted(space.spaces)}
@@ -91,7 +91,7 @@ def unflatten(space: gym.Space[Any], leaves: Iterator[Any]) -> Tree:
 
 
 def map_tree(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    """`function` applied to every leaf of `tree`."""
+    """Applies `function` to every leaf of `tree`."""
     if isinstance(tree, Mapping):
         return {key: map_tree(function, value) for key, value in tree.items()}
     if isinstance(tree, tuple):
@@ -100,7 +100,7 @@ def map_tree(function: Callable[[Any], Any], tree: Tree) -> Tree:
 
 
 def action_leaf(space: gym.Space[Any]) -> Leaf:
-    """How actions of `space` are stored; raises ConfigError on an action space no policy of ours can fill."""
+    """Returns how actions of `space` are stored; raises ConfigError for an action space that no policy supports."""
     match space:
         case gym.spaces.Discrete():
             return Leaf("action", (), np.dtype(np.int64))
@@ -110,13 +110,14 @@ def action_leaf(space: gym.Space[Any]) -> Leaf:
             return Leaf("action", tuple(space.shape), np.dtype(np.float32))
         case _:
             raise ConfigError(
-                f"the action space {space} does not fit: Echelon acts in Discrete, one-dimensional MultiDiscrete and "
-                "one-dimensional floating-point Box spaces. Wrap the environment (gymnasium.wrappers) to convert it."
+                f"the action space {space} is not supported: Echelon supports Discrete, one-dimensional MultiDiscrete "
+                "and one-dimensional floating-point Box action spaces. Wrap the environment (gymnasium.wrappers) to "
+                "convert it."
             )
 
 
 def space_to_json(space: gym.Space[Any]) -> dict[str, Any]:
-    """`space` in plain JSON values, so that it can travel and rest."""
+    """Returns `space` as plain JSON values, for messages and files."""
     match space:
         case gym.spaces.Dict():
             return {"kind": "dict", "spaces": {key: space_to_json(sub) for key, sub in space.spaces.items()}}
@@ -132,17 +133,17 @@ def space_to_json(space: gym.Space[Any]) -> dict[str, Any]:
         case gym.spaces.MultiBinary():
             return {"kind": "multi_binary", "shape": list(space.shape)}
         case _:
-            raise ConfigError(f"the space {space} cannot travel between processes.")
+            raise ConfigError(f"the space {space} cannot be sent between processes.")
 
 
 def _compact(bound: np.ndarray[Any, Any]) -> Any:
-    """One number where all are equal: a camera's bounds are not written out pixel by pixel."""
+    """Returns one number if all are equal, so that the bounds of an image are not stored per pixel."""
     same = bound.size > 0 and bool((bound == bound.flat[0]).all())
     return bound.flat[0].item() if same else bound.tolist()
 
 
 def space_from_json(data: Mapping[str, Any]) -> gym.Space[Any]:
-    """The space that `space_to_json` wrote."""
+    """Returns the space that `space_to_json` wrote."""
     match data["kind"]:
         case "dict":
             return gym.spaces.Dict({key: space_from_json(sub) for key, sub in data["spaces"].items()})
@@ -162,7 +163,7 @@ def space_from_json(data: Mapping[str, Any]) -> gym.Space[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Spaces:
-    """What an environment sees and does, for one environment (not the vector)."""
+    """The observation and action space of a single environment (not of the vector)."""
 
     observation: gym.Space[Any]
     action: gym.Space[Any]
@@ -179,10 +180,10 @@ class Spaces:
 class TrajectorySchema:
     """The layout of one trajectory slot, computed once from the spaces.
 
-    `observation*` and `first` have T+1 rows (the last one is what the policy would act on next); everything else has T.
-    `first` marks the first observation of an episode; `valid=0` marks the step that only resets (never learned from).
-    `version` counts the weights that chose each action. `episode_return` and `episode_length` are set on the step that
-    ends an episode and 0 elsewhere. `state*` is the recurrent state before row 0.
+    `observation*` and `first` have T+1 rows (the last is the observation of the next step); everything else has T.
+    `first` marks the first observation of an episode; `valid=0` marks a step that only resets (never learned from).
+    `version` is the version of the weights that chose each action. `episode_return` and `episode_length` are set on the
+    last step of an episode and 0 elsewhere. `state*` is the recurrent state before row 0.
     """
 
     spaces: Spaces
@@ -218,13 +219,13 @@ class TrajectorySchema:
         object.__setattr__(self, "observation_names", names)
 
     def views(self, memory: memoryview | np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
-        """Every field as an array over `memory` (one slot); nothing is copied."""
+        """Returns every field as an array view of `memory` (one slot); nothing is copied."""
         return views_of(self.fields, memory)
 
 
 @dataclass(slots=True)
 class Batch:
-    """What a learner learns from: trajectories side by side, as tensors on the learner's device.
+    """A batch of trajectories, stacked along the lanes, as tensors on the learner's device.
 
     Shapes: observation and first (T+1, B, ...), version (T, B), state leaves (B, ...), everything else (T, B, ...).
     """
@@ -238,10 +239,10 @@ class Batch:
     truncated: torch.Tensor
     valid: torch.Tensor
     state: tuple[torch.Tensor, ...]
-    lanes: torch.Tensor  # (B,) which environment of the whole run each column is, for statistics that span batches
+    lanes: torch.Tensor  # (B,) index of each column's environment in the whole run, for statistics that span batches
 
     def select(self, lanes: torch.Tensor) -> Batch:
-        """The columns `lanes` of this batch."""
+        """Returns the columns `lanes` of this batch."""
 
         def column(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.index_select(1, lanes)
@@ -262,20 +263,20 @@ class Batch:
 
 @dataclass(slots=True)
 class GradientBatch:
-    """What a learner learns from when actors bring gradients: their sum, on the learner's device.
+    """A batch of gradients that actors computed: their sum, on the learner's device.
 
-    Shapes: P parameters of the model, padded as they lie there.
+    Shapes: P parameters of the flattened model, including its padding.
     """
 
     gradient: torch.Tensor  # (P,)
     num_gradients: int
-    values: torch.Tensor  # what the losses said, on average
-    statistics: list[torch.Tensor]  # of each, what its rollout says of observations and rewards
+    values: torch.Tensor  # mean of the actors' losses and metrics
+    statistics: list[torch.Tensor]  # per gradient: moments of its rollout's observations and rewards
 
 
 @dataclass(slots=True)
 class TransitionBatch:
-    """What a learner learns from when experience is replayed: n-step transitions, as tensors on the learner's device.
+    """A batch of n-step transitions from the replay, as tensors on the learner's device.
 
     Shapes: B transitions; observation leaves (B, ...), action (B, ...), everything else (B,).
     """
@@ -283,8 +284,8 @@ class TransitionBatch:
     observation: Tree
     action: torch.Tensor
     reward: torch.Tensor  # the discounted sum of the n rewards
-    discount: torch.Tensor  # gamma^n where the episode goes on, 0 where it terminated
+    discount: torch.Tensor  # gamma^n, or 0 where the episode terminated
     next_observation: Tree
     weight: torch.Tensor  # importance weights; ones where sampling is uniform
-    keys: Any = None  # which items of the replay these are, for the priorities that go back to it
-    others: tuple[int, int] = (0, 0)  # transitions of the same batch that learners before and after this one have
+    keys: Any = None  # replay items of these transitions, for updating their priorities
+    others: tuple[int, int] = (0, 0)  # transitions of the same batch held by learners of lower and of higher rank

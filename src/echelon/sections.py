@@ -1,4 +1,4 @@
-"""The sections of a configuration, one a part of the system; those of learning rules lie with their presets."""
+"""The sections of the configuration, one per part of the system. Sections of algorithms are in `echelon.presets`."""
 
 from __future__ import annotations
 
@@ -11,152 +11,184 @@ from echelon.fields import Section, doc, require, require_address
 
 
 class EnvConfig(Section, frozen=True):
-    """Which environment, and how it is made and stepped."""
+    """The environment, and how it is created and stepped."""
 
     SECTION = "env"
 
-    id: Annotated[str | Callable[..., Any], doc('gymnasium id, "module:factory", "file.py:factory", "envpool:ID"')] = (
-        "CartPole-v1"
+    id: Annotated[
+        str | Callable[..., Any], doc('gymnasium id, "module:factory", "file.py:factory" or "envpool:ID"')
+    ] = "CartPole-v1"
+    kwargs: Annotated[dict[str, Any], doc("keyword arguments for the environment's constructor or factory")] = field(
+        default_factory=dict
     )
-    kwargs: Annotated[dict[str, Any], doc("keyword arguments of the environment")] = field(default_factory=dict)
-    wrappers: Annotated[tuple[str, ...], doc('"module:callable", applied in order to each environment')] = ()
+    wrappers: Annotated[
+        tuple[str, ...], doc('wrappers, each "module:callable", applied in order to every environment')
+    ] = ()
     vector: Annotated[
-        Literal["auto", "loop", "vector_entry_point"], doc("auto: vectorised for Atari, else our loop")
+        Literal["auto", "loop", "vector_entry_point"],
+        doc("how an actor steps its environments; auto: vectorised for Atari, otherwise in a loop"),
     ] = "auto"
-    on_error: Annotated[Literal["stop", "restart"], doc("what an environment that raises does to the run")] = "stop"
+    on_error: Annotated[
+        Literal["stop", "restart"], doc("when an environment raises: stop the run, or restart the environment")
+    ] = "stop"
 
 
 class ActorConfig(Section, frozen=True):
-    """How experience is collected."""
+    """The actors: how experience is collected."""
 
     SECTION = "actor"
 
-    num_actors: Annotated[int, doc("actor processes", ge=1)] = 2
-    envs: Annotated[int, doc("K, environments per actor", ge=1)] = 16
-    trajectory: Annotated[int, doc("T, steps per trajectory", "steps", ge=1)] = 20
-    slots: Annotated[int, doc("trajectories each actor may have written and unread", "trajectories", ge=1)] = 4
+    num_actors: Annotated[int, doc("number of actors", ge=1)] = 2
+    envs: Annotated[int, doc("environments per actor, K", ge=1)] = 16
+    trajectory: Annotated[int, doc("steps per trajectory, T", "steps", ge=1)] = 20
+    slots: Annotated[
+        int, doc("written trajectories per actor that the learner has not read yet, at most", "trajectories", ge=1)
+    ] = 4
 
 
 class ActingConfig(Section, frozen=True):
-    """Who chooses the actions: every actor with its own copy of the policy, or inference servers for all of them."""
+    """Where actions are computed: in every actor, with its own copy of the policy, or in inference servers."""
 
     SECTION = "acting"
 
     mode: Annotated[
         Literal["auto", "local", "central"],
-        doc("who acts: every actor, or inference servers; auto: what measures faster"),
+        doc("local: every actor computes its actions; central: inference servers do; auto: the faster one, measured"),
     ] = "auto"
-    servers: Annotated[int, doc("inference servers, which share the actors", ge=1)] = 1
+    servers: Annotated[int, doc("number of inference servers; each serves a part of the actors", ge=1)] = 1
     groups: Annotated[
-        int, doc("groups of an actor's environments: one steps while others wait; 0: 2 if envs is even", ge=0)
+        int, doc("groups of environments per actor: one steps while others await actions; 0: 2 if envs is even", ge=0)
     ] = 0
-    batch: Annotated[bool, doc("false: every request is answered alone")] = True
-    max_batch: Annotated[int, doc("environments per forward pass; 0: all that ask", ge=0)] = 0
-    max_wait_us: Annotated[float, doc("how long a request waits for those of the other actors", "µs", ge=0)] = 200.0
+    batch: Annotated[bool, doc("batch the requests of several actors; false: one forward pass per request")] = True
+    max_batch: Annotated[int, doc("maximum number of environments per forward pass; 0: no limit", ge=0)] = 0
+    max_wait_us: Annotated[
+        float, doc("how long a request waits for requests of other actors to share its batch", "µs", ge=0)
+    ] = 200.0
     spin_us: Annotated[
-        float, doc("how long a server looks for requests before it sleeps; for idle cores", "µs", ge=0)
+        float, doc("how long a server polls for requests before it sleeps; useful with idle cores", "µs", ge=0)
     ] = 0.0
-    value: Annotated[bool, doc("replies carry the value of what was seen, too; the rules here do without")] = False
-    device: Annotated[str, doc("where the servers compute: auto, cpu, cuda, cuda:N")] = "auto"
-    transport: Annotated[Literal["shm", "tcp"], doc("how requests travel: shared memory, or ZeroMQ over TCP")] = "shm"
-    address: Annotated[str, doc("where servers listen with tcp; off the loopback only with ECHELON_SECRET")] = (
-        "tcp://127.0.0.1:0"
+    value: Annotated[bool, doc("replies also carry the value of the observation; no built-in algorithm needs it")] = (
+        False
     )
+    device: Annotated[str, doc("device of the inference servers: auto, cpu, cuda or cuda:N")] = "auto"
+    transport: Annotated[
+        Literal["shm", "tcp"], doc("transport of requests and replies: shared memory, or ZeroMQ over TCP")
+    ] = "shm"
+    address: Annotated[
+        str, doc("address the servers listen on with tcp; beyond the loopback ECHELON_SECRET is required")
+    ] = "tcp://127.0.0.1:0"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_address(self.address, "acting.address")
         require(
             self.servers == 1 or self.address.endswith(":0"),
-            f"acting.address={self.address} names one port for {self.servers} servers. Use port 0: any free ones.",
+            f"acting.address={self.address} names one port for {self.servers} servers. Use port 0: each server takes a "
+            "free port.",
         )
 
 
 class LearnerConfig(Section, frozen=True):
-    """How batches become weights."""
+    """The learner: batches, lag, devices."""
 
     SECTION = "learner"
 
-    batch: Annotated[
-        int, doc("trajectories (a3c: gradients) per batch; 0: one from every actor", "trajectories", ge=0)
-    ] = 0
-    max_lag: Annotated[int, doc("0: synchronous; none: bounded only by actor.slots", "versions", ge=0)] | None = None
+    batch: Annotated[int, doc("trajectories (a3c: gradients) per batch; 0: one per actor", "trajectories", ge=0)] = 0
+    max_lag: (
+        Annotated[
+            int, doc("maximum lag of a trajectory; 0: synchronous; none: bounded only by actor.slots", "versions", ge=0)
+        ]
+        | None
+    ) = None
     num_learners: Annotated[
         int,
         doc(
-            "learner processes, which share every batch (default 1); they divide the actors, with replay at most those",
+            "learner processes, which share every batch; must divide the actors and the batch, or, with replay, not "
+            "exceed the actors",
             ge=1,
             because="use --learners 1 or more",
         ),
     ] = 1
-    patience_s: Annotated[float, doc("with max_lag >= 1: how long a batch waits for an actor that stalled", "s")] = 2.0
-    device: Annotated[str, doc("where the learner learns: auto, cpu, cuda, cuda:N")] = "auto"
+    patience_s: Annotated[float, doc("with max_lag >= 1: how long a batch waits for a stalled actor", "s")] = 2.0
+    device: Annotated[str, doc("device of the learner: auto, cpu, cuda or cuda:N")] = "auto"
     threads: Annotated[
-        int, doc("of each learner; 0: by the work of a batch and the cores that actors leave", "threads", ge=0)
+        int, doc("threads per learner; 0: chosen from the work per batch and the cores left by actors", "threads", ge=0)
     ] = 0
-    precision: Annotated[Literal["float32", "bfloat16"], doc("of the forward and backward passes")] = "float32"
-    compile: Annotated[bool, doc("torch.compile of the loss")] = False
+    precision: Annotated[Literal["float32", "bfloat16"], doc("precision of the forward and backward passes")] = (
+        "float32"
+    )
+    compile: Annotated[bool, doc("compile the loss with torch.compile")] = False
 
 
 class NetworkConfig(Section, frozen=True):
-    """The shape of the policy and value network."""
+    """The policy and value network."""
 
     SECTION = "network"
 
-    name: Annotated[str, doc('auto: encoders chosen by the observation space; or "module:factory"')] = "auto"
-    hidden: Annotated[tuple[Annotated[int, doc("", ge=1)], ...], doc("units of the hidden layers")] = (64, 64)
-    activation: Annotated[Literal["tanh", "relu"], doc("of the hidden layers")] = "tanh"
-    core: Annotated[Literal["none", "lstm", "gru"], doc("memory behind the hidden layers")] = "none"
-    core_size: Annotated[int, doc("units of the core", ge=1)] = 128
-    shared: Annotated[bool, doc("one torso for policy and value (always so for images and recurrent cores)")] = False
-    normalize_observation: Annotated[bool, doc("by the running mean and deviation of what was observed")] = False
+    name: Annotated[str, doc('auto: encoders chosen from the observation space; or "module:factory"')] = "auto"
+    hidden: Annotated[tuple[Annotated[int, doc("", ge=1)], ...], doc("sizes of the hidden layers")] = (64, 64)
+    activation: Annotated[Literal["tanh", "relu"], doc("activation of the hidden layers")] = "tanh"
+    core: Annotated[Literal["none", "lstm", "gru"], doc("recurrent core after the hidden layers")] = "none"
+    core_size: Annotated[int, doc("units of the recurrent core", ge=1)] = 128
+    shared: Annotated[bool, doc("policy and value share one torso (always with images and recurrent cores)")] = False
+    normalize_observation: Annotated[
+        bool, doc("normalize observations by their running mean and standard deviation")
+    ] = False
     initial_log_std: Annotated[
-        float, doc("logarithm of the first deviation of continuous actions", "half the action range")
+        float, doc("initial log standard deviation of continuous actions", "half the action range")
     ] = 0.0
 
 
 class OptimizerConfig(Section, frozen=True):
-    """How gradients become steps."""
+    """The optimizer."""
 
     SECTION = "optimizer"
 
-    name: Annotated[Literal["adam", "rmsprop"], doc("the rule")] = "adam"
-    learning_rate: Annotated[float, doc("step size", gt=0)] = 5e-4
-    schedule: Annotated[Literal["constant", "linear"], doc("linear: to 0 at the end of the run")] = "constant"
-    epsilon: Annotated[float, doc("added to the root in the denominator", ge=0)] = 1e-5
-    clip_norm: Annotated[float, doc("largest global gradient norm; 0: no clipping", ge=0)] = 0.5
+    name: Annotated[Literal["adam", "rmsprop"], doc("the optimizer")] = "adam"
+    learning_rate: Annotated[float, doc("learning rate; of the policy, where critics have their own", gt=0)] = 5e-4
+    schedule: Annotated[
+        Literal["constant", "linear"], doc("schedule of the learning rate; linear: decays to 0 at the end of the run")
+    ] = "constant"
+    epsilon: Annotated[float, doc("added to the denominator for numerical stability", ge=0)] = 1e-5
+    clip_norm: Annotated[float, doc("maximum global gradient norm; 0: no clipping", ge=0)] = 0.5
 
 
 class ReplayConfig(Section, frozen=True):
-    """Where transitions lie, and how they are drawn for learning."""
+    """The replay: how transitions are stored and sampled."""
 
     SECTION = "replay"
 
-    capacity: Annotated[int, doc("kept over all shards; the oldest make room", "transitions")] = 1_000_000
-    min_size: Annotated[int, doc("learning waits below this", "transitions")] = 1_000
-    batch: Annotated[int, doc("transitions per update", "transitions", ge=1)] = 256
-    n_step: Annotated[int, doc("rewards summed before the value of what follows", "steps", ge=1)] = 1
-    samples_per_insert: Annotated[
-        float, doc("transitions drawn for each one stored; 0: as fast as the learner can", ge=0)
-    ] = 256.0
-    prioritized: Annotated[bool, doc("draw by TD error")] = False
-    alpha: Annotated[float, doc("priority = error^alpha; 0: uniform", ge=0, le=1)] = 0.6
-    beta_start: Annotated[float, doc("how far importance weights undo the priorities, at first", ge=0, le=1)] = 0.4
-    beta_end: Annotated[float, doc("how far they do at the end of the run", ge=0, le=1)] = 1.0
-    frames: Annotated[
-        Literal["auto", "stacked", "whole"], doc("stacked: frames are stored once; auto: where known")
-    ] = "auto"
-    publish_every: Annotated[int, doc("updates from one version of the weights to the next", "updates", ge=1)] = 1
-    checkpoint: Annotated[bool, doc("its content is part of the checkpoints")] = False
-    transport: Annotated[
-        Literal["shm", "tcp"], doc("how the learner reads shards: in place, or through a shard server")
-    ] = "shm"
-    address: Annotated[str, doc("where that listens with tcp; off the loopback only with ECHELON_SECRET")] = (
-        "tcp://127.0.0.1:0"
+    capacity: Annotated[int, doc("capacity over all shards; the oldest transitions are evicted", "transitions")] = (
+        1_000_000
     )
-    prefetch: Annotated[int, doc("batches that are under way with tcp while the learner learns", ge=0)] = 2
+    min_size: Annotated[int, doc("size at which learning starts", "transitions")] = 1_000
+    batch: Annotated[int, doc("batch size: transitions per update", "transitions", ge=1)] = 256
+    n_step: Annotated[int, doc("n of n-step returns: rewards summed before the bootstrap value", "steps", ge=1)] = 1
+    samples_per_insert: Annotated[
+        float, doc("transitions sampled per transition inserted; 0: no limit, as fast as the learner can", ge=0)
+    ] = 256.0
+    prioritized: Annotated[bool, doc("prioritized replay: sample by TD error")] = False
+    alpha: Annotated[float, doc("priority exponent: priority = error^alpha; 0: uniform", ge=0, le=1)] = 0.6
+    beta_start: Annotated[float, doc("importance-sampling exponent beta at the start of the run", ge=0, le=1)] = 0.4
+    beta_end: Annotated[float, doc("importance-sampling exponent beta at the end of the run", ge=0, le=1)] = 1.0
+    frames: Annotated[
+        Literal["auto", "stacked", "whole"],
+        doc(
+            "stacked: every frame of a stack is stored once; whole: stacks are stored; auto: stacked where the "
+            "environment is known to stack frames"
+        ),
+    ] = "auto"
+    publish_every: Annotated[int, doc("updates between two published versions of the weights", "updates", ge=1)] = 1
+    checkpoint: Annotated[bool, doc("checkpoints include the content of the replay")] = False
+    transport: Annotated[
+        Literal["shm", "tcp"], doc("how the learner reads shards: shm: in shared memory; tcp: through a shard server")
+    ] = "shm"
+    address: Annotated[
+        str, doc("address the shard server listens on with tcp; beyond the loopback ECHELON_SECRET is required")
+    ] = "tcp://127.0.0.1:0"
+    prefetch: Annotated[int, doc("batches requested ahead with tcp", ge=0)] = 2
     lost_after_s: Annotated[
-        float, doc("how long a shard server may be silent before it is lost, with its shards", "s", ge=1)
+        float, doc("a shard server that is silent for this long is lost, with its shards", "s", ge=1)
     ] = 10.0
 
     def __post_init__(self) -> None:
@@ -164,12 +196,13 @@ class ReplayConfig(Section, frozen=True):
         require_address(self.address, "replay.address")
         require(
             self.transport == "shm" or not self.checkpoint,
-            "replay.checkpoint=true needs the shards on the learner's host, but replay.transport=tcp reads them from "
-            "others. Use --replay.transport shm, or --replay.checkpoint false.",
+            "replay.checkpoint=true needs the shards in the learner's shared memory, but replay.transport=tcp reads "
+            "them from a shard server. Use --replay.transport shm, or --replay.checkpoint false.",
         )
         require(
             self.min_size >= self.batch,
-            f"replay.min_size={self.min_size} is below replay.batch={self.batch}: the first batch could not be filled.",
+            f"replay.min_size={self.min_size} is below replay.batch={self.batch}: the first batch could not be filled. "
+            "Raise min_size or lower batch.",
         )
         require(
             self.min_size <= self.capacity,
@@ -179,27 +212,33 @@ class ReplayConfig(Section, frozen=True):
 
 
 class WorkersConfig(Section, frozen=True):
-    """Workers in place of actors: they come from anywhere, with whole episodes, and leave with the newest weights."""
+    """Workers in place of actors: separate programs that send whole episodes and receive the newest weights."""
 
     SECTION = "workers"
 
     address: Annotated[
         str,
-        doc('tcp://HOST:PORT to come to, port 0: any; off the loopback only with ECHELON_SECRET; "": none'),
+        doc(
+            "tcp://HOST:PORT that workers connect to, port 0: any free port; beyond the loopback ECHELON_SECRET is "
+            'required; "": no workers'
+        ),
     ] = ""
-    updates: Annotated[int, doc("per episode that workers bring", "updates", ge=1)] = 64
+    updates: Annotated[int, doc("updates per episode received from a worker", "updates", ge=1)] = 64
     evaluation: Annotated[
         float,
         doc(
-            "the part of all episodes that is played greedily, logged and not learned from",
+            "fraction of the episodes that are played greedily, logged and not learned from",
             ge=0,
             lt=1,
             because="some episodes must be learned from",
         ),
     ] = 0.08
-    max_steps: Annotated[int, doc("of one message; longer episodes come in pieces", "steps", ge=1)] = 5_000
+    max_steps: Annotated[int, doc("maximum number of steps per message; longer episodes are split", "steps", ge=1)] = (
+        5_000
+    )
     spaces: Annotated[
-        Literal["learner", "worker"], doc("whose environment has them: one made here, or the first worker's")
+        Literal["learner", "worker"],
+        doc("source of the observation and action space: an environment made by the learner, or the first worker"),
     ] = "learner"
 
     def __post_init__(self) -> None:
@@ -208,17 +247,17 @@ class WorkersConfig(Section, frozen=True):
             require_address(self.address, "workers.address")
 
     def num_writers(self, num_actors: int) -> int:
-        """Who brings transitions: every actor, or the one gateway that all workers come to."""
+        """Returns the number of processes that write transitions: one per actor, or the gateway alone."""
         return 1 if self.address else num_actors
 
 
 class EvaluationConfig(Section, frozen=True):
-    """Greedy evaluation beside training, with seeds of its own."""
+    """Greedy evaluation during training, with separate seeds."""
 
     SECTION = "evaluation"
 
-    interval_s: Annotated[float, doc("between two evaluations; 0: never", "s", ge=0)] = 60.0
-    episodes: Annotated[int, doc("of each evaluation", "episodes", ge=1)] = 10
+    interval_s: Annotated[float, doc("time between two evaluations; 0: never", "s", ge=0)] = 60.0
+    episodes: Annotated[int, doc("episodes per evaluation", "episodes", ge=1)] = 10
 
 
 class RunConfig(Section, frozen=True):
@@ -227,34 +266,45 @@ class RunConfig(Section, frozen=True):
     SECTION = "run"
 
     dir: Annotated[str, doc("the run folder (default: runs/PRESET-ENV-TIME)")] = ""
-    checkpoint_interval_s: Annotated[float, doc("between two checkpoints", "s", ge=0)] = 30.0
-    keep_checkpoints: Annotated[int, doc("the newest that are kept", ge=1)] = 3
-    init_from: Annotated[str, doc("run folder or weights file to start from")] = ""
+    checkpoint_interval_s: Annotated[float, doc("time between two checkpoints", "s", ge=0)] = 30.0
+    keep_checkpoints: Annotated[int, doc("number of newest checkpoints that are kept", ge=1)] = 3
+    init_from: Annotated[str, doc("run folder or weights file to take the initial weights from")] = ""
 
 
 class StopConfig(Section, frozen=True):
-    """When to stop; the first condition that holds."""
+    """When the run stops: as soon as one condition holds."""
 
     SECTION = "stop"
 
-    steps: Annotated[int, doc("stop after this many environment steps (at the end of a batch)", "steps", ge=0)] = 0
-    minutes: Annotated[float, doc("stop after this time", "minutes", ge=0)] = 0.0
+    steps: Annotated[
+        int, doc("stop after this many environment steps, at the end of a batch; 0: no limit", "steps", ge=0)
+    ] = 0
+    minutes: Annotated[float, doc("stop after this time; 0: no limit", "minutes", ge=0)] = 0.0
     until_return: Annotated[float | None, doc("stop when the mean return of the last 100 episodes reaches this")] = None
-    episodes: Annotated[int, doc("stop after this many workers' episodes that were learned from", "episodes", ge=0)] = 0
+    episodes: Annotated[
+        int, doc("stop after learning from this many episodes of workers; 0: no limit", "episodes", ge=0)
+    ] = 0
 
 
 class HostsConfig(Section, frozen=True):
-    """Several hosts, with `engine=hosts`: this one, the head, and those whose agents join."""
+    """Several hosts, with `engine=hosts`: the head, which runs the learner, and the hosts whose agents join it."""
 
     SECTION = "hosts"
 
-    count: Annotated[int, doc("the hosts of the run, this one among them", ge=1)] = 1
-    address: Annotated[str, doc("where this host listens for the others; port 0: any free one")] = "tcp://127.0.0.1:0"
+    count: Annotated[int, doc("number of hosts, including the head", ge=1)] = 1
+    address: Annotated[str, doc("address the head listens on for host agents; port 0: any free port")] = (
+        "tcp://127.0.0.1:0"
+    )
     bulk_port: Annotated[
-        int, doc("where trajectories come to, at the same address; 0: any free one", ge=0, le=65_535)
+        int, doc("port of the head for trajectories, on the same address; 0: any free port", ge=0, le=65_535)
     ] = 0
     lease_s: Annotated[
-        float, doc("a host that has not heard this one for so long ends its actors; others then get them", "s", ge=1)
+        float,
+        doc(
+            "a host that receives nothing from the head for this long stops its actors; other hosts take them over",
+            "s",
+            ge=1,
+        ),
     ] = 30.0
 
     def __post_init__(self) -> None:
@@ -263,15 +313,19 @@ class HostsConfig(Section, frozen=True):
 
     @property
     def bulk_address(self) -> str:
-        """Where slots come to, at the same interface."""
+        """The address on which the head receives slots."""
         return f"{self.address.rpartition(':')[0]}:{self.bulk_port}"
 
 
 class SupervisionConfig(Section, frozen=True):
-    """What the coordinator does about roles that die or hang."""
+    """How the coordinator handles roles that die or hang."""
 
     SECTION = "supervision"
 
-    hang_timeout_s: Annotated[float, doc("how long a role may make no progress before it is hung", "s", gt=0)] = 30.0
-    max_same_failures: Annotated[int, doc("the same exception this often within the window ends the run", ge=1)] = 3
-    failure_window_s: Annotated[float, doc("the window in which the same exceptions are counted", "s", ge=0)] = 60.0
+    hang_timeout_s: Annotated[float, doc("a role that makes no progress for this long counts as hung", "s", gt=0)] = (
+        30.0
+    )
+    max_same_failures: Annotated[
+        int, doc("the run ends when the same exception occurs this often within failure_window_s", ge=1)
+    ] = 3
+    failure_window_s: Annotated[float, doc("time window in which equal exceptions are counted", "s", ge=0)] = 60.0

@@ -1,3 +1,3 @@
-"""Which Echelon this is."""
+"""The version of Echelon."""
 
 __version__ = "0.1.0"

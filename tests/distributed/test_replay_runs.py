@@ -131,6 +131,6 @@ def test_a_run_goes_on_without_its_replay(tmp_path: Path, shm_dir: Path) -> None
 def test_what_cannot_be_is_refused_before_anything_is_made(tmp_path: Path, shm_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"replay\.capacity=1000000000000 needs .* GB .*Lower replay\.capacity"):
         train("dqn", tmp_path, shm_dir, "inline", **{"replay.capacity": 10**12})
-    with pytest.raises(ConfigError, match=r"learner\.max_lag=1 is for trajectories, but dqn replays"):
+    with pytest.raises(ConfigError, match=r"learner\.max_lag=1 applies to trajectories, but dqn"):
         train("dqn", tmp_path, shm_dir, "inline", **{"learner.max_lag": 1})
     assert not list(tmp_path.glob("dqn*")) and not list(shm_dir.iterdir())

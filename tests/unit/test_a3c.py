@@ -270,13 +270,13 @@ def test_what_could_never_be_is_refused() -> None:
         match=r"minibatches=4 gradients .* learner\.batch=2 and learner\.max_lag=0\. Use --learner\.batch 8",
     ):
         window(replace(config, **fields))
-    with pytest.raises(ConfigError, match=r"acting\.mode=central, but actors of a3c learn with the policy"):
+    with pytest.raises(ConfigError, match=r"acting\.mode=central does not work with a3c"):
         replace(config, **{"acting.mode": "central"})
     with pytest.raises(ConfigError, match=r"algorithm\.minibatches=9 exceeds the 6 environments of an actor"):
         gradients_of(A3cConfig(minibatches=9), make_batch())
-    with pytest.raises(ConfigError, match=r"a3c learns from what its newest weights did: workers' episodes come"):
+    with pytest.raises(ConfigError, match=r"does not work with a3c: it is on-policy"):
         replace(config, **{"workers.address": "tcp://127.0.0.1:0"})
-    with pytest.raises(ConfigError, match=r"--learners 2, but a3c's gradients come to one learner\. Use --learners 1"):
+    with pytest.raises(ConfigError, match=r"only one learner can receive a3c's gradients\. Use --learners 1"):
         replace(config, **{"learner.num_learners": 2})
 
 

@@ -64,19 +64,19 @@ class Plain:
 
 def test_workers_need_a_rule_that_replays_processes_and_their_own_actions() -> None:
     address = {"workers.address": "tcp://127.0.0.1:0"}
-    with pytest.raises(ConfigError, match="impala learns from what its newest weights did"):
+    with pytest.raises(ConfigError, match="does not work with impala: it is on-policy"):
         replace(preset("impala", "CartPole-v1"), **address)
     for changes, words in (
-        ({"engine": "inline"}, "needs processes"),
+        ({"engine": "inline"}, "needs a gateway process"),
         ({"acting.mode": "central"}, "every worker chooses its own actions"),
-        ({"workers.max_steps": 4, "replay.n_step": 5}, "no transition would fit"),
+        ({"workers.max_steps": 4, "replay.n_step": 5}, "so no transition fits"),
         ({"workers.evaluation": 1.0}, "some episodes must be learned from"),
-        ({"workers.address": "127.0.0.1:4444"}, r"workers.address=127.0.0.1:4444 is no address"),
+        ({"workers.address": "127.0.0.1:4444"}, r"workers.address=127.0.0.1:4444 is not an address"),
         ({"workers.updates": 0}, "at least 1"),
     ):
         with pytest.raises(ConfigError, match=words):
             replace(preset("dqn", "CartPole-v1"), **{**address, **changes})
-    with pytest.raises(ConfigError, match=r"stop\.episodes=5 counts what workers bring, and there are none"):
+    with pytest.raises(ConfigError, match=r"stop\.episodes=5 counts the episodes of workers"):
         replace(preset("dqn", "CartPole-v1"), **{"stop.episodes": 5})
     config = replace(preset("apex-dqn", "CartPole-v1"), **address)
     assert config.has_workers and config.num_shards == 1 and config.actor.num_actors == 2
@@ -100,7 +100,7 @@ def test_the_learner_command_has_an_address(words: list[str], address: str) -> N
 def test_commands_tell_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["learner", "sac", "Pendulum-v1"], "give --episodes E, --steps N"),
-        (["learner", "ppo", "CartPole-v1", "--episodes", "1"], "ppo learns from what its newest weights did"),
+        (["learner", "ppo", "CartPole-v1", "--episodes", "1"], "does not work with ppo: it is on-policy"),
         (["worker"], "--learner"),
         (["worker", "--learner", "nowhere"], "'nowhere' is not the address of a learner. Write HOST:PORT"),
         (["worker", "--learner", "10.1.2.3:4444"], "there is no secret"),
@@ -202,7 +202,7 @@ def test_a_node_refuses_what_cannot_be() -> None:
         (Plain(), {"eval_freq": 1.5}, "workers.evaluation=1.5"),
         (Plain(), {"epochs": -1}, "stop.episodes=-1"),
         (Plain(), {"server_address": ("256.1.1.1", 0)}, "cannot be used"),
-        (echelon.preset("impala", "CartPole-v1"), {}, "impala learns from what"),
+        (echelon.preset("impala", "CartPole-v1"), {}, "does not work with impala"),
     ):
         with pytest.raises(ConfigError, match=words):
             make_node(policy, **options)

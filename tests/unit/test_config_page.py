@@ -1,4 +1,4 @@
-"""The page that lists every field says what the annotations say."""
+"""docs/configuration.md agrees with the annotations of the fields."""
 
 from __future__ import annotations
 

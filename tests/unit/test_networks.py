@@ -216,7 +216,7 @@ def test_a_mask_that_does_not_fit_is_refused(action: gym.Space) -> None:
 
 
 def test_a_mask_alone_is_refused() -> None:
-    with pytest.raises(ConfigError, match="nothing beside"):
+    with pytest.raises(ConfigError, match="no entry besides"):
         build(gs.Dict({"action_mask": gs.MultiBinary(3)}))
 
 

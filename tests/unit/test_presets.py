@@ -1,4 +1,4 @@
-"""Presets: a name for a choice of values, whole and consistent."""
+"""Presets: every preset is complete and consistent."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from echelon.presets.registry import register
 
 class NewConfig(DqnConfig, frozen=True):
     builder = "new:Rule"
-    name: Annotated[Literal["new"], doc("the learning rule")] = "new"
-    quantiles: Annotated[int, doc("of the return", ge=1)] = 51
+    name: Annotated[Literal["new"], doc("the algorithm")] = "new"
+    quantiles: Annotated[int, doc("quantiles of the return", ge=1)] = 51
 
 
 @register(NewConfig)
@@ -86,7 +86,7 @@ def test_atari_gets_clipped_rewards_and_everything_else_its_own() -> None:
 
 
 def test_an_unknown_preset_is_told_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"no preset 'asinc-ppo'; there are impala, ppo, .*Did you mean async-ppo\?"):
+    with pytest.raises(ConfigError, match=r"no preset 'asinc-ppo'\. Presets: impala, ppo, .*Did you mean async-ppo\?"):
         preset("asinc-ppo", "CartPole-v1")
 
 
@@ -98,7 +98,7 @@ def test_a_file_is_all_that_a_new_preset_takes(tmp_path: Path) -> None:
         [sys.executable, "-c", USE_NEW_RULE], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 0, ended.stderr
-    assert "--algorithm.quantiles int  (default 51) of the return [at least 1]" in ended.stdout
+    assert "--algorithm.quantiles int  (default 51) quantiles of the return [at least 1]" in ended.stdout
 
 
 def test_two_rules_of_one_name_are_refused() -> None:
@@ -109,7 +109,7 @@ def test_two_rules_of_one_name_are_refused() -> None:
         "AlgorithmConfig.classes()"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert "DqnConfig and __main__:Nameless are both the learning rule 'dqn'" in ended.stderr
+    assert "DqnConfig and __main__:Nameless both define the algorithm 'dqn'" in ended.stderr
 
 
 @pytest.mark.parametrize("name", AlgorithmConfig.classes())

@@ -61,7 +61,7 @@ VALUES: dict[str, tuple[str, list[str]]] = {
     ),
     "patience": (
         "--engine local --replay.transport tcp --replay.lost-after-s 29",
-        ["replay.lost_after_s=29", "supervision.hang_timeout_s=30", "taken for hung"],
+        ["replay.lost_after_s=29", "supervision.hang_timeout_s=30", "counts as hung"],
     ),
     "hosts": ("--replay.checkpoint true --replay.transport tcp", ["replay.checkpoint=true", "replay.transport=tcp"]),
 }

@@ -212,9 +212,9 @@ def test_without_any_host_it_waits_until_one_is_back(
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"engine": "inline"}, r"replay\.transport=tcp needs actors in processes of their own"),
-        ({"replay.checkpoint": True}, r"replay\.checkpoint=true needs the shards on the learner's host"),
-        ({"replay.address": "10.0.0.1"}, r"replay\.address=10\.0\.0\.1 is no address"),
+        ({"engine": "inline"}, r"replay\.transport=tcp needs actors in separate processes"),
+        ({"replay.checkpoint": True}, r"replay\.checkpoint=true needs the shards in the learner's shared memory"),
+        ({"replay.address": "10.0.0.1"}, r"replay\.address=10\.0\.0\.1 is not an address"),
         ({"replay.prefetch": -1}, r"replay\.prefetch=-1"),
         ({"replay.lost_after_s": 0.0}, r"replay\.lost_after_s=0"),
     ],

@@ -79,16 +79,16 @@ BAD_JSON: list[tuple[Any, str]] = [
     ({"actr": {}}, "no field actr. Did you mean actor?"),
     ({"actor": {"envz": 3}}, "actor.envz=3: .* Did you mean actor.envs?"),
     ({"algorithm": {"name": "impala", "zzz": 1.0}}, "no field algorithm.zzz. Fields there: .*algorithm.rho_clip"),
-    ({"actor": {"envs": True}}, "actor.envs=True does not fit: int is wanted"),
-    ({"seed": 1.5}, "seed=1.5 does not fit: int"),
-    ({"seed": None}, "seed=None does not fit: int"),
+    ({"actor": {"envs": True}}, "actor.envs=True does not fit: expected int"),
+    ({"seed": 1.5}, "seed=1.5 does not fit: expected int"),
+    ({"seed": None}, "seed=None does not fit: expected int"),
     ({"engine": "lokal"}, "engine='lokal' does not fit: use inline or local or hosts. Did you mean local?"),
     ({"algorithm": {"discount": 0.9}}, "algorithm.name=None does not fit: use impala or ppo"),
     ({"algorithm": {"name": "pppo"}}, "Did you mean ppo?"),
-    ({"network": {"hidden": [1, "a"]}}, r"network.hidden.1='a' does not fit: int"),
-    ({"network": {"hidden": 64}}, "network.hidden=64 does not fit: comma-separated int"),
-    ({"env": {"id": 3}}, "env.id=3 does not fit: str"),
-    ({"stop": {"until_return": "a"}}, "stop.until_return='a' does not fit: finite number or none"),
+    ({"network": {"hidden": [1, "a"]}}, r"network.hidden.1='a' does not fit: expected int"),
+    ({"network": {"hidden": 64}}, "network.hidden=64 does not fit: expected comma-separated int"),
+    ({"env": {"id": 3}}, "env.id=3 does not fit: expected str"),
+    ({"stop": {"until_return": "a"}}, "stop.until_return='a' does not fit: expected finite number or none"),
     ({"stop": {"minutes": float("nan")}}, "stop.minutes=nan does not fit"),
     ({"actor": {"envs": 0}}, "actor.envs=0 must be at least 1"),
 ]
@@ -129,13 +129,13 @@ def test_set_fields_parses_by_type() -> None:
 
 
 BAD_SECTIONS: list[tuple[Callable[[], Any], str]] = [
-    (lambda: ActorConfig(envs="8"), "actor.envs='8' does not fit: int is wanted"),
-    (lambda: ActorConfig(envs=0), r"actor.envs=0 must be at least 1 \(K, environments per actor\)"),
-    (lambda: LearnerConfig(max_lag=-1), r"learner.max_lag=-1 must be at least 0 \(0: synchronous"),
+    (lambda: ActorConfig(envs="8"), "actor.envs='8' does not fit: expected int"),
+    (lambda: ActorConfig(envs=0), r"actor.envs=0 must be at least 1 \(environments per actor, K\)"),
+    (lambda: LearnerConfig(max_lag=-1), r"learner.max_lag=-1 must be at least 0 \(maximum lag"),
     (lambda: NetworkConfig(hidden=[64, 0]), r"network.hidden=\[64, 0\]: each must be at least 1"),
     (lambda: NetworkConfig(core="rnn"), "network.core='rnn' does not fit: use none or lstm or gru"),
     (lambda: WorkersConfig(evaluation=1.0), "workers.evaluation=1.0 must be at least 0 and below 1: some episodes"),
-    (lambda: PpoConfig(clip=0.0), "algorithm.clip=0.0 must be above 0: no step would ever be learned from"),
+    (lambda: PpoConfig(clip=0.0), "algorithm.clip=0.0 must be above 0: with 0, no step has a gradient"),
     (lambda: TrainConfig(actor={"envs": 3}), "actor={'envs': 3} is a section: write ActorConfig"),
     (lambda: TrainConfig(seed=1 << 63), "seed=9223372036854775808 must be between 0 and 9223372036854775807"),
     (lambda: replace(ActorConfig(), envz=3), "there is no field envz"),
@@ -188,13 +188,13 @@ BAD_TEXT = [
     ("actor", "1", "actor='1' names a section, not a field. Its fields: actor.envs"),
     ("discount", ".9", "Did you mean algorithm.discount?"),
     ("actr.envs", "1", "Did you mean actor.envs?"),
-    ("actor.envs", "many", "actor.envs='many' does not fit: int"),
-    ("actor.envs", "1.5", "actor.envs=1.5 does not fit: int"),
+    ("actor.envs", "many", "actor.envs='many' does not fit: expected int"),
+    ("actor.envs", "1.5", "actor.envs=1.5 does not fit: expected int"),
     ("actor.envs", "0", "actor.envs=0 must be at least 1"),
-    ("learner.compile", "maybe", "learner.compile='maybe' does not fit: true|false"),
-    ("learner.max_lag", "null", "learner.max_lag='null' does not fit: int or none"),
+    ("learner.compile", "maybe", "learner.compile='maybe' does not fit: expected true|false"),
+    ("learner.max_lag", "null", "learner.max_lag='null' does not fit: expected int or none"),
     ("env.kwargs", "{a", "env.kwargs='{a' is not JSON"),
-    ("env.kwargs", "[1]", r"env.kwargs=\[1\] does not fit: JSON object"),
+    ("env.kwargs", "[1]", r"env.kwargs=\[1\] does not fit: expected JSON object"),
     ("optimizer.learning_rate", "inf", "optimizer.learning_rate=inf does not fit"),
     ("network.core", "LSTM", "network.core='LSTM' does not fit: use none or lstm or gru"),
 ]
@@ -209,7 +209,7 @@ def test_set_fields_refuses(path: str, text: str, message: str) -> None:
 def test_fields_of_lists_paths_values_and_what_is_said_of_them() -> None:
     fields = {info.path: info for info in fields_of(UNUSUAL)}
     assert fields["actor.num_actors"].value == 3
-    assert fields["actor.envs"].field.text == "K, environments per actor [at least 1]"
+    assert fields["actor.envs"].field.text == "environments per actor, K [at least 1]"
     assert fields["acting.spin_us"].field.text.endswith(" [µs, at least 0]")
     assert fields["algorithm.discount"].field.bounds == "between 0 and 1"
     assert fields["learner.max_lag"].field.type == "int or none"

@@ -1,7 +1,7 @@
-"""Presets: a name for a choice of values on the one data path, with values that suit the environment's family.
+"""Presets: named configurations, with hyperparameters that suit the environment's family.
 
-A learning rule has one module here: the config class, which names the parts of the rule, and the presets that use it.
-All modules of this package are imported with it, so a new file is found without being listed. None imports torch.
+Every algorithm has one module here: its config class, which names the parts of the algorithm, and its presets.
+Importing the package imports all its modules, so a new file is found without being listed. None imports torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from echelon.config import TrainConfig
 from echelon.errors import ConfigError
 from echelon.presets.registry import PRESETS, REPLAY_PRESETS, is_atari
 
-FIRST = ("impala", "ppo", "a3c", "dqn", "ddpg", "sac")  # as help lists them; the others follow by name
+FIRST = ("impala", "ppo", "a3c", "dqn", "ddpg", "sac")  # order of the help; other presets follow by name
 
 
 def _discover() -> None:
@@ -24,7 +24,7 @@ def _discover() -> None:
 
 
 _discover()
-# Below the discovery: a function is found here in place of the module of the same name, and type checkers know ours.
+# After the discovery, so that a preset function replaces the submodule of the same name; type checkers need the names.
 globals().update({function.__name__: function for function in PRESETS.values()})
 from echelon.presets.a3c import a3c  # noqa: E402
 from echelon.presets.ddpg import apex_ddpg, ddpg  # noqa: E402
@@ -35,11 +35,11 @@ from echelon.presets.sac import sac  # noqa: E402
 
 
 def preset(name: str, env: str) -> TrainConfig:
-    """The configuration that `name` stands for on `env`."""
+    """Returns the configuration of the preset `name` for the environment `env`."""
     if name not in PRESETS:
         close = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
-        raise ConfigError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}.{hint}")
+        raise ConfigError(f"there is no preset {name!r}. Presets: {', '.join(PRESETS)}.{hint}")
     return PRESETS[name](env)
 
 

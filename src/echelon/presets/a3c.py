@@ -1,4 +1,4 @@
-"""A3C: actors bring gradients."""
+"""A3C: actors compute gradients."""
 
 from __future__ import annotations
 
@@ -17,20 +17,30 @@ from echelon.presets.registry import is_atari, register
 
 
 class A3cConfig(AlgorithmConfig, frozen=True):
-    """Advantage actor-critic (Mnih et al., 2016): actors bring the gradients of their own rollouts."""
+    """Advantage actor-critic (Mnih et al., 2016): actors send gradients of their own rollouts."""
 
     builder = "echelon.algorithms.a3c:GradientServer"
     slots = "gradients"
 
-    name: Annotated[Literal["a3c"], doc("the learning rule")] = "a3c"
-    gae_lambda: Annotated[float, doc("decay of advantage estimation; 1: the paper's n-step returns", ge=0, le=1)] = 1.0
-    minibatches: Annotated[int, doc("pieces of each rollout, by environment; each brings a gradient", ge=1)] = 1
-    reduce: Annotated[Literal["mean", "sum"], doc("of the learner.batch gradients that make one step")] = "mean"
+    name: Annotated[Literal["a3c"], doc("the algorithm")] = "a3c"
+    gae_lambda: Annotated[
+        float, doc("lambda of generalized advantage estimation; 1: the paper's n-step returns", ge=0, le=1)
+    ] = 1.0
+    minibatches: Annotated[int, doc("parts of each rollout, split by environment; each gives one gradient", ge=1)] = 1
+    reduce: Annotated[
+        Literal["mean", "sum"], doc("how the learner.batch gradients of one optimizer step are combined")
+    ] = "mean"
     value_weight: Annotated[float, doc("weight of the value loss", ge=0)] = 0.5
     entropy_weight: Annotated[float, doc("weight of the entropy bonus")] = 0.01
-    normalize_advantage: Annotated[bool, doc("to mean 0 and deviation 1 in each piece")] = False
-    reward_clip: Annotated[float, doc("largest size of a single reward; 0: any, 1: as usual on Atari", ge=0)] = 0.0
-    normalize_reward: Annotated[bool, doc("divide rewards by the running deviation of returns")] = False
+    normalize_advantage: Annotated[
+        bool, doc("normalize advantages to mean 0 and standard deviation 1 in each minibatch")
+    ] = False
+    reward_clip: Annotated[
+        float, doc("clip rewards to [-reward_clip, reward_clip]; 0: no clipping; 1 is usual for Atari", ge=0)
+    ] = 0.0
+    normalize_reward: Annotated[bool, doc("divide rewards by the running standard deviation of discounted returns")] = (
+        False
+    )
 
     @property
     def reaches_learner(self) -> Literal["gradients"]:
@@ -43,7 +53,7 @@ class A3cConfig(AlgorithmConfig, frozen=True):
 
 @register(A3cConfig)
 def a3c(env: str = "CartPole-v1") -> TrainConfig:
-    """Advantage actor-critic: actors learn from their own rollouts and bring gradients, each a step of the weights."""
+    """Advantage actor-critic: actors compute gradients of their own rollouts, and the learner applies them."""
     if is_atari(env):
         return TrainConfig(
             preset="a3c",

@@ -1,4 +1,4 @@
-"""DDPG and TD3, with one actor and with many (Ape-X)."""
+"""DDPG and TD3, with one actor or with many (Ape-X)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from echelon.presets.registry import is_atari, register
 
 
 class DdpgConfig(AlgorithmConfig, frozen=True):
-    """Deterministic policy gradients (Lillicrap et al., 2016); TD3 (Fujimoto et al., 2018) by its values."""
+    """Deterministic policy gradients (Lillicrap et al., 2016); TD3 (Fujimoto et al., 2018) by its fields."""
 
     builder = "echelon.algorithms.ddpg:Ddpg"
     network = "echelon.algorithms.value_networks:head_and_critic"
@@ -27,33 +27,47 @@ class DdpgConfig(AlgorithmConfig, frozen=True):
     exploration = "echelon.algorithms.exploration:ActionNoise"
     experience = "replay"
 
-    name: Annotated[Literal["ddpg"], doc("the learning rule")] = "ddpg"
-    num_critics: Annotated[int, doc("critics, of which the lowest counts; TD3: 2", ge=1)] = 1
+    name: Annotated[Literal["ddpg"], doc("the algorithm")] = "ddpg"
+    num_critics: Annotated[int, doc("number of critics; targets use the minimum; TD3: 2", ge=1)] = 1
     policy_delay: Annotated[int, doc("critic updates per policy update; TD3: 2", "updates", ge=1)] = 1
-    target_noise: Annotated[float, doc("noise on the actions of targets; TD3: 0.2", ge=0)] = 0.0
-    target_noise_clip: Annotated[float, doc("largest noise on the actions of targets", ge=0)] = 0.5
-    target_tau: Annotated[float, doc("part of the way that target networks go at every update", gt=0, le=1)] = 0.005
-    critic_learning_rate: Annotated[float, doc("step size of the critics; optimizer's is the policy's", gt=0)] = 1e-3
-    huber: Annotated[float, doc("TD errors beyond it count linearly; 0: all are squared", ge=0)] = 0.0
-    noise: Annotated[float, doc("deviation of the noise that actors add", "half the action range", ge=0)] = 0.1
+    target_noise: Annotated[float, doc("standard deviation of the noise on target actions; TD3: 0.2", ge=0)] = 0.0
+    target_noise_clip: Annotated[float, doc("bound on the noise on target actions", ge=0)] = 0.5
+    target_tau: Annotated[float, doc("rate of the soft update of target networks", gt=0, le=1)] = 0.005
+    critic_learning_rate: Annotated[
+        float, doc("learning rate of the critics; optimizer.learning_rate is the policy's", gt=0)
+    ] = 1e-3
+    huber: Annotated[float, doc("delta of the Huber loss: larger TD errors count linearly; 0: squared error", ge=0)] = (
+        0.0
+    )
+    noise: Annotated[float, doc("standard deviation of the exploration noise", "half the action range", ge=0)] = 0.1
     noise_ladder: Annotated[
-        float, doc("not 0: noise falls to it from the first environment to the last", "half the action range", ge=0)
+        float,
+        doc(
+            "noise of the last environment; the noise decreases from the first to the last; 0: equal for all",
+            "half the action range",
+            ge=0,
+        ),
     ] = 0.0
-    random_steps: Annotated[int, doc("steps with random actions, before the policy acts", "steps", ge=0)] = 1_000
-    publish_critic: Annotated[bool, doc("actors get the critic too, for the priorities of what they store")] = False
-    reward_clip: Annotated[float, doc("largest size of a single reward; 0: any, 1: as usual on Atari", ge=0)] = 0.0
+    random_steps: Annotated[int, doc("steps with random actions at the start", "steps", ge=0)] = 1_000
+    publish_critic: Annotated[
+        bool, doc("publish the critic to the actors, which compute initial priorities with it")
+    ] = False
+    reward_clip: Annotated[
+        float, doc("clip rewards to [-reward_clip, reward_clip]; 0: no clipping; 1 is usual for Atari", ge=0)
+    ] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
             self.noise_ladder <= self.noise,
-            f"algorithm.noise_ladder={self.noise_ladder} exceeds algorithm.noise={self.noise}, from which it falls.",
+            f"algorithm.noise_ladder={self.noise_ladder} exceeds algorithm.noise={self.noise}, where the "
+            "ladder starts. Lower noise_ladder or raise noise.",
         )
 
 
 @register(DdpgConfig)
 def ddpg(env: str = "Pendulum-v1") -> TrainConfig:
-    """Deterministic policy gradients with twin critics, delay and smoothing (TD3), one actor, uniform replay."""
+    """DDPG with twin critics, delayed policy updates and target smoothing (TD3), one actor, uniform replay."""
     return TrainConfig(
         preset="ddpg",
         env=EnvConfig(id=env),
@@ -69,7 +83,7 @@ def ddpg(env: str = "Pendulum-v1") -> TrainConfig:
 
 @register(DdpgConfig)
 def apex_ddpg(env: str = "Pendulum-v1") -> TrainConfig:
-    """The same rule with many actors, from much noise to little, that judge their transitions with the critic."""
+    """The same algorithm with many actors of different noise, which compute initial priorities with the critic."""
     config = ddpg(env)
     return replace(
         config,

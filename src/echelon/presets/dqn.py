@@ -19,7 +19,7 @@ from echelon.presets.registry import is_atari, register
 
 
 class DqnConfig(AlgorithmConfig, frozen=True):
-    """Double Q-learning (van Hasselt et al., 2016), dueling (Wang et al., 2016)."""
+    """DQN with double Q-learning (van Hasselt et al., 2016) and a dueling network (Wang et al., 2016)."""
 
     builder = "echelon.algorithms.dqn:Dqn"
     network = "echelon.algorithms.value_networks:action_values"
@@ -27,32 +27,43 @@ class DqnConfig(AlgorithmConfig, frozen=True):
     exploration = "echelon.algorithms.exploration:EpsilonGreedy"
     experience = "replay"
 
-    name: Annotated[Literal["dqn"], doc("the learning rule")] = "dqn"
-    double: Annotated[bool, doc("the online network picks the action whose target value counts")] = True
-    dueling: Annotated[bool, doc("a value stream and an advantage stream")] = True
-    huber: Annotated[float, doc("TD errors beyond it count linearly; 0: all are squared", ge=0)] = 1.0
+    name: Annotated[Literal["dqn"], doc("the algorithm")] = "dqn"
+    double: Annotated[
+        bool, doc("double Q-learning: the online network selects the action, the target network evaluates it")
+    ] = True
+    dueling: Annotated[bool, doc("dueling network: separate value and advantage streams")] = True
+    huber: Annotated[float, doc("delta of the Huber loss: larger TD errors count linearly; 0: squared error", ge=0)] = (
+        1.0
+    )
     target_period: Annotated[
-        int, doc("updates between copies to the target network; 0: it follows by target_tau", "updates", ge=0)
+        int, doc("updates between copies to the target network; 0: soft updates by target_tau", "updates", ge=0)
     ] = 500
-    target_tau: Annotated[float, doc("part of the way that the target network goes at every update", ge=0, le=1)] = 0.0
-    epsilon_start: Annotated[float, doc("chance of a random action at the first step", ge=0, le=1)] = 1.0
-    epsilon_end: Annotated[float, doc("chance of a random action after epsilon_steps", ge=0, le=1)] = 0.05
-    epsilon_steps: Annotated[int, doc("steps over which the chance falls in a straight line", "steps", ge=0)] = 10_000
-    epsilon_ladder: Annotated[bool, doc("environment i of N ends at 0.4^(1 + 7i/(N-1)) instead (Ape-X)")] = False
-    reward_clip: Annotated[float, doc("largest size of a single reward; 0: any, 1: as usual on Atari", ge=0)] = 0.0
+    target_tau: Annotated[
+        float, doc("rate of the soft update of the target network; 0: copies every target_period", ge=0, le=1)
+    ] = 0.0
+    epsilon_start: Annotated[float, doc("probability of a random action at the first step", ge=0, le=1)] = 1.0
+    epsilon_end: Annotated[float, doc("probability of a random action after epsilon_steps", ge=0, le=1)] = 0.05
+    epsilon_steps: Annotated[int, doc("steps over which epsilon decays linearly", "steps", ge=0)] = 10_000
+    epsilon_ladder: Annotated[bool, doc("epsilon of environment i of N ends at 0.4^(1 + 7i/(N-1)) instead (Ape-X)")] = (
+        False
+    )
+    reward_clip: Annotated[
+        float, doc("clip rewards to [-reward_clip, reward_clip]; 0: no clipping; 1 is usual for Atari", ge=0)
+    ] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
             (self.target_period > 0) != (self.target_tau > 0),
             f"algorithm.target_period={self.target_period} and algorithm.target_tau={self.target_tau}: the target "
-            "network is copied every so many updates or follows by a part of the way. Set one, and the other to 0.",
+            "network is either copied every target_period updates or updated softly by target_tau. Set one of them to "
+            "0 and the other above 0.",
         )
 
 
 @register(DqnConfig)
 def dqn(env: str = "CartPole-v1") -> TrainConfig:
-    """Double DQN with dueling streams, one actor, uniform replay."""
+    """Double DQN with a dueling network, one actor, uniform replay."""
     if is_atari(env):
         return TrainConfig(
             preset="dqn",
@@ -68,7 +79,7 @@ def dqn(env: str = "CartPole-v1") -> TrainConfig:
         env=EnvConfig(id=env),
         actor=ActorConfig(num_actors=1, envs=8, trajectory=1),
         network=NetworkConfig(hidden=(128, 128), normalize_observation=True),
-        # Squared errors: returns far above 1 would make Huber's loss a median, deaf to the rare end of an episode.
+        # Squared error: with returns far above 1 the Huber loss fits a median, which ignores the rare episode ends.
         algorithm=DqnConfig(huber=0.0, target_period=100, epsilon_end=0.04, epsilon_steps=8_000),
         replay=ReplayConfig(capacity=50_000, batch=128, n_step=3, samples_per_insert=32.0),
         optimizer=OptimizerConfig(learning_rate=1e-3, schedule="linear", clip_norm=10.0),
@@ -77,7 +88,7 @@ def dqn(env: str = "CartPole-v1") -> TrainConfig:
 
 @register(DqnConfig)
 def apex_dqn(env: str = "CartPole-v1") -> TrainConfig:
-    """The same rule with many actors: each explores as its place on the ladder says and sets its own priorities."""
+    """The same algorithm with many actors: each has its own final epsilon and computes its own initial priorities."""
     config = replace(
         dqn(env),
         **{
@@ -90,7 +101,7 @@ def apex_dqn(env: str = "CartPole-v1") -> TrainConfig:
     )
     if not is_atari(env):
         return config
-    return replace(  # batches of 128 learn faster than the paper's 512: a GPU waits for their frames
+    return replace(  # batches of 128 train faster than the paper's 512, for whose frames a GPU waits
         config,
         **{
             "algorithm.target_period": 1_000,

@@ -1,4 +1,4 @@
-"""IMPALA: V-trace corrects for actors that lag."""
+"""IMPALA: V-trace corrects for the lag of actors."""
 
 from __future__ import annotations
 
@@ -20,22 +20,30 @@ class ImpalaConfig(AlgorithmConfig, frozen=True):
 
     builder = "echelon.algorithms.impala:Impala"
 
-    name: Annotated[Literal["impala"], doc("the learning rule")] = "impala"
-    rho_clip: Annotated[float, doc("largest importance weight of a temporal difference", ge=0)] = 1.0
-    c_clip: Annotated[float, doc("largest importance weight that carries differences back", ge=0)] = 1.0
-    trace_lambda: Annotated[float, doc("decay of the traces", ge=0, le=1)] = 1.0
-    epochs: Annotated[int, doc("passes over each batch; V-trace corrects for the later ones too", ge=1)] = 1
-    minibatches: Annotated[int, doc("pieces of each pass, by environment", ge=1)] = 1
+    name: Annotated[Literal["impala"], doc("the algorithm")] = "impala"
+    rho_clip: Annotated[float, doc("bound rho-bar on the importance weights of temporal differences", ge=0)] = 1.0
+    c_clip: Annotated[float, doc("bound c-bar on the importance weights of the traces", ge=0)] = 1.0
+    trace_lambda: Annotated[float, doc("lambda, the decay of the traces", ge=0, le=1)] = 1.0
+    epochs: Annotated[
+        int, doc("passes over each batch; V-trace corrects for the policy change between passes", ge=1)
+    ] = 1
+    minibatches: Annotated[int, doc("minibatches per pass, split by environment", ge=1)] = 1
     value_weight: Annotated[float, doc("weight of the value loss", ge=0)] = 0.5
     entropy_weight: Annotated[float, doc("weight of the entropy bonus")] = 0.01
-    normalize_advantage: Annotated[bool, doc("to mean 0 and deviation 1 in each minibatch")] = False
-    reward_clip: Annotated[float, doc("largest size of a single reward; 0: any, 1: as usual on Atari", ge=0)] = 0.0
-    normalize_reward: Annotated[bool, doc("divide rewards by the running deviation of returns")] = False
+    normalize_advantage: Annotated[
+        bool, doc("normalize advantages to mean 0 and standard deviation 1 in each minibatch")
+    ] = False
+    reward_clip: Annotated[
+        float, doc("clip rewards to [-reward_clip, reward_clip]; 0: no clipping; 1 is usual for Atari", ge=0)
+    ] = 0.0
+    normalize_reward: Annotated[bool, doc("divide rewards by the running standard deviation of discounted returns")] = (
+        False
+    )
 
 
 @register(ImpalaConfig)
 def impala(env: str = "CartPole-v1") -> TrainConfig:
-    """V-trace actor-critic: actors never wait for the learner, which corrects for their lag."""
+    """V-trace actor-critic: actors do not wait for the learner, and V-trace corrects for their lag."""
     if is_atari(env):
         return TrainConfig(
             preset="impala",

@@ -1,4 +1,4 @@
-"""PPO, synchronous and with a lag of one version."""
+"""PPO, synchronous or with a lag of one version."""
 
 from __future__ import annotations
 
@@ -23,25 +23,31 @@ class PpoConfig(AlgorithmConfig, frozen=True):
 
     builder = "echelon.algorithms.ppo:Ppo"
 
-    name: Annotated[Literal["ppo"], doc("the learning rule")] = "ppo"
-    gae_lambda: Annotated[float, doc("decay of generalized advantage estimation", ge=0, le=1)] = 0.95
+    name: Annotated[Literal["ppo"], doc("the algorithm")] = "ppo"
+    gae_lambda: Annotated[float, doc("lambda of generalized advantage estimation", ge=0, le=1)] = 0.95
     clip: Annotated[
-        float, doc("largest change of a probability ratio", gt=0, because="no step would ever be learned from")
+        float, doc("clip range of the probability ratio", gt=0, because="with 0, no step has a gradient")
     ] = 0.2
-    value_clip: Annotated[float, doc("largest change of a value; 0: any", ge=0)] = 0.0
+    value_clip: Annotated[float, doc("clip range of the value function; 0: no clipping", ge=0)] = 0.0
     epochs: Annotated[int, doc("passes over each batch", ge=1)] = 4
-    minibatches: Annotated[int, doc("pieces of each pass", ge=1)] = 4
+    minibatches: Annotated[int, doc("minibatches per pass", ge=1)] = 4
     value_weight: Annotated[float, doc("weight of the value loss", ge=0)] = 0.5
     entropy_weight: Annotated[float, doc("weight of the entropy bonus")] = 0.0
-    normalize_advantage: Annotated[bool, doc("to mean 0 and deviation 1 in each minibatch")] = True
-    reward_clip: Annotated[float, doc("largest size of a single reward; 0: any, 1: as usual on Atari", ge=0)] = 0.0
-    normalize_reward: Annotated[bool, doc("divide rewards by the running deviation of returns")] = False
-    correct_lag: Annotated[bool, doc("V-trace targets and advantages in place of GAE, for data that lags")] = False
+    normalize_advantage: Annotated[
+        bool, doc("normalize advantages to mean 0 and standard deviation 1 in each minibatch")
+    ] = True
+    reward_clip: Annotated[
+        float, doc("clip rewards to [-reward_clip, reward_clip]; 0: no clipping; 1 is usual for Atari", ge=0)
+    ] = 0.0
+    normalize_reward: Annotated[bool, doc("divide rewards by the running standard deviation of discounted returns")] = (
+        False
+    )
+    correct_lag: Annotated[bool, doc("use V-trace targets and advantages in place of GAE, to correct for lag")] = False
 
 
 @register(PpoConfig)
 def ppo(env: str = "CartPole-v1") -> TrainConfig:
-    """Clipped PPO, synchronous: actors wait while the learner learns."""
+    """Clipped PPO, synchronous: actors wait while the learner updates."""
     if is_atari(env):
         return TrainConfig(
             preset="ppo",
@@ -64,5 +70,5 @@ def ppo(env: str = "CartPole-v1") -> TrainConfig:
 
 @register(PpoConfig)
 def async_ppo(env: str = "CartPole-v1") -> TrainConfig:
-    """The same rule while actors run ahead by at most one version, corrected for that lag."""
+    """The same algorithm with actors that run ahead by at most one version, corrected for that lag."""
     return replace(ppo(env), **{"preset": "async-ppo", "learner.max_lag": 1, "algorithm.correct_lag": True})

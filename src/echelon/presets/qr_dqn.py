@@ -11,20 +11,20 @@ from echelon.presets.registry import is_atari, register
 
 
 class QrDqnConfig(DqnConfig, frozen=True):
-    """Quantile regression of the return's distribution (Dabney et al., 2018); the rest is DQN's."""
+    """Quantile regression DQN (Dabney et al., 2018): learns quantiles of the return; everything else is as in DQN."""
 
     builder = "echelon.algorithms.qr_dqn:QrDqn"
     network = "echelon.algorithms.qr_dqn:quantile_values"
 
-    name: Annotated[Literal["qr-dqn"], doc("the learning rule")] = "qr-dqn"  # type: ignore[assignment]
-    num_quantiles: Annotated[int, doc("quantiles of the return of every action", ge=1)] = 200
-    huber: Annotated[float, doc("quantile errors beyond it count linearly: kappa", gt=0)] = 1.0
+    name: Annotated[Literal["qr-dqn"], doc("the algorithm")] = "qr-dqn"  # type: ignore[assignment]
+    num_quantiles: Annotated[int, doc("number of quantiles per action", ge=1)] = 200
+    huber: Annotated[float, doc("kappa of the quantile Huber loss: larger errors count linearly", gt=0)] = 1.0
 
 
 @register(QrDqnConfig)
 def qr_dqn(env: str = "CartPole-v1") -> TrainConfig:
     """Quantile regression DQN, one actor, uniform replay."""
-    if is_atari(env):  # as in the paper, but for actors, the clipped gradient and how often weights are published
+    if is_atari(env):  # as in the paper, except for actors, gradient clipping and publish_every
         return replace(
             dqn(env),
             **{
@@ -45,6 +45,6 @@ def qr_dqn(env: str = "CartPole-v1") -> TrainConfig:
     return replace(
         dqn(env),
         preset="qr-dqn",
-        # Returns are far above 1, and so is kappa: else the error at an episode's end pulls no harder than a small one.
+        # Returns are far above 1, so kappa is too: otherwise a large error at an episode's end weighs like a small one.
         algorithm=QrDqnConfig(num_quantiles=32, huber=50.0, target_period=100, epsilon_end=0.04, epsilon_steps=8_000),
     )

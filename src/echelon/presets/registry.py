@@ -1,4 +1,4 @@
-"""The presets by name: a preset is a function from an environment's id to a configuration, marked with `@register`."""
+"""The registry of presets. A preset is a function from an environment id to a configuration, marked `@register`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from echelon.config import TrainConfig
 Preset = Callable[[str], TrainConfig]
 Function = TypeVar("Function", bound=Preset)
 PRESETS: dict[str, Preset] = {}
-QUEUE_PRESETS: dict[str, Preset] = {}  # those that learn from trajectories, once and in order
-REPLAY_PRESETS: dict[str, Preset] = {}  # those that learn from replayed transitions
+QUEUE_PRESETS: dict[str, Preset] = {}  # learn from each trajectory once, in order
+REPLAY_PRESETS: dict[str, Preset] = {}  # learn from replayed transitions
 BY_EXPERIENCE = {"queue": QUEUE_PRESETS, "replay": REPLAY_PRESETS}
 
 
-def register(rule: type[AlgorithmConfig]) -> Callable[[Function], Function]:
-    """Makes a function a preset of `rule`, named as the function is, with - for _."""
+def register(algorithm: type[AlgorithmConfig]) -> Callable[[Function], Function]:
+    """Registers a function as a preset of `algorithm`; the preset's name is the function's, with - for _."""
 
     def add(function: Function) -> Function:
         name = function.__name__.replace("_", "-")
-        for presets in (PRESETS, BY_EXPERIENCE.get(rule.experience, {})):
+        for presets in (PRESETS, BY_EXPERIENCE.get(algorithm.experience, {})):
             presets[name] = function
         return function
 

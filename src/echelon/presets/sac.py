@@ -26,18 +26,25 @@ class SacConfig(AlgorithmConfig, frozen=True):
     exploration = "echelon.algorithms.exploration:RandomStart"
     experience = "replay"
 
-    name: Annotated[Literal["sac"], doc("the learning rule")] = "sac"
-    num_critics: Annotated[int, doc("critics, of which the lowest counts", ge=1)] = 2
-    target_tau: Annotated[float, doc("part of the way that target networks go at every update", gt=0, le=1)] = 0.005
-    critic_learning_rate: Annotated[float, doc("step size of the critics; optimizer's is the policy's", gt=0)] = 1e-3
-    temperature: Annotated[float, doc("what entropy is worth; the first value where it is learned", gt=0)] = 1.0
+    name: Annotated[Literal["sac"], doc("the algorithm")] = "sac"
+    num_critics: Annotated[int, doc("number of critics; targets use the minimum", ge=1)] = 2
+    target_tau: Annotated[float, doc("rate of the soft update of target networks", gt=0, le=1)] = 0.005
+    critic_learning_rate: Annotated[
+        float, doc("learning rate of the critics; optimizer.learning_rate is the policy's", gt=0)
+    ] = 1e-3
+    temperature: Annotated[
+        float, doc("temperature, the weight of the entropy; the initial value if it is learned", gt=0)
+    ] = 1.0
     learn_temperature: Annotated[bool, doc("adapt the temperature to target_entropy")] = True
-    temperature_learning_rate: Annotated[float, doc("step size of the temperature", gt=0)] = 1e-3
+    temperature_learning_rate: Annotated[float, doc("learning rate of the temperature", gt=0)] = 1e-3
     target_entropy: Annotated[
-        float | None, doc("none: -(action components), or 0.98 of a uniform choice's if discrete")
+        float | None,
+        doc("entropy that the temperature aims for; none: -(action components), discrete: 0.98 log(actions)"),
     ] = None
-    random_steps: Annotated[int, doc("steps with random actions, before the policy acts", "steps", ge=0)] = 1_000
-    reward_clip: Annotated[float, doc("largest size of a single reward; 0: any, 1: as usual on Atari", ge=0)] = 0.0
+    random_steps: Annotated[int, doc("steps with random actions at the start", "steps", ge=0)] = 1_000
+    reward_clip: Annotated[
+        float, doc("clip rewards to [-reward_clip, reward_clip]; 0: no clipping; 1 is usual for Atari", ge=0)
+    ] = 0.0
 
 
 @register(SacConfig)

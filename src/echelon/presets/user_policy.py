@@ -1,4 +1,4 @@
-"""A rule of the user's: it has no preset, as its program makes the configuration."""
+"""The configuration of a user's own policy. It has no preset: `AsyncLearningNode` builds the configuration."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from echelon.fields import doc
 
 
 class UserPolicyConfig(AlgorithmConfig, frozen=True):
-    """A rule that the user brings, as an object that acts and learns by itself (`AsyncLearningNode`)."""
+    """An algorithm that the user provides, as an object that acts and learns (`AsyncLearningNode`)."""
 
     experience = "replay"
 
-    name: Annotated[Literal["own"], doc("the learning rule")] = "own"
-    reward_clip: Annotated[float, doc("largest size of a single reward; 0: any, 1: as usual on Atari", ge=0)] = 0.0
+    name: Annotated[Literal["own"], doc("the algorithm")] = "own"
+    reward_clip: Annotated[
+        float, doc("clip rewards to [-reward_clip, reward_clip]; 0: no clipping; 1 is usual for Atari", ge=0)
+    ] = 0.0
