@@ -243,10 +243,10 @@ def test_the_squashed_entropy_is_the_mean_of_minus_log_prob() -> None:
 
 
 UNFIT = [
-    ("greedy", BOX, "acts in Discrete spaces"),
-    ("greedy", gym.spaces.MultiDiscrete([2, 3]), "acts in Discrete spaces"),
-    ("deterministic", gym.spaces.Discrete(2), "acts in bounded Box spaces"),
-    ("squashed", gym.spaces.MultiDiscrete([2, 3]), "acts in bounded Box and Discrete spaces"),
+    ("greedy", BOX, "supports Discrete action spaces"),
+    ("greedy", gym.spaces.MultiDiscrete([2, 3]), "supports Discrete action spaces"),
+    ("deterministic", gym.spaces.Discrete(2), "supports bounded Box action spaces"),
+    ("squashed", gym.spaces.MultiDiscrete([2, 3]), "supports bounded Box and Discrete action spaces"),
     ("squashed", gym.spaces.Box(-np.inf, np.inf, (2,)), r"no bounds in components \[0, 1\]"),
 ]
 

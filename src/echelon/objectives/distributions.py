@@ -1,9 +1,9 @@
-"""Action distributions: functions of the parameters a network emits, one class per kind of action space.
+"""Action distributions: functions of a network's output, one class per kind of action space.
 
-`params` has any leading shape and `num_params` last; `action` and `log_prob` have the same leading shape. A mask is a
-bool or int tensor with one entry per choice, nonzero where it is allowed (MultiDiscrete: the components side by side);
-a row (of a component) without any allowed choice counts as unmasked. Probabilities are computed in float32 whatever the
-precision of `params`. Sampling draws from the generator given, never from the global one.
+`params` has any leading shape and `num_params` as its last dimension; `action` and `log_prob` have the same leading
+shape. A mask is a bool or int tensor with one entry per choice, nonzero where the choice is allowed (MultiDiscrete: the
+components concatenated); a row (of a component) without any allowed choice counts as unmasked. Probabilities are
+computed in float32 for any precision of `params`. Sampling uses the given generator, never the global one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echelon.errors import ConfigError
 from echelon.schema import action_leaf
 
 Array = np.ndarray[Any, Any]
-FORBIDDEN = -1e9  # a logit whose probability is exactly 0 in float32, finite so that 0 * log 0 is 0
+FORBIDDEN = -1e9  # a logit whose probability is exactly 0 in float32; finite, so that 0 * log 0 is 0
 LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 LOG_TWO = math.log(2.0)
 
@@ -30,50 +30,50 @@ Kind = Literal["stochastic", "greedy", "deterministic", "squashed"]
 
 
 class Sample(NamedTuple):
-    """A drawn action and its log-probability under the parameters it was drawn from."""
+    """A sampled action and its log-probability."""
 
     action: Tensor
     log_prob: Tensor
 
 
 class Distribution(ABC):
-    """How parameters become actions."""
+    """Maps parameters to actions."""
 
     num_params: int
 
     @abstractmethod
     def sample(self, params: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Sample:
-        """A random action with its log-probability; `generator` lives on the device of `params`."""
+        """Samples an action, with its log-probability; `generator` must be on the device of `params`."""
 
     @abstractmethod
     def mode(self, params: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The most likely action."""
+        """Returns the most likely action."""
 
     @abstractmethod
     def log_prob(self, params: Tensor, action: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The log-probability (density) of `action`."""
+        """Returns the log-probability (density) of `action`."""
 
     @abstractmethod
     def entropy(self, params: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The (differential) entropy."""
+        """Returns the (differential) entropy."""
 
     def random(self, params: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
-        """An action that knows nothing, for as many rows as `params` has."""
+        """Samples one uniformly random action per row of `params`."""
         return self.sample(torch.zeros_like(params), generator, mask).action
 
     @abstractmethod
     def to_env(self, action: Array) -> Array:
-        """What the environment receives for `action` (any leading shape)."""
+        """Converts `action` (any leading shape) to the environment's units."""
 
 
 def make_distribution(action_space: gym.Space[Any], kind: Kind = "stochastic") -> Distribution:
-    """The distribution for `action_space`; raises ConfigError where none fits.
+    """Returns the distribution for `action_space`; raises ConfigError if none fits.
 
-    Beside the distributions that every policy gradient can use ("stochastic") there are those of value learners: one
-    choice by its value ("greedy"), actions within bounds without chance ("deterministic") or with it ("squashed", where
-    discrete actions are drawn as they always are).
+    Policy gradients use "stochastic". Value-based algorithms use "greedy" (the choice with the highest value),
+    "deterministic" (bounded continuous actions without randomness) or "squashed" (bounded continuous actions, sampled;
+    discrete actions are sampled as in "stochastic").
     """
-    action_leaf(action_space)  # refuses what no policy can fill
+    action_leaf(action_space)  # raises on action spaces that no policy supports
     match action_space:
         case gym.spaces.Discrete() if kind == "greedy":
             return Greedy(int(action_space.n), int(action_space.start))
@@ -90,13 +90,13 @@ def make_distribution(action_space: gym.Space[Any], kind: Kind = "stochastic") -
         case _:
             fits = {"greedy": "Discrete", "deterministic": "bounded Box", "squashed": "bounded Box and Discrete"}[kind]
             raise ConfigError(
-                f"the action space {action_space} does not fit: this algorithm acts in {fits} spaces. Take another "
-                "(impala and ppo act in all of them), or wrap the environment to convert its actions."
+                f"the action space {action_space} does not fit: this algorithm supports {fits} action spaces. Use "
+                "another preset (impala and ppo support all of them), or wrap the environment to convert its actions."
             )
 
 
 def forbid(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """`scores` with those of forbidden actions at the bottom; a mask that allows none allows all."""
+    """Returns `scores` with forbidden actions set to the lowest score; a mask that allows none allows all."""
     if mask is None:
         return scores
     allowed = mask != 0
@@ -108,7 +108,7 @@ def _log_probabilities(logits: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _draw(log_p: Tensor, generator: torch.Generator) -> Tensor:
-    """A choice per row: the first to arrive of exponential clocks with rates p (the Gumbel trick, one log fewer)."""
+    """Samples a choice per row: the first of exponential clocks with rates p to ring (Gumbel trick, one log fewer)."""
     arrival = torch.empty_like(log_p).exponential_(generator=generator)
     return torch.sub(log_p, arrival.log_()).argmax(-1)
 
@@ -122,14 +122,14 @@ def _entropy(log_p: Tensor) -> Tensor:
 
 
 class Categorical(Distribution):
-    """One choice out of `num_choices`; the parameters are logits."""
+    """One of `num_choices` choices; the parameters are logits."""
 
     def __init__(self, num_choices: int, start: int = 0) -> None:
         self.num_params = num_choices
         self.start = start
 
     def log_probabilities(self, params: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The log-probability of every choice; of a forbidden one finite, and its probability exactly 0."""
+        """Returns the log-probability of every choice; a forbidden one is finite, with a probability of exactly 0."""
         return _log_probabilities(params, mask)
 
     def sample(self, params: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Sample:
@@ -151,7 +151,7 @@ class Categorical(Distribution):
 
 
 class Greedy(Categorical):
-    """The choice with the highest value; the parameters are the values of the choices. There is no chance in it."""
+    """The choice with the highest value, without randomness; the parameters are the values of the choices."""
 
     def sample(self, params: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Sample:
         return Sample(self.mode(params, mask), params.new_zeros(params.shape[:-1]))
@@ -170,7 +170,7 @@ class Greedy(Categorical):
 
 
 class MultiCategorical(Distribution):
-    """Independent choices, one per component; the parameters are the components' logits side by side."""
+    """Independent choices, one per component; the parameters are the components' logits, concatenated."""
 
     def __init__(self, num_choices: list[int], start: Array) -> None:
         self.num_params = sum(num_choices)
@@ -178,7 +178,7 @@ class MultiCategorical(Distribution):
         self.start = np.asarray(start, np.int64)
 
     def _components(self, flat: Tensor, padding: float) -> Tensor:
-        """(..., num_params) as (..., components, most choices), padded where a component has fewer."""
+        """Reshapes (..., num_params) to (..., components, most choices), padded where a component has fewer choices."""
         most = max(self.num_choices)
         if min(self.num_choices) == most:
             return flat.reshape(*flat.shape[:-1], len(self.num_choices), most)
@@ -186,7 +186,7 @@ class MultiCategorical(Distribution):
         return torch.stack([torch.nn.functional.pad(part, (0, most - n), value=padding) for part, n in parts], -2)
 
     def _log_probabilities(self, params: Tensor, mask: Tensor | None) -> Tensor:
-        # float32 before the padding: lower precisions have no room for it
+        # Convert to float32 before padding: lower precisions cannot represent the padding.
         logits = self._components(params.float(), FORBIDDEN)
         return _log_probabilities(logits, None if mask is None else self._components(mask != 0, 0))
 
@@ -209,16 +209,16 @@ class MultiCategorical(Distribution):
 
 
 class ActionScale:
-    """Between the units of a policy and those of the environment.
+    """Converts actions between the policy's units and the environment's.
 
-    An action component with two finite bounds is in units of half its range around the middle, so that -1 and 1 are
-    the bounds; any other is in the environment's own units.
+    An action component with two finite bounds is scaled by half its range around the middle, so that -1 and 1 are the
+    bounds; any other component keeps the environment's units.
     """
 
     def __init__(self, space: gym.spaces.Box) -> None:
         self.dtype = space.dtype
         self.low, self.high = space.low.astype(np.float64), space.high.astype(np.float64)
-        largest = float(np.finfo(np.float32).max)  # some environments write "unbounded" so
+        largest = float(np.finfo(np.float32).max)  # some environments use it for "unbounded"
         self.bounded = (np.abs(self.low) < largest) & (np.abs(self.high) < largest)
         low, high = np.where(self.bounded, self.low, -1.0), np.where(self.bounded, self.high, 1.0)
         self.middle, self.half = (low + high) / 2, (high - low) / 2
@@ -228,10 +228,10 @@ class ActionScale:
 
 
 class DiagonalGaussian(Distribution):
-    """Independent normals; the parameters are means and log standard deviations side by side.
+    """Independent normals; the parameters are means and log standard deviations, concatenated.
 
-    Actions are in the units of `ActionScale`; `to_env` clips to the bounds; probabilities are of the unclipped action.
-    There is nothing to mask.
+    Actions are in the units of `ActionScale`; `to_env` clips to the bounds; log-probabilities are of the unclipped
+    action. There are no masks.
     """
 
     def __init__(self, space: gym.spaces.Box) -> None:
@@ -268,7 +268,7 @@ class DiagonalGaussian(Distribution):
 
 
 class Deterministic(Distribution):
-    """The tanh of the parameters, in units in which -1 and 1 are the bounds. There is no chance in it."""
+    """The tanh of the parameters, without randomness, in units in which -1 and 1 are the bounds."""
 
     def __init__(self, space: gym.spaces.Box) -> None:
         self.num_params = self.size = int(space.shape[0])
@@ -276,8 +276,8 @@ class Deterministic(Distribution):
         if not self.scale.bounded.all():
             raise ConfigError(
                 f"the action space {space} has no bounds in components {np.flatnonzero(~self.scale.bounded).tolist()}; "
-                "this algorithm acts between bounds. Wrap the environment (gymnasium.wrappers.TransformAction, with a "
-                "bounded action_space), or take impala or ppo."
+                "this algorithm needs bounded actions. Wrap the environment (gymnasium.wrappers.TransformAction, with "
+                "a bounded action_space), or use impala or ppo."
             )
 
     def sample(self, params: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Sample:
@@ -303,12 +303,13 @@ class Deterministic(Distribution):
 class SquashedGaussian(Deterministic):
     """The tanh of independent normals (Haarnoja et al., 2018, appendix C), in units in which -1 and 1 are the bounds.
 
-    The parameters are means before the tanh and what becomes the log standard deviations, softly kept within bounds.
+    The parameters are the means before the tanh and unbounded values that are mapped smoothly to the range of the log
+    standard deviations.
     `sample` is differentiable in the parameters.
     """
 
     LOW, HIGH = -5.0, 2.0  # log standard deviations
-    EDGE = 1.0 - 1e-6  # a stored action nearer to a bound than this counts as being here
+    EDGE = 1.0 - 1e-6  # stored actions are clamped to this, as the inverse tanh of 1 is infinite
     NUM_NODES = 32
 
     def __init__(self, space: gym.spaces.Box) -> None:
@@ -339,7 +340,7 @@ class SquashedGaussian(Deterministic):
         return (normal + _log_slope(before)).sum(-1).neg() - self.size * LOG_SQRT_TWO_PI
 
     def entropy(self, params: Tensor, mask: Tensor | None = None) -> Tensor:
-        """That of the normals and the mean log slope of the tanh, by Gauss-Hermite quadrature."""
+        """Returns the entropy of the normals plus the mean log slope of the tanh, by Gauss-Hermite quadrature."""
         mean, log_std = self._split(params)
         before = mean.unsqueeze(-1) + log_std.exp().unsqueeze(-1) * self.node.to(mean.device)
         slope = (_log_slope(before) * self.weight.to(mean.device)).sum(-1)
@@ -347,5 +348,5 @@ class SquashedGaussian(Deterministic):
 
 
 def _log_slope(before: Tensor) -> Tensor:
-    """log(1 - tanh(x)^2), in a form that neither overflows nor cancels."""
+    """Returns log(1 - tanh(x)^2) in a form that neither overflows nor cancels."""
     return 2.0 * (LOG_TWO - before - softplus(-2.0 * before))

@@ -1,17 +1,16 @@
-"""Policy gradients: returns and advantages as backward recursions over one batch of trajectories, and their losses.
+"""Policy gradients: returns, advantages and losses of a batch of trajectories.
 
-Shapes: T steps, X = T + 1 rows (the last is the bootstrap), B lanes. `discount_TB` is gamma where the episode goes on
-and 0 where it terminated. Autoreset is NEXT_STEP: after an episode ends at step t, row t+1 holds its true last
-observation and step t+1 only resets (`valid_TB` is False there). Every recursion is cut at invalid steps, so a step
-that truncates bootstraps from the value of its true last observation and one that terminates from nothing. No gradient
-flows through a return or an advantage.
+Shapes: T steps, X = T + 1 rows (the last is the bootstrap), B lanes. `discount_TB` is gamma, or 0 where the episode
+terminated. Autoreset is NEXT_STEP: after an episode ends at step t, row t+1 holds its true last observation and step
+t+1 only resets (`valid_TB` is False there). Every backward recursion is cut at invalid steps: a truncated step
+bootstraps from the value of its true last observation, and a terminated step does not bootstrap. No gradient flows
+through a return or an advantage.
 
-A loss is a scalar to minimise, averaged over the valid entries. Every tensor of a call has the same shape, whatever it
-is; entries that are not valid give neither value nor gradient, even where they hold infinities; a batch without a valid
-entry gives 0.
+A loss is a scalar to minimise, averaged over the valid entries. All tensors of a call have the same shape. Invalid
+entries contribute neither value nor gradient, even if they are infinite. A batch without a valid entry gives 0.
 
-The tensors are small on a CPU and the number of operations is what costs: everything but the recursion itself is
-vectorised over T, and the recursion is one operation a step.
+On a CPU the tensors are small, and the cost is the number of operations: everything except the recursion is vectorised
+over T, and the recursion is one operation per step.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class VTrace:
 
 
 def _accumulate_(delta_TB: Tensor, decay_TB: Tensor) -> Tensor:
-    """acc_t = delta_t + decay_t * acc_{t+1}, written over `delta_TB`."""
+    """Computes acc_t = delta_t + decay_t * acc_{t+1} in place of `delta_TB`."""
     deltas, decays = delta_TB.unbind(), decay_TB.unbind()
     for t in range(len(deltas) - 2, -1, -1):
         deltas[t].addcmul_(decays[t], deltas[t + 1])
@@ -40,7 +39,7 @@ def _accumulate_(delta_TB: Tensor, decay_TB: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gae(reward_TB: Tensor, discount_TB: Tensor, value_XB: Tensor, valid_TB: Tensor, trace_lambda: float) -> Tensor:
-    """Generalised advantage estimates (Schulman et al., 2016, eq. 16); 0 at invalid steps."""
+    """Returns generalised advantage estimates (Schulman et al., 2016, eq. 16); 0 at invalid steps."""
     delta_TB = torch.addcmul(reward_TB, discount_TB, value_XB[1:]).sub_(value_XB[:-1])
     invalid_TB = ~valid_TB
     decay_TB = (discount_TB * trace_lambda).masked_fill_(invalid_TB, 0.0)
@@ -59,12 +58,12 @@ def vtrace(
     c_clip: float,
     trace_lambda: float,
 ) -> VTrace:
-    """V-trace targets and advantages (Espeholt et al., 2018, eq. 1 and section 4.2).
+    """Returns V-trace targets and advantages (Espeholt et al., 2018, eq. 1 and section 4.2).
 
-    `log_rho_TB` is log pi(a|x) - log mu(a|x), the learner's policy over the one that acted. The eight parameters are
-    the equation's own.
+    `log_rho_TB` is log pi(a|x) - log mu(a|x), of the learner's policy and the policy that acted. The eight parameters
+    are those of the equation.
     """
-    rho_TB = log_rho_TB.exp().masked_fill_(~valid_TB, 0.0)  # 0 there makes delta, decay and advantage 0 too
+    rho_TB = log_rho_TB.exp().masked_fill_(~valid_TB, 0.0)  # rho = 0 makes delta, decay and advantage 0, too
     clipped_rho_TB = rho_TB.clamp(max=rho_clip)
     delta_TB = torch.addcmul(reward_TB, discount_TB, value_XB[1:]).sub_(value_XB[:-1]).mul_(clipped_rho_TB)
     decay_TB = rho_TB.clamp_(max=c_clip).mul_(discount_TB)
@@ -80,11 +79,11 @@ def vtrace(
 
 @torch.no_grad()
 def n_step_returns(reward_TB: Tensor, discount_TB: Tensor, value_XB: Tensor, valid_TB: Tensor, n: int) -> Tensor:
-    """Bootstrapped n-step returns, shorter where the episode or the trajectory ends; the value at invalid steps."""
+    """Returns bootstrapped n-step returns, shorter where episode or trajectory end; the value at invalid steps."""
     assert n >= 1, f"n_step_returns needs n >= 1, got {n}"
     base_TB = torch.where(valid_TB, reward_TB, value_XB[:-1])
     discount_TB = discount_TB.masked_fill(~valid_TB, 0.0)
-    # The k-step return at t is one reward and the (k-1)-step return at t+1; the 0-step return is the value.
+    # The k-step return at t is one reward plus the discounted (k-1)-step return at t+1; the 0-step return is the value.
     return_XB, next_XB = value_XB.clone(), value_XB.clone()
     for _ in range(min(n, len(reward_TB))):
         torch.addcmul(base_TB, discount_TB, return_XB[1:], out=next_XB[:-1])
@@ -93,40 +92,40 @@ def n_step_returns(reward_TB: Tensor, discount_TB: Tensor, value_XB: Tensor, val
 
 
 def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """The mean of the valid entries of `x`; 0 if there is none."""
+    """Returns the mean of the valid entries of `x`; 0 if there is none."""
     return torch.where(valid, x, 0.0).sum() / valid.sum().clamp(min=1)
 
 
 def masked_normalize(x: Tensor, valid: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """`x` shifted and scaled to mean 0 and standard deviation 1 over its valid entries; 0 at the others."""
+    """Normalizes the valid entries of `x` to mean 0 and standard deviation 1; the others become 0."""
     centred = torch.where(valid, x - masked_mean(x, valid), 0.0)
     variance = masked_mean(centred.square(), valid)
     return centred / (variance.sqrt() + epsilon)
 
 
 def policy_gradient_loss(log_prob: Tensor, advantage: Tensor, valid: Tensor) -> Tensor:
-    """The score-function policy-gradient loss; no gradient flows into `advantage`."""
+    """Returns the score-function policy-gradient loss; no gradient flows into `advantage`."""
     return -masked_mean(log_prob * advantage.detach(), valid)
 
 
 def clipped_surrogate(
     log_prob: Tensor, behaviour_log_prob: Tensor, advantage: Tensor, valid: Tensor, clip: float
 ) -> Tensor:
-    """PPO's clipped surrogate loss (Schulman et al., 2017, eq. 7); no gradient flows into `advantage`."""
+    """Returns PPO's clipped surrogate loss (Schulman et al., 2017, eq. 7); no gradient flows into `advantage`."""
     advantage = advantage.detach()
-    # Masked before exp: the gradient of an infinite ratio would be 0 * inf at an invalid entry.
+    # Mask before exp: at an invalid entry the gradient of an infinite ratio would be 0 * inf.
     ratio = torch.where(valid, log_prob - behaviour_log_prob.detach(), 0.0).exp()
     surrogate = torch.minimum(ratio * advantage, ratio.clamp(1.0 - clip, 1.0 + clip) * advantage)
     return -masked_mean(surrogate, valid)
 
 
 def value_loss(value: Tensor, target: Tensor, valid: Tensor) -> Tensor:
-    """Half the squared error to `target`, into which no gradient flows."""
+    """Returns half the squared error; no gradient flows into `target`."""
     return 0.5 * masked_mean((value - target.detach()).square(), valid)
 
 
 def clipped_value_loss(value: Tensor, old_value: Tensor, target: Tensor, valid: Tensor, clip: float) -> Tensor:
-    """Half the larger of two squared errors: of the value, and of the value kept within `clip` of `old_value`."""
+    """Returns half the larger squared error of `value` and of `value` clipped to within `clip` of `old_value`."""
     target, old_value = target.detach(), old_value.detach()
     near = old_value + (value - old_value).clamp(-clip, clip)
     worse = torch.maximum((value - target).square(), (near - target).square())
@@ -134,5 +133,5 @@ def clipped_value_loss(value: Tensor, old_value: Tensor, target: Tensor, valid: 
 
 
 def entropy_loss(entropy: Tensor, valid: Tensor) -> Tensor:
-    """The negative mean entropy: minimising it keeps the policy exploring."""
+    """Returns the negative mean entropy; minimising it encourages exploration."""
     return -masked_mean(entropy, valid)
