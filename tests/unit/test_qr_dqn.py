@@ -219,8 +219,8 @@ def test_one_quantile_is_a_median_and_acts_as_dqn_does() -> None:
 @pytest.mark.parametrize(("make_config", "message"), [
     (lambda: QrDqnConfig(num_quantiles=0), r"algorithm\.num_quantiles=0 must be at least 1"),
     (lambda: QrDqnConfig(huber=0.0), r"algorithm\.huber=0\.0 must be above 0"),
-    (lambda: Model(NetworkConfig(core="gru"), DISCRETE, FEW), r'core="gru" remembers, but qr-dqn learns from single'),
-    (lambda: Model(NetworkConfig(name="nets:make"), DISCRETE, FEW), r'"nets:make" gives one value .* 5 quantiles'),
+    (lambda: Model(NetworkConfig(core="gru"), DISCRETE, FEW), r'core="gru" is recurrent, but qr-dqn'),
+    (lambda: Model(NetworkConfig(name="nets:make"), DISCRETE, FEW), r'"nets:make" outputs one value .* 5 quantiles'),
     (lambda: Model(SMALL, Spaces(DISCRETE.observation, gym.spaces.Box(-1, 1, (2,))), FEW), r"supports Discrete"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(make_config: Any, message: str) -> None:

@@ -479,7 +479,7 @@ def test_what_cannot_work_is_refused(make_config: Any, message: str) -> None:
 
 
 def test_a_network_with_memory_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r'network\.core="lstm" remembers, but dqn learns from single transitions'):
+    with pytest.raises(ConfigError, match=r'network\.core="lstm" is recurrent, but dqn learns from single transitions'):
         Model(NetworkConfig(core="lstm"), DISCRETE, DqnConfig())
 
 

@@ -1,4 +1,4 @@
-"""Learning rules: each one file, none of them knows a process."""
+"""The algorithms, one file each. They do not depend on processes, queues or engines."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from echelon.names import resolve
 
 
 def build_algorithm(config: AlgorithmConfig, model: Model, seed: int, peers: Peers = ALONE) -> Algorithm:
-    """The learning rule that `config` describes, for one of the `peers`; `model` was made for the same."""
+    """Returns the algorithm of `config` for one of the `peers`; `model` must be built for the same config."""
     if not config.builder:
         raise ConfigError(
-            f"algorithm.name={config.name} is a rule that a program of its user's brings along: run that program "
-            "(AsyncLearningNode), or name one of ours."
+            f"algorithm.name={config.name} is provided by a user's program (AsyncLearningNode): run that program, or "
+            "use a built-in algorithm."
         )
     build: Any = resolve(config.builder)
     algorithm: Algorithm = build(config, model, seed, peers)

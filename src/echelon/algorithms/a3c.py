@@ -1,14 +1,15 @@
-"""A3C: advantage actor-critic with gradients for data (Mnih et al., 2016, https://arxiv.org/abs/1602.01783).
+"""A3C: advantage actor-critic with gradients as data (Mnih et al., 2016, https://arxiv.org/abs/1602.01783).
 
-An actor finds the gradient of its own rollout, at the weights that it acted with (`A3c`); whoever holds the weights
-makes optimizer steps of such gradients (`GradientServer`). A rollout never lags behind the weights that it is judged
-with, so advantages are GAE's, which with `gae_lambda=1` are the paper's n-step returns. V-trace would say the same, as
-all its ratios are 1, at the cost of computing them. What lags is the gradient, when it is applied; nothing corrects it.
+An actor computes the gradient of its own rollout at the weights that it acted with (`A3c`); the learner, which holds
+the weights, applies these gradients (`GradientServer`). A rollout does not lag behind the weights that its gradient is
+computed at, so advantages are GAE's, which with `gae_lambda=1` are the paper's n-step returns. V-trace would give the
+same result, because all its ratios are 1, at additional cost. The gradient lags when it is applied; this is not
+corrected.
 
-Where we differ: losses are means over valid steps, not sums; an actor steps many environments; gradients are clipped
-and stepped by one optimizer for all actors, and by default averaged over `learner.batch` of them. Running statistics
-of observations and rewards are those of all actors: each brings the moments of its rollouts with its gradients, and
-gets the merged ones back with the weights.
+Differences from the paper: losses are means over valid steps, not sums; an actor steps many environments; one optimizer
+clips and applies the gradients of all actors, by default averaged over `learner.batch` of them. Running statistics of
+observations and rewards cover all actors: each actor sends the moments of its rollouts with its gradients and receives
+the merged statistics with the weights.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from echelon.objectives.policy_gradient import VTrace, gae
 from echelon.presets.a3c import A3cConfig
 from echelon.schema import Batch, GradientBatch, map_tree
 
-SHOWN = ("loss", "policy_loss", "value_loss", "entropy")  # what goes with a gradient, in this order
-REWARD_MOMENTS = 3  # count, mean, and sum of squared distances from it
+SHOWN = ("loss", "policy_loss", "value_loss", "entropy")  # metrics sent with a gradient, in this order
+REWARD_MOMENTS = 3  # count, mean, and sum of squared deviations from the mean
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What one piece of a rollout says; the tensors are good until the next piece is computed."""
+    """The gradient of one part of a rollout; its tensors are valid until the next gradient is computed."""
 
     flat: Tensor  # (P,)
     values: Tensor  # of SHOWN
-    statistics: Tensor  # moments of rewards, then of the observations that each normaliser saw
+    statistics: Tensor  # moments of rewards, then of the observations of each normalizer
 
 
 def normalizers(model: Model) -> list[Normalizer]:
@@ -54,7 +55,7 @@ def num_statistics(model: Model) -> int:
 
 
 class PublishedScale(RewardScale):
-    """Scales rewards by the deviation that came with the weights; what it observes is for whoever publishes that."""
+    """Scales rewards by the standard deviation published with the weights; its own moments go to the learner."""
 
     def __init__(self, config: A3cConfig, model: Model) -> None:
         super().__init__(clip=config.reward_clip, normalize=config.normalize_reward, discount=config.discount)
@@ -66,7 +67,7 @@ class PublishedScale(RewardScale):
 
 
 class A3c:
-    """The actor's side: gradients of its own rollouts."""
+    """The actor's part: computes gradients of its own rollouts."""
 
     def __init__(self, config: A3cConfig, model: Model) -> None:
         self.config, self.model = config, model
@@ -76,7 +77,7 @@ class A3c:
             module.report = self._note
 
     def columns(self, num_envs: int) -> list[slice]:
-        """The environments that each gradient is made of."""
+        """Returns the environments of each gradient, as slices."""
         count = self.config.minibatches
         if num_envs < count:
             raise ConfigError(
@@ -87,7 +88,7 @@ class A3c:
         return [slice(start, stop) for start, stop in pairwise(bounds)]
 
     def gradients(self, rollout: Batch) -> Iterator[Gradient]:
-        """One gradient for each slice of `columns`, all at the weights as they are now."""
+        """Yields one gradient per slice of `columns`, all at the current weights."""
         num_envs = rollout.valid.shape[1]
         for part in self.columns(num_envs):
             whole = part.stop - part.start == num_envs
@@ -101,7 +102,7 @@ class A3c:
         config = self.config
 
         def judge(log_prob_TB: Tensor, value_XB: Tensor) -> VTrace:
-            del log_prob_TB  # it is that of the policy that acted
+            del log_prob_TB  # equals the log-probability of the policy that acted
             reward_TB, discount_TB = self.rewards(batch.reward), config.discount * (~batch.terminated)
             advantage_TB = gae(reward_TB, discount_TB, value_XB, batch.valid, config.gae_lambda)
             return VTrace(advantage_TB + value_XB[:-1], advantage_TB)
@@ -119,15 +120,15 @@ class A3c:
 
 
 class GradientServer:
-    """The side of whoever holds the weights: one optimizer step of each batch of gradients."""
+    """The learner's part: one optimizer step per batch of gradients."""
 
     def __init__(self, config: A3cConfig, model: Model, seed: int = 0, peers: Peers = ALONE) -> None:
-        del seed, peers  # nothing is drawn, and gradients come to one learner
+        del seed, peers  # it draws no random numbers, and one learner receives all gradients
         network = model.network
         if isinstance(network, CustomNetwork) and network.has_statistics:
             raise ConfigError(
-                f'network.name="{model.config.name}" keeps statistics of its own (update_normalizer), which a3c cannot '
-                "add up over actors. Use --network.normalize-observation with the networks here, or impala or ppo."
+                f'network.name="{model.config.name}" keeps its own statistics (update_normalizer), which a3c cannot '
+                "merge over actors. Use a built-in network with --network.normalize-observation, or impala or ppo."
             )
         self.config, self.model = config, model
         self.groups: dict[str, ParameterGroup] = {}
@@ -143,10 +144,10 @@ class GradientServer:
         yield Loss(shown.pop("loss"), shown, gradient=batch.gradient / count)
 
     def priorities(self, minibatch: Any) -> None:
-        """A gradient is applied once."""
+        """None: a gradient is applied once."""
 
     def finish(self, batch: GradientBatch) -> None:
-        """Merges what the rollouts said of observations and rewards; it is published with the weights."""
+        """Merges the moments of observations and rewards, which are published with the weights."""
         for statistics in batch.statistics:
             count, mean, squares = statistics[:REWARD_MOMENTS].tolist()
             self.rewards.merge(count, mean, squares)

@@ -1,6 +1,4 @@
-"""What the rules share that learn from trajectories with a policy and a value: passes over a batch, scaled rewards, the
-actor-critic loss.
-"""
+"""Shared parts of IMPALA, PPO and A3C: the actor-critic loss, passes over a batch, reward scaling."""
 
 from __future__ import annotations
 
@@ -24,13 +22,13 @@ from echelon.schema import Batch, map_tree
 
 Array = np.ndarray[Any, Any]
 EPSILON = 1e-8
-Judge = Callable[[Tensor, Tensor], VTrace]  # of log-probabilities (T, B) and values (T + 1, B), both without gradient
+Judge = Callable[[Tensor, Tensor], VTrace]  # from detached log-probabilities (T, B) and values (T + 1, B)
 
 
 def actor_critic_loss(
     config: ImpalaConfig | A3cConfig, model: Model, batch: Batch, judge: Judge, peers: Peers = ALONE
 ) -> Loss:
-    """Policy gradient, value error and entropy of trajectories, with the targets and advantages that `judge` finds."""
+    """Returns the policy-gradient, value and entropy loss; `judge` computes targets and advantages."""
     distribution = model.distribution
     output = model.evaluate(batch.observation, batch.state, batch.first)
     params, mask = output.params[:-1], action_mask(batch.observation)
@@ -50,7 +48,7 @@ def actor_critic_loss(
 
 
 class Passes:
-    """Passes over the lanes of a batch, in an order drawn anew for each."""
+    """Passes (epochs) over the lanes of a batch, each in a new random order."""
 
     def __init__(self, config: ImpalaConfig | PpoConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
         self.model, self.peers = model, peers
@@ -61,10 +59,10 @@ class Passes:
         self.rewards = RewardScale(clip=config.reward_clip, normalize=config.normalize_reward, discount=config.discount)
 
     def minibatch_rows(self, rows: int, lanes: int, device: torch.device) -> Iterator[torch.Tensor]:
-        """Which of its `rows` times `lanes` sequences, counted row by row, each minibatch holds, pass after pass.
+        """Yields the indices of each minibatch, pass by pass, among the `rows` x `lanes` sequences in row-major order.
 
-        The order is drawn over the sequences of all learners, whose lanes lie side by side: what one of them holds of a
-        minibatch is what falls on its own lanes.
+        The permutation covers the sequences of all learners, whose lanes are concatenated; each learner takes the part
+        of a minibatch that falls on its own lanes.
         """
         rank, width = self.peers.rank, lanes * self.peers.size
         if rows * width < self.num_minibatches:
@@ -82,7 +80,7 @@ class Passes:
                 yield (row * lanes + lane)[(lane >= 0) & (lane < lanes)].to(device)
 
     def priorities(self, minibatch: Any) -> None:
-        """Trajectories are learned from once, in the order they came."""
+        """None: trajectories are used once, in their order of arrival."""
 
     def finish(self, batch: Batch) -> None:
         if self.peers.size == 1:
@@ -103,10 +101,10 @@ class Passes:
 
 
 class RewardScale:
-    """Clips rewards, or divides them by the running deviation of the discounted return of every environment.
+    """Clips rewards, or divides them by the running standard deviation of the environments' discounted returns.
 
-    The discounted return runs on across batches, so the scale is kept per lane of the run; it is applied before the
-    batch's own returns are taken in.
+    Discounted returns continue across batches, so one is kept per lane of the run. Rewards of a batch are scaled before
+    the batch's own returns are merged.
     """
 
     def __init__(self, *, clip: float, normalize: bool, discount: float) -> None:
@@ -126,30 +124,30 @@ class RewardScale:
         return (self.squares / self.count + EPSILON) ** 0.5 if self.count > 1 else 1.0
 
     def observe(self, batch: Batch) -> None:
-        """Takes the returns of `batch` into the running deviation."""
+        """Merges the returns of `batch` into the running standard deviation."""
         if not self.normalize:
             return
         for columns in _in_order(batch.lanes.cpu().numpy()):
             self._observe(batch, columns)
 
     def moments(self, batch: Batch) -> list[float]:
-        """Those of the returns of `batch` alone, which are not taken into the deviation."""
+        """Returns the moments of the returns of `batch` alone, without merging them."""
         past, (self.count, self.mean, self.squares) = (self.count, self.mean, self.squares), (0.0, 0.0, 0.0)
         self.observe(batch)
         found, (self.count, self.mean, self.squares) = [self.count, self.mean, self.squares], past
         return found
 
     def _observe(self, batch: Batch, columns: Array | slice) -> None:
-        """Takes in columns of different lanes."""
+        """Merges columns of distinct lanes."""
         lanes = batch.lanes.cpu().numpy()[columns]
         if int(lanes.max()) >= self.returns.numel():
             grown = torch.zeros(int(lanes.max()) + 1, dtype=torch.float64)
             grown[: self.returns.numel()] = self.returns
             self.returns = grown
-        # Small arrays, a row at a time: numpy's operations cost a third of torch's here.
+        # Small arrays, one row at a time: here numpy costs a third of torch.
         reward_TB = batch.reward.cpu().numpy()[:, columns].astype(np.float64)
         valid_TB = batch.valid.cpu().numpy()[:, columns]
-        goes_on_TB = ~batch.first.cpu().numpy()[:-1, columns]  # False also where an environment or its actor began anew
+        goes_on_TB = ~batch.first.cpu().numpy()[:-1, columns]  # also False where an environment or its actor restarted
         decay_TB = goes_on_TB * self.discount
         returns = self.returns.numpy()
         running_B = returns[lanes]
@@ -165,7 +163,7 @@ class RewardScale:
             self.merge(float(values.size), mean, float(((values - mean) ** 2).sum()))
 
     def merge(self, count: float, mean: float, squares: float) -> None:
-        """Takes in the moments of other returns (Chan et al., 1979)."""
+        """Merges the moments of other returns (Chan et al., 1979)."""
         if count == 0:
             return
         total, delta = self.count + count, mean - self.mean
@@ -182,15 +180,16 @@ class RewardScale:
 
 
 def _in_order(lanes: Array) -> Iterator[Array | slice]:
-    """Columns in rounds in which every lane occurs once: a batch may hold several trajectories of one, oldest first."""
+    """Yields columns in rounds in which each lane occurs at most once: a batch can hold several trajectories of a lane,
+    oldest first."""
     order = lanes.argsort(kind="stable")
     same = lanes[order]
-    begins = np.flatnonzero(np.diff(same, prepend=same[0] - 1))  # where a lane's columns begin among the sorted ones
+    begins = np.flatnonzero(np.diff(same, prepend=same[0] - 1))  # start of each lane's columns in sorted order
     place = np.arange(len(lanes))
     turn = np.empty_like(place)
     turn[order] = place - begins.repeat(np.diff(begins, append=len(lanes)))
     if not turn.any():
-        yield slice(None)  # all of them, and no copies
+        yield slice(None)  # all columns, without a copy
         return
     for number in range(int(turn.max()) + 1):
         yield np.flatnonzero(turn == number)

@@ -1,8 +1,8 @@
 """DDPG (Lillicrap et al., 2016, https://arxiv.org/abs/1509.02971) and TD3 (Fujimoto et al., 2018,
-https://arxiv.org/abs/1802.09477), which are values of one configuration.
+https://arxiv.org/abs/1802.09477); the configuration selects one.
 
-Where we differ: exploration noise is Gaussian, not an Ornstein-Uhlenbeck process; n-step targets come with the data
-(Horgan et al., 2018). With several critics the policy climbs the first, as in TD3.
+Differences from the papers: exploration noise is Gaussian, not an Ornstein-Uhlenbeck process; transitions are n-step
+(Horgan et al., 2018). With several critics the policy maximises the first, as in TD3.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echelon.schema import TransitionBatch
 
 
 class Ddpg(Replayed):
-    """The critics learn at every step, the policy at every `policy_delay`-th; the model is the policy."""
+    """Updates the critics at every step and the policy at every `policy_delay`-th; the model is the policy."""
 
     def __init__(self, config: DdpgConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
         super().__init__(model, seed, peers)
@@ -35,7 +35,7 @@ class Ddpg(Replayed):
 
     @property
     def variant(self) -> bool:
-        """Whether the policy learns from the next batch, too."""
+        """Whether the next batch also updates the policy."""
         return self.num_learned % self.config.policy_delay == self.config.policy_delay - 1
 
     def losses(self, minibatch: TransitionBatch) -> Iterator[Loss]:

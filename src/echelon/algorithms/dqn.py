@@ -1,8 +1,8 @@
-"""DQN: double Q-learning (van Hasselt et al., 2016, https://arxiv.org/abs/1509.06461), n-step by the data.
+"""DQN: double Q-learning (van Hasselt et al., 2016, https://arxiv.org/abs/1509.06461), on n-step transitions.
 
-Where we differ: the dueling streams (Wang et al., 2016, https://arxiv.org/abs/1511.06581) split at the last hidden
-layer, and gradients into the shared part are not rescaled; the target network may follow softly; actions that a mask
-forbids next are never bootstrapped from.
+Differences from the papers: the dueling streams (Wang et al., 2016, https://arxiv.org/abs/1511.06581) split at the last
+hidden layer, and gradients into the shared part are not rescaled; the target network can be updated softly; targets
+never bootstrap from an action that the next mask forbids.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echelon.schema import TransitionBatch
 
 
 class Dqn(Replayed):
-    """One step on the TD errors of a batch; the model is the Q-network."""
+    """One update per batch, on its TD errors; the model is the Q-network."""
 
     def __init__(self, config: DqnConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
         super().__init__(model, seed, peers)
@@ -34,7 +34,7 @@ class Dqn(Replayed):
 
     @property
     def variant(self) -> bool:
-        """Whether the target network follows after the next batch."""
+        """Whether the target network is updated after the next batch."""
         period = self.config.target_period
         return period == 0 or self.num_learned % period == period - 1
 

@@ -1,4 +1,4 @@
-"""How far actors stray from their policy, row by row: an inference server answers many actors at once.
+"""Exploration: random actions and action noise, per row, as an inference server serves many actors in one batch.
 
 Shapes: K rows (environments).
 """
@@ -24,15 +24,15 @@ LADDER_BASE, LADDER_EXPONENT = 0.4, 7.0  # Horgan et al. (2018), section 4.1
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """What is done to the actions of K rows."""
+    """How the actions of K rows are changed."""
 
-    random: Tensor | None = None  # (K,) the chance that an action is drawn at random instead
-    noise: Tensor | None = None  # (K,) the deviation of the noise added to a continuous action
+    random: Tensor | None = None  # (K,) probability of a random action
+    noise: Tensor | None = None  # (K,) standard deviation of the noise added to a continuous action
 
     def apply(
         self, distribution: Distribution, sample: Sample, rng: torch.Generator, mask: Tensor | None = None
     ) -> Sample:
-        """Actions that somebody drew, changed row by row."""
+        """Returns the policy's actions with exploration applied per row."""
         action, log_prob = sample
         if self.noise is not None:
             noise = torch.empty_like(action).normal_(generator=rng)
@@ -46,12 +46,12 @@ class Exploration:
 
 
 def epsilon_ladder(num_envs: int) -> Tensor:
-    """The chances of a random action over all environments of a run: some explore much, some hardly at all."""
+    """Returns the final epsilon of every environment of a run, from much exploration to almost none."""
     return LADDER_BASE ** (1.0 + LADDER_EXPONENT * _places(num_envs))
 
 
 def noise_ladder(num_envs: int, first: float, last: float) -> Tensor:
-    """Deviations from `first` to `last` over all environments of a run, evenly spaced by their ratio."""
+    """Returns the noise of every environment of a run, geometrically spaced from `first` to `last`."""
     return first * (last / first) ** _places(num_envs)
 
 
@@ -60,26 +60,26 @@ def _places(num_envs: int) -> Tensor:
 
 
 class Rule(Protocol):
-    """How the environments of a run explore, made as rule(config, envs, num_envs) of what `Explorer` gets."""
+    """The exploration of an algorithm, constructed as rule(config, envs, num_envs) with the arguments of `Explorer`."""
 
     def at(self, env_steps: int) -> Exploration | None: ...
 
 
 class Explorer:
-    """The exploration of some environments of a run, by the steps that the run has made."""
+    """The exploration of some environments of a run, as a function of the run's steps."""
 
     def __init__(self, config: AlgorithmConfig, envs: Sequence[int], num_envs: int) -> None:
-        """`envs` are the numbers of these environments among the `num_envs` of the whole run."""
+        """`envs` are the indices of these environments among the `num_envs` of the whole run."""
         make: Any = resolve(config.exploration) if config.exploration else None
         self.rule: Rule | None = make and make(config, envs, num_envs)
 
     def at(self, env_steps: int) -> Exploration | None:
-        """What holds after `env_steps` steps of all environments together; None: the policy itself explores."""
+        """Returns the exploration after `env_steps` steps of the whole run; None: the policy explores by itself."""
         return self.rule.at(env_steps) if self.rule is not None else None
 
 
 class EpsilonGreedy:
-    """The chance of a random action falls in a straight line, to one value or to a ladder of them."""
+    """Epsilon-greedy: epsilon decays linearly to one value, or to a ladder of values over the environments."""
 
     def __init__(self, config: DqnConfig, envs: Sequence[int], num_envs: int) -> None:
         ones = torch.ones(len(envs))
@@ -93,7 +93,7 @@ class EpsilonGreedy:
 
 
 class RandomStart:
-    """Random actions at first, then the policy explores."""
+    """Random actions at the start; afterwards the policy explores by itself."""
 
     def __init__(self, config: SacConfig | DdpgConfig, envs: Sequence[int], num_envs: int) -> None:
         del num_envs
@@ -104,7 +104,7 @@ class RandomStart:
 
 
 class ActionNoise(RandomStart):
-    """Random actions at first, then noise on every action, of one deviation or a ladder of them."""
+    """Random actions at the start; afterwards noise on every action, equal for all environments or on a ladder."""
 
     def __init__(self, config: DdpgConfig, envs: Sequence[int], num_envs: int) -> None:
         super().__init__(config, envs, num_envs)

@@ -1,8 +1,8 @@
 """IMPALA: V-trace actor-critic (Espeholt et al., 2018, https://arxiv.org/abs/1802.01561).
 
-Where we differ: losses are means over valid steps, not sums, so that learning rates do not depend on the batch size;
-traces may decay by `trace_lambda`; advantages may be normalised; a batch may be learned from in several passes and
-minibatches, which V-trace corrects for as it does for any other lag.
+Differences from the paper: losses are means over valid steps, not sums, so that learning rates do not depend on the
+batch size; traces can decay by `trace_lambda`; advantages can be normalised; a batch can be used in several passes and
+minibatches, which V-trace corrects for as for any other lag.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from echelon.schema import Batch
 
 
 class Impala(Passes):
-    """Gradient steps corrected for the lag of their data; one per batch unless more are asked for."""
+    """V-trace-corrected gradient steps; one per batch unless `epochs` or `minibatches` is larger."""
 
     def __init__(self, config: ImpalaConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
         super().__init__(config, model, seed, peers)

@@ -1,8 +1,7 @@
-"""Networks whose parameters lie in one flat tensor; among them the model, which is published, and the policy that acts
-with it.
+"""Networks whose parameters are stored in one flat tensor; the model, which is published; the policy, which acts.
 
-One flat tensor makes clipping, the optimizer step, the all-reduce, publishing, loading and following (a target network)
-one operation each, whatever the number of layers.
+With one flat tensor, clipping, the optimizer step, the all-reduce, publishing, loading and the update of a target
+network are one operation each, for any number of layers.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from echelon.schema import Spaces, Tree
 
 FLOATS_PER_LINE = ALIGNMENT // 4
 PRECISION = torch.float32  # of parameters
-NUM_SHARED_FIGURES = 16  # numbers that learners tell each other with a gradient
+NUM_SHARED_FIGURES = 16  # numbers that learners exchange together with a gradient
 
 
 class WeightsReader(Protocol):
-    """Where newer weights lie."""
+    """A source of newer weights."""
 
     @property
     def version(self) -> int: ...
@@ -42,7 +41,7 @@ class WeightsReader(Protocol):
 
 
 class FlatModule:
-    """A network whose parameters are views of `parameters`, their gradients of `gradients`."""
+    """A network whose parameters are views of the flat tensor `parameters`, and their gradients of `gradients`."""
 
     def __init__(self, network: nn.Module, device: torch.device | str) -> None:
         self.network = network.to(device)
@@ -51,13 +50,13 @@ class FlatModule:
         for name, parameter in named:
             if parameter.dtype != PRECISION:
                 raise ConfigError(
-                    f"network parameter {name} is {parameter.dtype}; Echelon keeps parameters in float32. Build the "
+                    f"network parameter {name} is {parameter.dtype}; Echelon stores parameters in float32. Build the "
                     "network in float32 and set --learner.precision bfloat16 to compute in bfloat16."
                 )
         self.leaves = [parameter for _, parameter in named]
         size = sum(_padded(p.numel()) for p in self.leaves)
         self.parameters = torch.zeros(size, dtype=PRECISION, device=self.device)
-        # What several learners add up in one go: the gradients, and what they tell of the loss.
+        # Several learners sum this in one all-reduce: the gradients, and the figures of the loss.
         self.exchange = torch.zeros(size + NUM_SHARED_FIGURES, dtype=PRECISION, device=self.device)
         self.gradients, self.shared_figures = self.exchange[:size], self.exchange[size:]
         for parameter, (start, stop) in zip(self.leaves, self._ranges(), strict=True):
@@ -72,52 +71,54 @@ class FlatModule:
             offset += _padded(parameter.numel())
 
     def descend(self, loss: Tensor) -> None:
-        """Makes `gradients` those of `loss`."""
+        """Sets `gradients` to the gradient of `loss`."""
         self.gradients.zero_()
         loss.backward(inputs=self.leaves)  # type: ignore[no-untyped-call]
 
     def copy(self) -> FlatModule:
-        """A network alike, with parameters of its own that need no gradients."""
+        """Returns a copy with separate parameters that need no gradients."""
         return FlatModule(copy.deepcopy(self.network).requires_grad_(False), self.device)
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers by name, as they are saved and loaded."""
+        """Returns parameters and buffers by name, as saved and loaded."""
         return dict(self.network.state_dict())
 
     def load_weights(self, weights: dict[str, Tensor], source: str) -> None:
-        """Takes over `weights` in place; raises ConfigError when `source` holds those of another network."""
+        """Loads `weights` in place; raises ConfigError if `source` contains the weights of another network."""
         mine = self.weights()
         for name in sorted(mine.keys() ^ weights.keys()):
             where = f"missing in {source}" if name in mine else f"only in {source}"
-            raise ConfigError(f"weights do not fit: {name} is {where}. Use the network configuration they come from.")
+            raise ConfigError(
+                f"weights do not fit: {name} is {where}. Use the network configuration they were saved with."
+            )
         for name, tensor in mine.items():
             if tensor.shape != weights[name].shape:
                 raise ConfigError(
                     f"weights do not fit: {name} has shape {tuple(weights[name].shape)} in {source} and "
-                    f"{tuple(tensor.shape)} here. Use the environment and network configuration they come from."
+                    f"{tuple(tensor.shape)} here. Use the environment and network configuration they were saved with."
                 )
             tensor.copy_(weights[name])
 
     def tensors(self) -> list[Tensor]:
-        """The flat parameters, then every buffer."""
+        """Returns the flat parameters, then every buffer."""
         return [self.parameters, *self.network.buffers()]
 
     def bind(self, tensors: list[Tensor]) -> None:
-        """Goes on with `tensors`, of the sizes of its own, in the order of `tensors()`; it can only be read then."""
+        """Uses `tensors`, in the sizes and order of `tensors()`, as storage; the network is read-only afterwards."""
         for mine, tensor in zip(self.tensors(), tensors, strict=True):
             mine.data = tensor
         for parameter, (start, stop) in zip(self.leaves, self._ranges(), strict=True):
             parameter.data = self.parameters[start:stop].view(parameter.shape)
             parameter.grad = None
             parameter.requires_grad_(False)
-        self.network.eval()  # a user's dropout is for learning
+        self.network.eval()  # dropout of a user's network applies only to learning
 
 
 class Model(FlatModule):
-    """The network that acts, and its action distribution, as the algorithm needs them.
+    """The network that acts, with its action distribution.
 
-    `critic` is there where actors judge their own actions (`algorithm.publish_critic`), `reward_deviation` where they
-    learn from their own normalised rewards: it travels with the model.
+    `critic` exists if actors compute initial priorities (`algorithm.publish_critic`), `reward_deviation` if actors
+    compute gradients from normalised rewards. Both are published with the model.
     """
 
     network: PolicyNetwork
@@ -136,25 +137,25 @@ class Model(FlatModule):
         self.config, self.spaces = config, spaces
         self.mixed = precision == "bfloat16"
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # those of GPUs are the caller's
+            torch.default_generator.manual_seed(seed)  # only the CPU generator; the caller owns those of GPUs
             acting = build_acting(config, spaces, algorithm or ImpalaConfig())
         super().__init__(acting.network, device)
         self.distribution: Distribution = acting.distribution
         self.critic = FlatModule(acting.critic, device) if acting.critic is not None else None
         is_scaled = algorithm is not None and algorithm.publishes_reward_scale
         self.reward_deviation = torch.ones((), dtype=torch.float64, device=device) if is_scaled else None
-        # A recurrent core cuts its sequences by their data, which no static graph can follow.
+        # A recurrent core cuts its sequences depending on the data, which a static graph cannot represent.
         compiles = compile and not self.network.state_shapes
         self._forward: Any = torch.compile(self.network) if compiles else self.network
         self._act: Any = torch.compile(self.network.act) if compiles else self.network.act
         self._first = torch.zeros(0, dtype=torch.bool, device=self.device)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision that the learner was asked for."""
+        """Returns the autocast context of `learner.precision`."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.mixed else nullcontext()
 
     def evaluate(self, observation: Tree, state: tuple[Tensor, ...], first: Tensor) -> NetworkOutput:
-        """The network over sequences (T, B, ...), in the precision that the learner was asked for."""
+        """Computes the network on sequences (T, B, ...), in `learner.precision`."""
         if not self.mixed:
             output: NetworkOutput = self._forward(observation, state, first)
             return output
@@ -163,7 +164,7 @@ class Model(FlatModule):
         return NetworkOutput(output.params.float(), output.value.float(), output.state)
 
     def params(self, observation: Tree) -> Tensor:
-        """What a network without memory says about single steps (B, ...): the parameters of their actions."""
+        """Returns the action parameters of single steps (B, ...), for a network without recurrent state."""
         params: Tensor = self._act(observation, (), self._first).params
         return params
 
@@ -176,7 +177,7 @@ class Model(FlatModule):
         return [*super().tensors(), *scale]
 
     def flats(self) -> list[FlatModule]:
-        """What travels together."""
+        """Returns the modules that are published together."""
         return [self, self.critic] if self.critic is not None else [self]
 
     @property
@@ -184,16 +185,16 @@ class Model(FlatModule):
         return sum(part.nbytes for part in self.parts())
 
     def parts(self) -> list[np.ndarray[Any, Any]]:
-        """What is published, in order: the flat parameters, then every buffer (then the critic's), on the CPU."""
+        """Returns the published arrays, on the CPU: the flat parameters, then every buffer (then the critic's)."""
         tensors = [tensor for flat in self.flats() for tensor in flat.tensors()]
         return [tensor.detach().cpu().contiguous().numpy() for tensor in tensors]
 
 
 class Mirror:
-    """A model's weights as seen by an actor: one byte array that a weights board is read into."""
+    """An actor's copy of the weights: one byte array that the weights board is read into."""
 
     def __init__(self, model: Model) -> None:
-        # Aligned by torch: matrix products may differ in their last bit with the alignment.
+        # Allocated by torch: matrix products can differ in the last bit with the alignment.
         self.memory: np.ndarray[Any, Any] = torch.zeros(model.nbytes, dtype=torch.uint8).numpy()
         self.version = 0
         offset = 0
@@ -208,36 +209,36 @@ class Mirror:
             flat.bind(views)
 
     def follow(self, board: WeightsReader) -> int:
-        """Takes over newer weights if there are any; returns the version that acts from now on."""
+        """Reads newer weights if there are any; returns the current version."""
         if board.version > self.version:
             self.version = board.read(self.memory)
         return self.version
 
 
 class ActionValues(NamedTuple):
-    """What an actor needs for the first priorities of its transitions (`objectives.values.initial_priorities`)."""
+    """Values for an actor's initial priorities (`objectives.values.initial_priorities`)."""
 
     chosen: Tensor  # (K,) the value of the action taken
-    best: Tensor  # (K,) the value of the action that the policy itself would take
+    best: Tensor  # (K,) the value of the policy's greedy action
 
 
 class Action(NamedTuple):
-    """What a policy chose for K rows; the log-probability is 0 where chance had no part in it, or all."""
+    """Actions for K rows; the log-probability is 0 where the action is deterministic or uniformly random."""
 
     action: Tensor
     log_prob: Tensor
-    state: State  # recurrent, after the step
-    value: Tensor | None  # of what was observed, if asked for
-    action_values: ActionValues | None  # if asked for, and known to the model
+    state: State  # recurrent state after the step
+    value: Tensor | None  # of the observation, if requested
+    action_values: ActionValues | None  # if requested and the model has them
 
 
 class Policy:
-    """Chooses actions with a model. It learns nothing, and keeps neither recurrent state nor random generator."""
+    """Chooses actions with a model. It holds neither recurrent state nor a random generator."""
 
     def __init__(
         self, model: Model, *, with_value: bool = False, with_action_values: bool = False, mixed: bool = False
     ) -> None:
-        """`mixed` computes the network in bfloat16."""
+        """With `mixed`, the network is computed in bfloat16."""
         self.model, self.with_value, self.with_action_values, self.mixed = model, with_value, with_action_values, mixed
 
     @torch.inference_mode()
@@ -251,9 +252,9 @@ class Policy:
         *,
         greedy: bool = False,
     ) -> Action:
-        """Actions for one step of K rows: leaves (K, ...), state leaves (K, ...), first (K,).
+        """Returns the actions for one step of K rows: observation leaves (K, ...), state leaves (K, ...), first (K,).
 
-        They are drawn by `rng` and changed as `exploration` says; `greedy` takes the most likely ones.
+        Actions are sampled with `rng` and changed by `exploration`; with `greedy` they are the most likely ones.
         """
         distribution, mask = self.model.distribution, action_mask(observation)
         output = self._forward(observation, state, first)
@@ -275,7 +276,7 @@ class Policy:
             return network.act(observation, state, first, with_value=self.with_value)
 
     def _judge(self, observation: Tree, params: Tensor, action: Tensor, mask: Tensor | None) -> ActionValues | None:
-        """What `action` is worth, and the policy's own; None where only the learner could tell."""
+        """Returns the values of `action` and of the policy's own action; None if the model cannot value actions."""
         distribution, critic = self.model.distribution, self.model.critic
         if isinstance(distribution, Greedy):
             chosen = params.gather(-1, action.unsqueeze(-1)).squeeze(-1)

@@ -1,8 +1,8 @@
-"""Learners that learn from one batch together, as a rule sees them: its own rows, and sums over everybody's.
+"""Several learners that share a batch, from the view of an algorithm: its own rows, and sums over all learners.
 
-Every learner does what one learner with the whole batch would do, on its own rows: it draws for the whole batch from
-the same generators and keeps what concerns its rows, and statistics are those of all rows. So all of them take the same
-steps, and none has to tell the others its weights.
+Every learner computes, on its own rows, what a single learner would compute on the whole batch: it draws random numbers
+for the whole batch from the same generator and keeps those of its rows, and statistics cover all rows. All learners
+therefore make the same steps and need not exchange weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echelon.objectives.policy_gradient import masked_mean, masked_normalize
 
 
 class Peers(Protocol):
-    """The learners of a run; `rank` is this one's place among them. All of them make the same calls in one order."""
+    """The learners of a run; `rank` is the index of this one. All learners make the same calls in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -29,20 +29,20 @@ class Peers(Protocol):
 
     @property
     def spent_s(self) -> float:
-        """Seconds in calls so far, waiting for the others included."""
+        """Seconds spent in calls so far, including waiting for other learners."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """Everybody's `x`, stacked in the order of their ranks."""
+        """Returns the `x` of all learners, stacked in the order of their ranks."""
 
     def add_up(self, x: Tensor) -> None:
-        """Replaces `x` by the sum of everybody's."""
+        """Replaces `x` by its sum over all learners."""
 
     def take_first(self, x: Tensor) -> None:
-        """Replaces `x` by the first learner's."""
+        """Replaces `x` by the `x` of the first learner."""
 
 
 class Alone:
-    """One learner has no peers."""
+    """The peers of a single learner: none."""
 
     rank, size, spent_s = 0, 1, 0.0
 
@@ -50,24 +50,24 @@ class Alone:
         return x.unsqueeze(0)
 
     def add_up(self, x: Tensor) -> None:
-        """It is the sum already."""
+        """Does nothing: `x` is the sum."""
 
     def take_first(self, x: Tensor) -> None:
-        """It is the first one's already."""
+        """Does nothing: this is the first learner."""
 
 
 ALONE = Alone()
 
 
 def moments(x: Tensor, valid: Tensor) -> Tensor:
-    """How many entries of `x` are valid, their mean and their variance."""
+    """Returns the number of valid entries of `x`, their mean and their variance."""
     x = x.double()
     mean = masked_mean(x, valid)
     return torch.stack((valid.sum().double(), mean, masked_mean((x - mean).square(), valid)))
 
 
 def merged(each: Tensor) -> Tensor:
-    """The moments (..., 3) of everything, from those of its parts (parts, ..., 3)."""
+    """Merges the moments of parts (parts, ..., 3) to those of the whole (..., 3)."""
     count, mean, variance = each.unbind(-1)
     total = count.sum(0)
     whole_mean = (count * mean).sum(0) / total.clamp(min=1)
@@ -76,20 +76,20 @@ def merged(each: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, valid: Tensor, of: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """`x` shifted and scaled by the moments `of` a whole that it is part of; 0 at entries that are not valid."""
+    """Normalizes `x` by the moments `of` the whole that it is a part of; 0 at invalid entries."""
     _, mean, variance = of.unbind(-1)
     return torch.where(valid, (x - mean) / (variance.sqrt() + epsilon), 0.0).to(x.dtype)
 
 
 def normalize(x: Tensor, valid: Tensor, peers: Peers) -> Tensor:
-    """`x` with mean 0 and standard deviation 1 over the valid entries of all learners."""
+    """Normalizes `x` to mean 0 and standard deviation 1 over the valid entries of all learners."""
     if peers.size == 1:
         return masked_normalize(x, valid)
     return scaled(x, valid, merged(peers.gather(moments(x, valid))))
 
 
 def add_up_observed(network: nn.Module, peers: Peers) -> None:
-    """Has the normalisers of `network` take in what all learners observe; after its copies are made."""
+    """Makes the normalizers of `network` merge the observations of all learners; call it after copying the network."""
     if peers.size == 1:
         return
     for module in network.modules():
@@ -104,10 +104,10 @@ def _take_in(module: Normalizer, peers: Peers, num_valid: Tensor, mean: Tensor, 
 
 
 def embed(x: Tensor, others: tuple[int, int]) -> Tensor:
-    """`x` (B, F) among as many rows of zeros as other learners have before and after it."""
+    """Pads `x` (B, F) with zero rows for the transitions of learners of lower and of higher rank."""
     return pad(x, (0, 0, *others)) if any(others) else x
 
 
 def extract(x: Tensor, others: tuple[int, int]) -> Tensor:
-    """The rows of `x` that `embed` put there."""
+    """Returns the rows of this learner: the inverse of `embed`."""
     return x[others[0] : len(x) - others[1]] if any(others) else x

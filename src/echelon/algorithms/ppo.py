@@ -1,9 +1,9 @@
 """PPO: clipped surrogate with GAE (Schulman et al., 2017, https://arxiv.org/abs/1707.06347).
 
-Where we differ: the values that advantages and value clipping start from are computed by the learner when the batch
-arrives, not stored by the actor, so actors need no value head and lagging data gets fresh values. With `correct_lag`
-(async-ppo) advantages and targets are V-trace's, which are GAE's where the data does not lag (rho = c = 1), and the
-surrogate's ratio is taken against the policy that acted.
+Differences from the paper: the learner computes the values for advantages and value clipping when the batch arrives;
+actors do not store them, so they need no value head, and lagging data gets current values. With `correct_lag`
+(async-ppo) advantages and targets are V-trace's, which equal GAE's for data without lag (rho = c = 1), and the ratio of
+the surrogate is relative to the policy that acted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from echelon.schema import Batch, Tree, map_tree
 
 @dataclass(slots=True)
 class Minibatch:
-    """Sequences to learn from: (T, B, ...), or (1, N, ...) when the network keeps no state."""
+    """The sequences of a minibatch: (T, B, ...), or (1, N, ...) if the network has no recurrent state."""
 
     observation: Tree
     first: torch.Tensor
@@ -48,7 +48,7 @@ class Minibatch:
 
 
 class Ppo(Passes):
-    """Several epochs of minibatches over each batch."""
+    """Several epochs over each batch, in minibatches."""
 
     def __init__(self, config: PpoConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
         super().__init__(config, model, seed, peers)
@@ -68,7 +68,7 @@ class Ppo(Passes):
             yield from (_lanes(whole, rows) for rows in minibatches)
 
     def _normalized(self, whole: Minibatch, minibatches: Iterator[torch.Tensor]) -> Iterator[Minibatch]:
-        """Pieces whose advantages are normalised, each over what all learners have of it."""
+        """Yields minibatches with advantages normalised over the parts of all learners."""
         if self.peers.size == 1:
             for rows in minibatches:
                 minibatch = _lanes(whole, rows)
@@ -103,7 +103,7 @@ class Ppo(Passes):
                     trace_lambda=config.gae_lambda,
                 )
                 target_TB = trace.target_TB
-                # The surrogate weighs each step by its own ratio, so its advantage carries those of later steps only.
+                # The surrogate applies each step's own ratio, so the advantage includes only those of later steps.
                 later_TB = torch.zeros_like(target_TB)
                 later_TB[:-1] = config.gae_lambda * (target_TB[1:] - value_XB[1:-1])
                 ahead_TB = reward_TB + discount_TB * (value_XB[1:] + later_TB) - value_XB[:-1]
@@ -146,7 +146,7 @@ class Ppo(Passes):
 
 
 def _map(minibatch: Minibatch, sequence: Any, lane: Any) -> Minibatch:
-    """`minibatch` with `sequence` applied to its (T, B, ...) tensors and `lane` to its (B, ...) ones."""
+    """Applies `sequence` to the (T, B, ...) tensors of `minibatch` and `lane` to its (B, ...) tensors."""
     return Minibatch(
         observation=map_tree(sequence, minibatch.observation),
         first=sequence(minibatch.first),
@@ -165,5 +165,5 @@ def _lanes(minibatch: Minibatch, index: torch.Tensor) -> Minibatch:
 
 
 def _as_one_row(minibatch: Minibatch) -> Minibatch:
-    """Steps of a network without state are independent: (T, B, ...) becomes (1, T*B, ...)."""
+    """Reshapes (T, B, ...) to (1, T*B, ...): without recurrent state the steps are independent."""
     return _map(minibatch, lambda x: x.flatten(0, 1).unsqueeze(0), lambda x: x)

@@ -1,4 +1,4 @@
-"""What every learning rule offers to the learner, and nothing more."""
+"""The interface between an algorithm and the learner."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from echelon.algorithms.model import FlatModule, Model
 
-POLICY = "policy"  # the group of the model's own parameters
+POLICY = "policy"  # group of the model's parameters
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """Parameters that have an optimizer to themselves."""
+    """Parameters with a separate optimizer."""
 
     module: FlatModule
     learning_rate: float
@@ -23,17 +23,17 @@ class ParameterGroup:
 
 @dataclass(slots=True)
 class Loss:
-    """A scalar to descend, and what to show of it (tensors: reading them is left to whoever shows them)."""
+    """A scalar to minimise, and its metrics (tensors, so that computing a loss does not synchronise with a GPU)."""
 
     value: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
-    group: str = POLICY  # whose parameters it changes; those of others get no gradient
-    gradient: torch.Tensor | None = None  # of those parameters, flat, where somebody else has found it already
-    count: torch.Tensor | int = 1  # what it is the mean of, where several learners weigh theirs
+    group: str = POLICY  # the group that is updated; other groups get no gradient
+    gradient: torch.Tensor | None = None  # flat gradient of the group, if an actor has computed it
+    count: torch.Tensor | int = 1  # number of entries that the loss averages: its weight among several learners
 
 
 class Algorithm(Protocol):
-    """A learning rule: it turns batches into losses and knows no process, no queue and no clock.
+    """An algorithm: computes losses from batches. It has no process, queue or clock.
 
     Its batches are trajectories (`schema.Batch`), transitions (`schema.TransitionBatch`) or gradients
     (`schema.GradientBatch`).
@@ -43,21 +43,21 @@ class Algorithm(Protocol):
 
     @property
     def groups(self) -> Mapping[str, ParameterGroup]:
-        """What it learns beside the model, by name: critics, a temperature."""
+        """What is trained besides the model, by name: critics, a temperature."""
 
     def minibatches(self, batch: Any) -> Iterable[Any]:
-        """Cuts `batch` into the pieces that one loss each is computed from."""
+        """Splits `batch` into minibatches."""
 
     def losses(self, minibatch: Any) -> Iterable[Loss]:
-        """The losses of one minibatch, lazily and in order: each is applied before the next is computed."""
+        """Yields the losses of one minibatch, lazily and in order: each is applied before the next is computed."""
 
     def priorities(self, minibatch: Any) -> torch.Tensor | None:
-        """How much there was to learn from each transition of the minibatch last learned from; None: not known."""
+        """Returns the new priorities of the transitions of the last minibatch; None if the algorithm has none."""
 
     def finish(self, batch: Any) -> None:
-        """Takes statistics of a batch that was learned from (after the losses, so that they do not see them)."""
+        """Merges a batch into the running statistics, after its losses, so that they do not affect these losses."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold besides the model's weights."""
+        """Returns the state that a checkpoint needs besides the model's weights."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...

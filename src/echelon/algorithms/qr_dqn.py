@@ -1,12 +1,12 @@
 """QR-DQN: quantile regression of the return's distribution (Dabney et al., 2018, https://arxiv.org/abs/1710.10044).
 
-The network gives N quantiles of the return of every action, at the midpoints tau_i = (2i - 1) / 2N. Their mean is the
-action's value: it acts, explores and sets first priorities as DQN's does. Only the learner looks at the quantiles.
+The network outputs N quantiles of the return of every action, at the midpoints tau_i = (2i - 1) / 2N. Their mean is the
+action's value, used for acting, exploration and initial priorities as in DQN. Only the loss uses the quantiles.
 
-Where we differ: returns are n-step by the data; the action to bootstrap from may be the online network's choice
-(`double`), and is never one that a mask forbids; dueling streams add one value per state to outputs that are centred
-over all actions and quantiles; the loss is divided by kappa (`huber`), which changes nothing at the paper's 1;
-priorities are the TD errors of the means, as the paper has none. `--learner.compile` does not reach the quantiles.
+Differences from the paper: transitions are n-step; with `double` the online network selects the action to bootstrap
+from, which is never one that a mask forbids; dueling streams add one value per state to outputs that are centred over
+all actions and quantiles; the loss is divided by kappa (`huber`), which changes nothing at the paper's 1; priorities
+are the TD errors of the means, as the paper has none. `--learner.compile` does not compile the quantiles.
 
 Shapes: B transitions, A actions, N quantiles, M quantiles of the target.
 """
@@ -29,13 +29,13 @@ from echelon.objectives.distributions import forbid
 from echelon.presets.qr_dqn import QrDqnConfig
 from echelon.schema import Spaces, TransitionBatch, Tree
 
-NO_FIRST = torch.zeros(0, dtype=torch.bool)  # without memory it makes no difference
+NO_FIRST = torch.zeros(0, dtype=torch.bool)  # not used: the network has no recurrent state
 
 
 def quantile_huber_loss(theta_BN: Tensor, target_BM: Tensor, weight_B: Tensor, kappa: float) -> Tensor:
-    """The weighted mean of the quantile Huber loss (Dabney et al., 2018, eq. 10 and algorithm 1), over kappa.
+    """Returns the weighted mean quantile Huber loss (Dabney et al., 2018, eq. 10 and algorithm 1), divided by kappa.
 
-    Summed over the predicted quantiles, averaged over the target's, all of which are samples of the same return. No
+    The loss is summed over the predicted quantiles and averaged over the target's, which are samples of one return. No
     gradient flows through the target.
     """
     num = theta_BN.shape[-1]
@@ -50,26 +50,26 @@ def quantile_huber_loss(theta_BN: Tensor, target_BM: Tensor, weight_B: Tensor, k
 
 @torch.no_grad()
 def quantile_targets(reward_B: Tensor, discount_B: Tensor, choosing_BA: Tensor, next_BAN: Tensor) -> Tensor:
-    """The quantiles (B, N) of the return from here on, by those of the best next action of `choosing_BA`."""
+    """Returns the target quantiles (B, N), from those of the next action that maximises `choosing_BA`."""
     return torch.addcmul(
         reward_B.unsqueeze(-1), discount_B.unsqueeze(-1), quantiles_of(next_BAN, choosing_BA.argmax(-1))
     )
 
 
 def quantiles_of(theta_BAN: Tensor, action_B: Tensor) -> Tensor:
-    """The quantiles (B, N) of the actions taken."""
+    """Returns the quantiles (B, N) of the actions taken."""
     return theta_BAN.take_along_dim(action_B.view(-1, 1, 1), 1).squeeze(1)
 
 
 class QuantileNetwork(PolicyNetwork):
-    """A network of A * N outputs as quantiles of the returns of A actions; it acts by their means."""
+    """Interprets the A * N outputs of a network as quantiles of A actions; it acts by their means."""
 
     def __init__(self, inner: PolicyNetwork, num_quantiles: int) -> None:
         super().__init__()
         self.inner, self.num_quantiles = inner, num_quantiles
 
     def quantiles(self, observation: Tree) -> Tensor:
-        """Those of every action: (B, A, N)."""
+        """Returns the quantiles of every action: (B, A, N)."""
         outputs = self.inner.act(observation, (), NO_FIRST).params
         return outputs.view(len(outputs), -1, self.num_quantiles)
 
@@ -81,11 +81,11 @@ class QuantileNetwork(PolicyNetwork):
 
 
 def quantile_values(config: NetworkConfig, spaces: Spaces, algorithm: QrDqnConfig) -> PolicyParts:
-    """What acts: action values that are means of quantiles."""
+    """Builds the acting network, whose action values are means of quantiles."""
     if config.name != "auto":
         raise ConfigError(
-            f'network.name="{config.name}" gives one value per action, but qr-dqn learns {algorithm.num_quantiles} '
-            "quantiles of each. Use network.name=auto, or dqn."
+            f'network.name="{config.name}" outputs one value per action, but qr-dqn needs {algorithm.num_quantiles} '
+            "quantiles per action. Use network.name=auto, or dqn."
         )
     kind = DuelingNetwork if algorithm.dueling else HeadNetwork
 
@@ -96,7 +96,7 @@ def quantile_values(config: NetworkConfig, spaces: Spaces, algorithm: QrDqnConfi
 
 
 class QrDqn(Dqn):
-    """DQN with another loss: every quantile of the return descends its own; the model is the quantile network."""
+    """DQN with the quantile Huber loss; the model is the quantile network."""
 
     def __init__(self, config: QrDqnConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
         super().__init__(config, model, seed, peers)

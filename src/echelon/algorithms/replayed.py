@@ -1,4 +1,4 @@
-"""What the rules share that learn from replayed transitions: their networks beside the model, targets, priorities."""
+"""The base class of algorithms that learn from replayed transitions: critics, target networks, priorities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from echelon.schema import TransitionBatch
 
 
 class Replayed(ABC):
-    """One batch of transitions is one minibatch; every transition's TD error becomes its priority."""
+    """Base class: one batch of transitions is one minibatch; a transition's TD error is its new priority."""
 
     def __init__(self, model: Model, seed: int, peers: Peers = ALONE) -> None:
         self.model, self.peers = model, peers
@@ -31,22 +31,22 @@ class Replayed(ABC):
         self.errors = torch.zeros(0)  # of the last minibatch: (B,), or (N, B) of N critics
 
     def build_critic(self, num: int, seed: int) -> FlatModule:
-        """The critics: the model's own where it has them, else new ones that stay with the learner."""
+        """Returns the critics: those of the model if it publishes them, else new ones that only the learner has."""
         critic = self.model.critic
         if critic is None:
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)  # those of GPUs are the caller's
+                torch.default_generator.manual_seed(seed)  # only the CPU generator; the caller owns those of GPUs
                 critic = FlatModule(Critic(self.model.config, self.model.spaces, num), self.model.device)
         return critic
 
     def sample(self, params: Tensor, others: tuple[int, int]) -> Sample:
-        """Actions drawn for the rows of this learner, as they are when one learner draws for all rows."""
+        """Samples actions for the rows of this learner, equal to those that a single learner would sample."""
         drawn = self.model.distribution.sample(embed(params, others), self.generator)
         return Sample(extract(drawn.action, others), extract(drawn.log_prob, others))
 
     @property
     def variant(self) -> bool:
-        """What the next batch does that not every batch does; those of one variant are the same operations."""
+        """Which operations the next batch runs: batches of one variant run the same operations (one CUDA graph)."""
         return False
 
     def minibatches(self, batch: TransitionBatch) -> Iterator[TransitionBatch]:
@@ -54,7 +54,7 @@ class Replayed(ABC):
 
     @abstractmethod
     def losses(self, minibatch: TransitionBatch) -> Iterator[Loss]:
-        """As `Algorithm` has it."""
+        """See `Algorithm.losses`."""
 
     def priorities(self, minibatch: TransitionBatch) -> Tensor:
         return priorities(self.errors)
@@ -80,7 +80,7 @@ class Replayed(ABC):
         self.num_learned = state["num_learned"]
         if state["generator"].shape == self.generator.get_state().shape:
             self.generator.set_state(state["generator"])
-        else:  # of another kind of device, which draws other numbers: a stream that nothing was drawn from
+        else:  # a checkpoint of another kind of device, whose generator differs: start a new stream
             self.generator.manual_seed(self.seed + self.num_learned)
         for name, group in self.groups.items():
             group.module.load_weights(state["groups"][name], f"the checkpoint's {name}")

@@ -1,8 +1,8 @@
 """SAC: soft actor-critic with a learned temperature (Haarnoja et al., 2018, https://arxiv.org/abs/1812.05905).
 
-Discrete actions (Christodoulou, 2019, https://arxiv.org/abs/1910.07207): the critics value every action, and
-expectations over them take the place of samples. Where we differ: log standard deviations are kept
-between bounds by a tanh, not by clipping; an n-step target carries the entropy of its last value only.
+For discrete actions (Christodoulou, 2019, https://arxiv.org/abs/1910.07207) the critics value every action, and
+expectations over actions replace samples. Differences from the paper: a tanh, not clipping, bounds the log standard
+deviations; an n-step target includes only the entropy of its bootstrap value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from echelon.schema import TransitionBatch, Tree
 
 
 class Temperature(nn.Module):
-    """What entropy is worth, as a logarithm."""
+    """The temperature, stored as a logarithm."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Temperature(nn.Module):
 
 
 class Sac(Replayed):
-    """Critics, policy and temperature learn at every step, in this order; the model is the policy."""
+    """Updates critics, policy and temperature at every step, in this order; the model is the policy."""
 
     def __init__(self, config: SacConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
         super().__init__(model, seed, peers)
@@ -91,13 +91,13 @@ class Sac(Replayed):
         return soft_targets(batch.reward, batch.discount, next_q_NB, sample.log_prob, temperature)
 
     def _log_p(self, observation: Tree) -> Tensor:
-        """The log-probability of every discrete action (B, A)."""
+        """Returns the log-probability of every discrete action (B, A)."""
         distribution = self.model.distribution
         assert isinstance(distribution, Categorical)
         return distribution.log_probabilities(self.model.params(observation), action_mask(observation))
 
     def _policy_loss(self, batch: TransitionBatch) -> tuple[Loss, Tensor]:
-        """The loss, and the log-probability of what the policy now does (its mean over discrete actions)."""
+        """Returns the loss, and the log-probability of the policy's new actions (discrete: its expectation)."""
         temperature = self.log_temperature.detach().exp()
         with self.model.autocast():
             if self.discrete:

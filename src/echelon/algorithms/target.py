@@ -1,4 +1,4 @@
-"""Target networks: slow copies that targets are computed from."""
+"""Target networks: delayed copies from which targets are computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.schema import Tree
 
 
 class TargetNetwork:
-    """A copy of a network that follows it, by the part `tau` of the way at a time."""
+    """A copy of a network with soft updates of rate `tau`."""
 
     def __init__(self, source: FlatModule, *, tau: float = 1.0) -> None:
         self.source, self.tau = source, tau
@@ -24,13 +24,13 @@ class TargetNetwork:
         return self.flat.network
 
     def params(self, observation: Tree) -> Tensor:
-        """What it says about single steps (B, ...) if it copies a network that acts."""
+        """Returns the action parameters of single steps (B, ...), if the source is a network that acts."""
         params: Tensor = self.network.act(observation, (), self._first).params
         return params
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Goes its part of the way to what the source is now."""
+        """Moves the copy towards the source by `tau`."""
         mine, other = self.flat.tensors(), self.source.tensors()
         if self.tau == 1.0:
             mine[0].copy_(other[0])

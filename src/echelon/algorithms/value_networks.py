@@ -1,4 +1,4 @@
-"""The networks of rules that learn action values: what acts, and the critics that stay with the learner.
+"""Networks of algorithms that learn action values: the acting network and the critics.
 
 Shapes: N critics, B rows, F features, A actions.
 """
@@ -30,7 +30,7 @@ from echelon.schema import Spaces, Tree, action_leaf
 class HeadNetwork(PolicyNetwork):
     """Encoders, an MLP and one linear head: the values of actions, or the parameters of their distribution.
 
-    An image seen alone goes from its encoder straight to the head, as it does in every network of ours.
+    If an image is the only leaf, its encoder feeds the head directly, as in every built-in network.
     """
 
     def __init__(self, config: NetworkConfig, spaces: Spaces, num_params: int) -> None:
@@ -48,9 +48,9 @@ class HeadNetwork(PolicyNetwork):
 
 
 class DuelingNetwork(PolicyNetwork):
-    """Action values as a state's value and the actions' advantages (Wang et al., 2016, eq. 9).
+    """Action values as the sum of a state value and action advantages (Wang et al., 2016, eq. 9).
 
-    The last hidden layer is twice as wide: one half is the value's stream, the other that of the advantages.
+    The last hidden layer is twice as wide: one half is the value stream, the other the advantage stream.
     """
 
     def __init__(self, config: NetworkConfig, spaces: Spaces, num_params: int) -> None:
@@ -75,7 +75,7 @@ class DuelingNetwork(PolicyNetwork):
 
 
 class StackedLinear(nn.Module):
-    """N linear layers side by side, (N, B, in) to (N, B, out), in one operation."""
+    """N parallel linear layers, (N, B, in) to (N, B, out), in one operation."""
 
     def __init__(self, num: int, in_size: int, out_size: int, gain: float) -> None:
         super().__init__()
@@ -89,9 +89,9 @@ class StackedLinear(nn.Module):
 
 
 class Critic(nn.Module):
-    """N critics evaluated as one: the value of a continuous action (N, B), or of every discrete one (N, B, A).
+    """N critics in one module: the value of a continuous action (N, B), or of every discrete action (N, B, A).
 
-    They share the encoders, which learn nothing unless they see images, and nothing else.
+    They share only the encoders, which have trainable parameters only for images.
     """
 
     def __init__(self, config: NetworkConfig, spaces: Spaces, num: int) -> None:
@@ -110,7 +110,7 @@ class Critic(nn.Module):
         return self.judge(self.encoders(observation), action)
 
     def judge(self, features: Tensor, action: Tensor | None = None) -> Tensor:
-        """The values of actions, from what the encoders made of an observation."""
+        """Returns the values of actions, from the encoders' features of the observation."""
         x = features if action is None else torch.cat((features, action), -1)
         x = x.expand(self.num, *x.shape)
         for layer in self.layers:
@@ -124,7 +124,7 @@ class Critic(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class PolicyParts:
-    """What acts: a network and how its parameters become actions; with a critic where actors need one."""
+    """The parts of a policy: a network, its action distribution, and a critic if actors need one."""
 
     network: PolicyNetwork
     distribution: Distribution
@@ -132,19 +132,19 @@ class PolicyParts:
 
 
 def acting_distribution(algorithm: AlgorithmConfig, action_space: gym.Space[Any]) -> Distribution:
-    """How the actions of `algorithm` come from what its network says."""
+    """Returns the action distribution of `algorithm`."""
     return make_distribution(action_space, algorithm.distribution)
 
 
 def build_acting(config: NetworkConfig, spaces: Spaces, algorithm: AlgorithmConfig) -> PolicyParts:
-    """What `algorithm` acts with; weights are drawn from torch's global generator, so seed it first."""
+    """Builds the acting parts of `algorithm`; weights come from torch's global generator, so seed it first."""
     build: Any = resolve(algorithm.network)
     acting: PolicyParts = build(config, spaces, algorithm)
     return acting
 
 
 def actor_critic(config: NetworkConfig, spaces: Spaces, algorithm: AlgorithmConfig) -> PolicyParts:
-    """Action parameters and state values, with or without memory."""
+    """Builds a network for action parameters and state values, with or without a recurrent core."""
     distribution = acting_distribution(algorithm, spaces.action)
     return PolicyParts(build_network(config, spaces, distribution.num_params), distribution)
 
@@ -169,13 +169,13 @@ def without_memory(
     auto: Callable[[NetworkConfig, Spaces, int], PolicyNetwork],
     algorithm: AlgorithmConfig,
 ) -> PolicyParts:
-    """`auto`, or the user's network, for a rule that learns from single transitions."""
+    """Builds `auto`, or the user's network, for an algorithm that learns from single transitions."""
     distribution = acting_distribution(algorithm, spaces.action)
     network = build_network(config, spaces, distribution.num_params, auto)
     if config.core != "none" or network.state_shapes:
         what = f'network.core="{config.core}"' if config.core != "none" else f'network.name="{config.name}"'
         raise ConfigError(
-            f"{what} remembers, but {algorithm.name} learns from single transitions, which hold no state. Use a "
-            "network without memory (stack frames in the environment instead), or impala or ppo."
+            f"{what} is recurrent, but {algorithm.name} learns from single transitions, which have no recurrent state. "
+            "Use a network without a core (stack frames in the environment instead), or impala or ppo."
         )
     return PolicyParts(network, distribution)
