@@ -241,7 +241,7 @@ def test_an_id_may_name_the_module_that_registers_it(tmp_path: Path, monkeypatch
         (EnvConfig(id=toy.make_nothing), "returned a NoneType"),
         (EnvConfig(id=toy.make_vector_without_count), "parameter num_envs"),
         (EnvConfig(id=toy.make_single_with_count), "returned a CounterEnv"),
-        (EnvConfig(id=toy.make_one_too_many), "holds 2 environments where 1 were asked for"),
+        (EnvConfig(id=toy.make_one_too_many), "has 2 environments instead of 1"),
         (EnvConfig(id=toy.make_same_step), "SAME_STEP.*NEXT_STEP"),
         (EnvConfig(id=toy.make_vector, kwargs={"autoreset_mode": AutoresetMode.DISABLED}), "DISABLED"),
         (EnvConfig(id=toy.make_vector, vector="loop"), 'env.vector="loop"'),
@@ -249,7 +249,7 @@ def test_an_id_may_name_the_module_that_registers_it(tmp_path: Path, monkeypatch
         (EnvConfig(id=toy.make_counter, wrappers=("toy_envs:lose",)), "returned a NoneType"),
         (EnvConfig(id=toy.make_counter, wrappers=("toy_envs:__name__",)), "not callable"),
         (EnvConfig(id=toy.make_counter, vector="vector_entry_point"), "no parameter num_envs"),
-        (EnvConfig(id="Acrobot-v1", vector="vector_entry_point"), "registers none"),
+        (EnvConfig(id="Acrobot-v1", vector="vector_entry_point"), "registers no vector entry point"),
         (EnvConfig(id="CartPole-v1", vector="vector_entry_point", wrappers=("toy_envs:Doubled",)), "env.wrappers"),
     ],
 )

@@ -83,7 +83,7 @@ def test_patience_cuts_an_episode_off() -> None:
 
 @pytest.mark.skipif(has_envpool, reason="envpool is installed")
 def test_without_envpool_it_is_said_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"pip install envpool\. Pixels does without"):
+    with pytest.raises(ConfigError, match=r"pip install envpool\. Pixels does not need it"):
         probe_spaces(EnvConfig(id="echelon.envs.racing:PixelPool"))
 
 

@@ -167,7 +167,7 @@ def test_a_worker_says_goodbye_whatever_ends_it() -> None:
     with learner(lambda message: [task()] if isinstance(message, Ask) else []) as (address, heard):
         output = io.StringIO()
         worker = AsyncWorker(address, env="No-v0", output=output)
-        with pytest.raises(ConfigError, match="no environment that gymnasium knows"):
+        with pytest.raises(ConfigError, match="is not registered with gymnasium"):
             worker.work()
         wait_until(lambda: any(isinstance(message, Leave) for message in heard), "the worker sent Leave")
     assert "leaving; 0 episodes sent" in output.getvalue()

@@ -1,9 +1,9 @@
-"""Atari games through ale_py's own vector environment, preprocessed in C++.
+"""Atari games with ale_py's vector environment, preprocessed in C++.
 
-The usual setting: 4 frames a step with the last two maximised, 84x84 grey, 4 frames stacked (uint8 (4, 84, 84)), up to
-30 no-op frames at a reset, a whole game as the episode, truncated after 108,000 frames (27,000 steps). Rewards are raw,
-so that reported returns are true scores (an algorithm clips what it learns from), and actions are not sticky;
-`env.kwargs` changes any of it.
+The usual preprocessing: 4 frames per step with the maximum of the last two, 84x84 grey, 4 frames stacked (uint8
+(4, 84, 84)), up to 30 no-op frames at a reset, one whole game per episode, truncated after 108,000 frames (27,000
+steps). Rewards are raw, so that reported returns are true scores (algorithms clip the rewards that they learn from),
+and actions are not sticky. `env.kwargs` overrides each setting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echelon.envs.vector import VectorGroup
 from echelon.errors import ConfigError
 
 DEFAULTS: dict[str, Any] = {
-    "num_threads": 1,  # an actor is one core
+    "num_threads": 1,  # an actor uses one core
     "frameskip": 4,
     "img_height": 84,
     "img_width": 84,
@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def import_ale(env_id: str) -> None:
-    """Import ale_py, which registers its ids; raises ConfigError where it is missing."""
+    """Imports ale_py, which registers its ids; raises ConfigError if it is not installed."""
     try:
         import ale_py  # noqa: F401
     except ModuleNotFoundError as error:
@@ -45,13 +45,13 @@ def import_ale(env_id: str) -> None:
 
 
 def atari_group(config: EnvConfig, spec: gym.envs.registration.EnvSpec, seeds: list[int]) -> VectorGroup:
-    """The group of the ALE game that `spec` registers."""
+    """Returns the group of the ALE game of `spec`."""
     from ale_py.vector_env import AtariVectorEnv
 
     if "batch_size" in config.kwargs:
         raise ConfigError(
-            f"env.kwargs has batch_size={config.kwargs['batch_size']}, which steps only some of a group; Echelon steps "
-            "all of it. Drop batch_size and set actor.envs."
+            f"env.kwargs has batch_size={config.kwargs['batch_size']}, which steps only a part of a group; Echelon "
+            "steps all environments. Remove batch_size and set actor.envs."
         )
     kwargs = {**DEFAULTS, **config.kwargs}
     game = spec.kwargs["game"]

@@ -1,7 +1,7 @@
-"""EnvPool's environments as a gymnasium VectorEnv.
+"""Adapts EnvPool to gymnasium's VectorEnv.
 
-EnvPool resets an environment on the step after the one that ended it, which is NEXT_STEP; its seeds are fixed when the
-pool is made, and its spaces are those of one environment.
+EnvPool resets an environment on the step after the end of its episode, which is NEXT_STEP. Its seeds are fixed when the
+pool is created, and its spaces are those of a single environment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from echelon.errors import ConfigError
 class EnvpoolVectorEnv(VectorEnv[Any, Any, Any]):
     """An EnvPool behind gymnasium's vector interface."""
 
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 (gymnasium's own form)
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 (gymnasium's convention)
 
     def __init__(self, pool: Any, num_envs: int) -> None:
         self._pool = pool
@@ -45,13 +45,13 @@ class EnvpoolVectorEnv(VectorEnv[Any, Any, Any]):
 
 
 def envpool_group(config: EnvConfig, task: str, seeds: list[int]) -> VectorGroup:
-    """The group of the EnvPool task `task`."""
+    """Returns the group of the EnvPool task `task`."""
     try:
-        envpool: Any = importlib.import_module("envpool")  # optional, and without types
+        envpool: Any = importlib.import_module("envpool")  # optional and untyped
     except ModuleNotFoundError as error:
         raise ConfigError(f'env.id="envpool:{task}" needs the package envpool: pip install envpool.') from error
     if task not in envpool.list_all_envs():
-        raise ConfigError(f'envpool has no task "{task}"; envpool.list_all_envs() names those it has.')
+        raise ConfigError(f'envpool has no task "{task}"; envpool.list_all_envs() lists its tasks.')
     kwargs = {"num_threads": 1, **config.kwargs}
 
     def make(seeds: list[int]) -> VectorEnv[Any, Any, Any]:

@@ -1,4 +1,4 @@
-"""K single environments in a plain loop: the group that an actor on one core steps most often."""
+"""K single environments stepped in a loop: the usual group of an actor, which has one core."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from echelon.envs.vector import (
 from echelon.errors import ConfigError, EchelonError, EnvError
 from echelon.schema import Spaces, Tree, action_leaf, flatten, space_leaves
 
-SLOW_S = 1.0  # a step of all environments beyond this tells that it moves after every one
+SLOW_S = 1.0  # if a step of all environments takes longer, `tick` is called after each environment
 
 
 class LoopGroup:
@@ -34,15 +34,15 @@ class LoopGroup:
         self.seeds = list(seeds)
         self.failures: list[EnvFailure] = []
         self.tick: Callable[[], None] | None = None
-        self._slow = False  # whether the last step took so long that this one ticks
+        self._slow = False  # whether the last step took longer than SLOW_S
         self._make = make
         self._on_error = on_error
         self._envs: list[gym.Env[Any, Any]] = []
-        self._steps: list[Any] = []  # bound `step` methods: the loop looks nothing up
+        self._steps: list[Any] = []  # bound `step` methods, to save the attribute lookup
         self._ended = [False] * self.num_envs
         self._ticks = 0
-        self._idle = [0] * self.num_envs  # ticks in which this environment made no step
-        self._streak = [0] * self.num_envs  # failures without a step between
+        self._idle = [0] * self.num_envs  # steps of the group in which this environment made none
+        self._streak = [0] * self.num_envs  # failures without a step in between
         self._seeded = False
         try:
             for i in range(self.num_envs):
@@ -52,7 +52,7 @@ class LoopGroup:
             if isinstance(error, EchelonError):
                 raise
             i = len(self._envs)
-            remedy = f"It could not be made: check env.id and env.kwargs (environment {i} of {self.num_envs})."
+            remedy = f"It could not be created: check env.id and env.kwargs (environment {i} of {self.num_envs})."
             raise EnvFailed(describe_failure(i, self.seeds[i], 0, error), self.num_envs, remedy) from error
 
     def _add(self, i: int) -> None:
@@ -68,8 +68,8 @@ class LoopGroup:
         elif env.observation_space != self.spaces.observation or env.action_space != self.spaces.action:
             raise ConfigError(
                 f"environment {i} has the spaces {env.observation_space} and {env.action_space}, environment 0 has "
-                f"{self.spaces.observation} and {self.spaces.action}: a group needs one kind. Make them equal (pad "
-                "observations, mask actions) with a wrapper."
+                f"{self.spaces.observation} and {self.spaces.action}: all environments of a group must have equal "
+                "spaces. Make them equal with a wrapper (pad observations, mask actions)."
             )
 
     def reset(self, observation: list[Array]) -> None:
@@ -114,7 +114,7 @@ class LoopGroup:
             if tick is not None:
                 tick()
         self._slow = time.perf_counter() - started > SLOW_S
-        with np.errstate(over="ignore"):  # too large for float32 becomes an infinity, which the learner refuses by name
+        with np.errstate(over="ignore"):  # overflow becomes infinity, which the learner reports
             self._write(observations, rows.observation)
             try:
                 rows.reward[:] = rewards
@@ -128,11 +128,11 @@ class LoopGroup:
 
     def close(self) -> None:
         for env in self._envs:
-            with contextlib.suppress(Exception):  # the run is over; nobody could do anything about it
+            with contextlib.suppress(Exception):  # the run is over, so the error has no consequence
                 env.close()
 
     def _actions(self, action: Array) -> list[Any]:
-        """One action per environment; a copy, so that an environment may keep or change what it gets."""
+        """Returns one action per environment, copied, so that an environment can keep or change it."""
         if isinstance(self.spaces.action, gym.spaces.Discrete):
             plain: list[Any] = action.tolist()
             return plain
@@ -141,8 +141,8 @@ class LoopGroup:
     def _write(self, observations: list[Tree], out: list[Array]) -> None:
         try:
             if self._one_leaf:
-                stacked = np.asarray(observations)  # one call for K rows: half the time of a row at a time
-                if stacked.shape != out[0].shape:  # assigning would stretch (1,) over (4,)
+                stacked = np.asarray(observations)  # one call for K rows takes half the time of K calls
+                if stacked.shape != out[0].shape:  # assignment would broadcast (1,) to (4,)
                     raise ValueError(stacked.shape)
                 out[0][...] = stacked
                 return
@@ -155,19 +155,20 @@ class LoopGroup:
             raise
 
     def _check(self, i: int, tree: Tree) -> None:
-        """Raise the EnvError that names environment `i` if its observation is not what its space says."""
+        """Raises EnvError, naming environment `i`, if its observation does not fit its space."""
         try:
             leaves = flatten(self.spaces.observation, tree)
         except (KeyError, IndexError, TypeError) as error:
             raise EnvError(
                 f"environment {i} (seed {self.seeds[i]}) returned the observation {tree!r:.200}, which lacks a part of "
-                f"its observation space {self.spaces.observation} ({type(error).__name__}: {error})."
+                f"its observation space {self.spaces.observation} ({type(error).__name__}: {error}). Correct its "
+                "observation_space, or the observation."
             ) from error
         for leaf, value in zip(self._leaves, leaves, strict=True):
             if np.shape(value) != leaf.shape:
                 raise EnvError(
                     f"environment {i} (seed {self.seeds[i]}) returned {leaf.path} of shape {np.shape(value)}; its "
-                    f"space says {leaf.shape}. Correct its observation_space, or the observation."
+                    f"space has {leaf.shape}. Correct its observation_space, or the observation."
                 )
 
     def _check_rewards(self, rewards: list[Any]) -> None:
@@ -176,13 +177,13 @@ class LoopGroup:
                 raise EnvError(f"environment {i} (seed {self.seeds[i]}) returned the reward {reward!r}, not a number.")
 
     def _recover(self, i: int, error: Exception) -> Tree:
-        """Put a new environment in place of `i`, which raised `error`; returns its first observation."""
+        """Replaces environment `i`, which raised `error`, by a new one; returns its first observation."""
         while True:
             failure = describe_failure(i, self.seeds[i], self._ticks - self._idle[i], error)
             self._streak[i] = 0 if failure.step else self._streak[i] + 1
             raise_unless_restartable(failure, self.num_envs, self._streak[i], self._on_error, error)
             self.failures.append(failure)
-            with contextlib.suppress(Exception):  # it failed already, and it is being replaced
+            with contextlib.suppress(Exception):  # it has failed and is being replaced
                 self._envs[i].close()
             self.seeds[i] = next_seed(self.seeds[i])
             self._idle[i] = self._ticks

@@ -1,4 +1,4 @@
-"""From `EnvConfig` to a group of environments, whatever form its id has."""
+"""Creates a group of environments from an `EnvConfig`, for every form of `env.id`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GYM_ID = re.compile(r"([\w:-]+/)?[\w.:-]+-v\d+")
 
 
 def make_group(config: EnvConfig, seeds: list[int], wrapper: Wrapper | None = None) -> EnvGroup:
-    """The group of `len(seeds)` environments that `config` describes; `wrapper` is applied last to each of them."""
+    """Returns a group of `len(seeds)` environments of `config`; `wrapper` is applied last to each of them."""
     id, wrap = config.id, functools.partial(_wrapped, config, wrapper)
     if not isinstance(id, str):
         return _factory_group(config, id, seeds, wrapper)
@@ -43,7 +43,7 @@ def make_group(config: EnvConfig, seeds: list[int], wrapper: Wrapper | None = No
     if module and not GYM_ID.fullmatch(name):
         factory = resolve(id)
         if not callable(factory):
-            raise ConfigError(f'env.id="{id}" is {factory!r:.80}; a factory of environments must be callable.')
+            raise ConfigError(f'env.id="{id}" is {factory!r:.80}; an environment factory must be callable.')
         return _factory_group(config, factory, seeds, wrapper)
     spec = _find_spec(id, module, name)
     if config.vector == "loop" or (config.vector == "auto" and spec.namespace != "ALE"):
@@ -53,21 +53,21 @@ def make_group(config: EnvConfig, seeds: list[int], wrapper: Wrapper | None = No
 
 
 def probe_spaces(config: EnvConfig) -> Spaces:
-    """The spaces of one environment of `config`: makes it, checks them, closes it."""
+    """Returns the spaces of an environment of `config`: creates it, checks its spaces and closes it."""
     try:
         group = make_group(config, [0])
     except EnvFailed as error:
         id = config.id if isinstance(config.id, str) else _named(config.id)
         raise ConfigError(
-            f"{id} could not be made with env.kwargs={config.kwargs}: {error.failure.error}. Check its keyword "
-            "arguments (--env-kwargs), or the environment itself: make it once in Python to see where it fails."
+            f"{id} could not be created with env.kwargs={config.kwargs}: {error.failure.error}. Check its keyword "
+            "arguments (--env-kwargs), or create the environment in Python to see where it fails."
         ) from error
     group.close()
     return group.spaces
 
 
 def env_seeds(seed: int, actor: int, incarnation: int, num_envs: int) -> list[int]:
-    """The 31-bit seeds of an actor's environments: repeatable, and others for every actor and after every restart."""
+    """Returns 31-bit seeds for an actor's environments: reproducible, and different per actor and incarnation."""
     seeds: dict[int, None] = {}
     for state in np.random.SeedSequence([seed, actor, incarnation]).generate_state(2 * num_envs + 8).tolist():
         seeds[state >> 1] = None
@@ -85,17 +85,17 @@ def _find_spec(id: str, module: str, name: str) -> EnvSpec:
     spec = gym.registry.get(name)
     if spec is None:
         near = difflib.get_close_matches(name, gym.registry, n=3, cutoff=0.6)
-        hint = f"Did you mean {' or '.join(near)}?" if near else "gymnasium.pprint_registry() lists those it knows."
+        hint = f"Did you mean {' or '.join(near)}?" if near else "gymnasium.pprint_registry() lists all ids."
         raise ConfigError(
-            f'env.id="{id}" is no environment that gymnasium knows. {hint} One of another package is written '
-            '"module:Id-v0" (the module registers it), "module:factory" or "path/to/file.py:factory".'
+            f'env.id="{id}" is not registered with gymnasium. {hint} Write an environment of another package '
+            'as "module:Id-v0" (the module registers it), "module:factory" or "path/to/file.py:factory".'
         )
     return spec
 
 
 def _make_single(spec: EnvSpec, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
     spec = copy.deepcopy(spec)
-    spec.order_enforce = False  # a group resets before it steps; TimeLimit stays
+    spec.order_enforce = False  # a group always resets before it steps; TimeLimit stays
     try:
         return gym.make(spec, disable_env_checker=True, **kwargs)
     except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
@@ -106,7 +106,8 @@ def _entry_point_group(config: EnvConfig, spec: EnvSpec, seeds: list[int]) -> Ve
     entry = spec.vector_entry_point
     if entry is None:
         raise ConfigError(
-            f'env.vector="vector_entry_point", but {spec.id} registers none. Set env.vector="loop" (or "auto").'
+            f'env.vector="vector_entry_point", but {spec.id} registers no vector entry point. Set env.vector="loop" '
+            '(or "auto").'
         )
 
     def make(seeds: list[int]) -> VectorEnv[Any, Any, Any]:
@@ -123,20 +124,21 @@ def _entry_point_group(config: EnvConfig, spec: EnvSpec, seeds: list[int]) -> Ve
 def _factory_group(
     config: EnvConfig, factory: Callable[..., Any], seeds: list[int], wrapper: Wrapper | None
 ) -> EnvGroup:
-    """The group of a user's factory: one with a parameter `num_envs` makes vector environments."""
+    """Returns the group of a user's factory; a factory with a parameter `num_envs` creates vector environments."""
     if "num_envs" not in _parameters(factory):
         if config.vector == "vector_entry_point":
             raise ConfigError(
                 f'env.vector="vector_entry_point", but the factory {_named(factory)} has no parameter num_envs, so it '
-                'makes single environments. Set env.vector="loop" (or "auto"), or have it return a VectorEnv.'
+                'creates single environments. Set env.vector="loop" (or "auto"), or give it num_envs and return a '
+                "VectorEnv."
             )
         make_single = _wrapped(config, wrapper, lambda: _single(factory, config.kwargs))
         return LoopGroup(make_single, seeds, config.on_error)
     _refuse_wrappers(config, wrapper)
     if config.vector == "loop":
         raise ConfigError(
-            f'env.vector="loop", but the factory {_named(factory)} has a parameter num_envs, so it makes vector '
-            'environments. Set env.vector="auto", or give a factory of single environments.'
+            f'env.vector="loop", but the factory {_named(factory)} has a parameter num_envs, so it creates '
+            'vector environments. Set env.vector="auto", or use a factory of single environments.'
         )
 
     def make(seeds: list[int]) -> VectorEnv[Any, Any, Any]:
@@ -144,7 +146,7 @@ def _factory_group(
         if not isinstance(env, VectorEnv):
             raise ConfigError(
                 f"the factory {_named(factory)} has a parameter num_envs but returned a {type(env).__name__}; it must "
-                "return a gymnasium VectorEnv. Drop the parameter if it makes single environments."
+                "return a gymnasium VectorEnv. Remove the parameter if it creates single environments."
             )
         return env
 
@@ -156,8 +158,8 @@ def _single(factory: Callable[..., Any], kwargs: dict[str, Any]) -> gym.Env[Any,
     if isinstance(env, VectorEnv):
         env.close()
         raise ConfigError(
-            f"the factory {_named(factory)} returned a VectorEnv; it must then have a parameter num_envs, so that an "
-            "actor can ask for as many environments as it steps."
+            f"the factory {_named(factory)} returned a VectorEnv but has no parameter num_envs. Add it, so that an "
+            "actor can choose the number of environments."
         )
     if not isinstance(env, gym.Env):
         raise ConfigError(
@@ -181,8 +183,8 @@ def _wrapped(
             env = wrapper(env)
             if not isinstance(env, gym.Env):
                 raise ConfigError(
-                    f'env.wrappers has "{name}", which returned a {type(env).__name__}; a wrapper takes a '
-                    "gymnasium.Env and returns one."
+                    f'env.wrappers has "{name}", which returned a {type(env).__name__}; a wrapper must take '
+                    "and return a gymnasium.Env."
                 )
         return env
 
@@ -193,13 +195,13 @@ def _refuse_wrappers(config: EnvConfig, wrapper: Wrapper | None) -> None:
     names = [*config.wrappers, *([_named(wrapper)] if wrapper is not None else [])]
     if names:
         raise ConfigError(
-            f"env.wrappers={names} wrap single environments, and {config.id!r} makes a vector "
-            'environment. Set env.vector="loop", or wrap it inside a factory of your own.'
+            f"env.wrappers={names} apply to single environments, but {config.id!r} creates a vector "
+            'environment. Set env.vector="loop", or wrap it in your own factory.'
         )
 
 
 def _with_autoreset(creator: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`kwargs`, asking for NEXT_STEP where `creator` lets one choose."""
+    """Returns `kwargs` with NEXT_STEP autoreset, if `creator` accepts the mode."""
     return {"autoreset_mode": AutoresetMode.NEXT_STEP, **kwargs} if "autoreset_mode" in _parameters(creator) else kwargs
 
 
@@ -211,7 +213,7 @@ def _parameters(function: Callable[..., Any]) -> set[str]:
 
 
 def _missing_package(spec: EnvSpec, entry: object, error: Exception) -> ConfigError:
-    """The ConfigError that says what to install for `spec`; gymnasium's own families are extras of it."""
+    """Returns the ConfigError that names the package to install for `spec`; gymnasium's families are its extras."""
     family = re.match(r"gymnasium\.envs\.(\w+)", str(entry))
     if family:
         extra = {"phys2d": "jax", "tabular": "jax"}.get(family[1], family[1].replace("_", "-"))
@@ -219,7 +221,7 @@ def _missing_package(spec: EnvSpec, entry: object, error: Exception) -> ConfigEr
     elif isinstance(error, ModuleNotFoundError):
         remedy = f'install the package of the module "{error.name}"'
     else:
-        remedy = "install what its package asks for"
+        remedy = "install the dependencies of its package"
     return ConfigError(f"{spec.id} needs a package that is not installed ({error}): {remedy}.")
 
 

@@ -1,9 +1,9 @@
-"""CarRacing-v3 in two other shapes: as learn-to-race has it, and as small grey images that learn fast.
+"""CarRacing-v3 with two other interfaces: that of learn-to-race, and small grey images for fast learning.
 
-Both take two actions, steering and acceleration, each from -1 to 1; braking is acceleration below 0. `Racing` observes
-the car's state (`pose`, 30 numbers in learn-to-race's order) and a camera. `Pixels` observes the last four camera
-images, cropped to the road and in grey, and repeats every action for four frames; `PixelPool` is the same with EnvPool,
-ten times as fast. Rewards are CarRacing's own, so returns are true scores.
+Both have two actions, steering and acceleration, each from -1 to 1; negative acceleration brakes. `Racing` observes the
+car's state (`pose`, 30 numbers in learn-to-race's order) and a camera image. `Pixels` observes the last four camera
+images, cropped to the road and grey, and repeats every action for four frames; `PixelPool` is the same with EnvPool and
+ten times as fast. Rewards are those of CarRacing, so returns are true scores.
 
 Shapes: K environments, S frames of a stack.
 """
@@ -23,21 +23,21 @@ from echelon.errors import ConfigError
 Array = np.ndarray[Any, Any]
 CAR_RACING = "CarRacing-v3"
 POSE_SIZE = 30
-SIDE = 84  # pixels of an image; the rows below show instruments, the columns beside mostly grass
+SIDE = 84  # pixels; the rows below the crop show instruments, the columns beside it mostly grass
 LEFT = 6
 FRAME_SIDE = 96
-GREEN = 1  # the colour in which road, grass, kerb and car differ most
+GREEN = 1  # the colour channel in which road, grass, kerb and car differ most
 ACTIONS = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
 
 
 def controls(action: Array) -> Array:
-    """CarRacing's steering, gas and brake (..., 3) for a steering and an acceleration (..., 2)."""
+    """Converts steering and acceleration (..., 2) to CarRacing's steering, gas and brake (..., 3)."""
     steering, acceleration = action[..., 0], action[..., 1]
     return np.stack([steering, np.maximum(acceleration, 0.0), np.maximum(-acceleration, 0.0)], -1).astype(np.float32)
 
 
 def grey(frames: Array) -> Array:
-    """The road of CarRacing's frames (..., 96, 96, 3) as grey images (..., 84, 84)."""
+    """Crops CarRacing's frames (..., 96, 96, 3) to the road, as grey images (..., 84, 84)."""
     image: Array = frames[..., :SIDE, LEFT : LEFT + SIDE, GREEN]
     return image
 
@@ -50,9 +50,9 @@ def make_car_racing(**kwargs: Any) -> gym.Env[Any, Any]:
 
 
 class Racing(gym.Env[Any, Any]):
-    """CarRacing behind learn-to-race's interface: two actions; `pose` and `camera` are observed."""
+    """CarRacing with learn-to-race's interface: two actions, and the observations `pose` and `camera`."""
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012 (gymnasium's own form)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012 (gymnasium's convention)
 
     def __init__(self, **kwargs: Any) -> None:
         self._env = make_car_racing(**kwargs)
@@ -78,8 +78,8 @@ class Racing(gym.Env[Any, Any]):
         return {"camera": frame, "pose": self._pose()}, float(reward), terminated, truncated, info
 
     def _pose(self) -> Array:
-        """Steering, gear, mode; velocity, acceleration, angular velocity (right, forward, up); yaw, pitch, roll;
-        position; of the four wheels rotation, brake and torque. What a flat world lacks is 0."""
+        """Returns steering, gear, mode; velocity, acceleration, angular velocity (right, forward, up); yaw, pitch,
+        roll; position; rotation, brake and torque of the four wheels. Entries that a flat world lacks are 0."""
         car: Any = self._env.unwrapped.car  # type: ignore[attr-defined]
         hull, fps = car.hull, self.metadata["render_fps"]
         forward, right = (np.asarray(hull.GetWorldVector(axis)) for axis in ((0, 1), (1, 0)))
@@ -103,10 +103,10 @@ class Racing(gym.Env[Any, Any]):
 class Pixels(gym.Env[Any, Any]):
     """CarRacing with two actions, each repeated, and a stack of grey images (S, 84, 84)."""
 
-    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 (gymnasium's own form)
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 (gymnasium's convention)
 
     def __init__(self, repeat: int = 4, stack: int = 4, patience: int = 0, **kwargs: Any) -> None:
-        """An episode is cut off after `patience` steps without a new piece of road; 0: never, as scores need it."""
+        """An episode is truncated after `patience` steps without a new road tile; 0: never, for comparable scores."""
         self._env = make_car_racing(**kwargs)
         self.render_mode = kwargs.get("render_mode")
         self._repeat, self._patience, self._idle = repeat, patience, 0
@@ -145,19 +145,19 @@ class Pixels(gym.Env[Any, Any]):
 class PixelPool(VectorEnv[Any, Any, Any]):
     """`Pixels`, K of them in an EnvPool: `echelon train sac echelon.envs.racing:PixelPool`."""
 
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 (gymnasium's own form)
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 (gymnasium's convention)
 
     def __init__(self, num_envs: int, repeat: int = 4, stack: int = 4, patience: int = 0, num_threads: int = 1) -> None:
-        """`num_threads` of the pool; the rest as for `Pixels`."""
+        """`num_threads` is that of the pool; the other parameters are those of `Pixels`."""
         try:
-            self._envpool: Any = importlib.import_module("envpool")  # optional, and without types
+            self._envpool: Any = importlib.import_module("envpool")  # optional and untyped
         except ModuleNotFoundError as error:
             raise ConfigError(
-                "PixelPool needs the package envpool: pip install envpool. Pixels does without."
+                "PixelPool needs the package envpool: pip install envpool. Pixels does not need it."
             ) from error
         self.num_envs = num_envs
         self._repeat, self._patience, self._num_threads = repeat, patience, num_threads
-        self._pool: Any = None  # its seed is fixed when it is made
+        self._pool: Any = None  # created in `reset`: its seed is fixed on creation
         self._images = np.zeros((num_envs, stack, SIDE, SIDE), np.uint8)
         self._idle, self._ended = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.bool_)
         self.single_action_space = ACTIONS
@@ -185,7 +185,7 @@ class PixelPool(VectorEnv[Any, Any, Any]):
             if not len(playing):
                 break
             frames, reward, terminated, truncated, info = self._pool.step(control[playing], playing.astype(np.int32))
-            envs = info["env_id"]  # in the order of their arrival
+            envs = info["env_id"]  # in order of arrival
             rewards[envs] += reward
             is_new[envs] |= reward > 0.0
             ends[:, envs] = terminated, truncated

@@ -1,4 +1,4 @@
-"""A memory task: see a cue, wait, then act on it. Nothing but memory helps, so a policy without any stays at chance."""
+"""A memory task: see a cue, wait, then act on it. A policy without memory cannot do better than chance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 class Recall(gym.Env[np.ndarray[Any, Any], np.int64]):
     """One of two cues is shown at the first step; `delay` steps later the matching action earns 1, the other -1.
 
-    Observation: (cue is 0, cue is 1, act now), each 0 or 1; blank in between. Chance is a return of 0, the best is 1.
+    Observation: (cue is 0, cue is 1, act now), each 0 or 1; all 0 in between. A random policy's mean return is 0, the
+    best is 1.
     """
 
     def __init__(self, delay: int = 20) -> None:

@@ -1,8 +1,9 @@
-"""Groups: K environments stepped as one, written straight into the rows of a trajectory.
+"""Groups: K environments stepped together, writing directly into the rows of a trajectory.
 
-Autoreset is gymnasium's NEXT_STEP everywhere. The step that ends an episode writes its true final observation; the
-next step ignores the action, resets that environment and writes the first observation of the new episode with reward
-0, no ends and `valid=False`. An environment replaced after an error (`on_error="restart"`) writes such a row too.
+Autoreset is gymnasium's NEXT_STEP everywhere. The last step of an episode writes its true final observation. The next
+step ignores the action, resets that environment and writes the first observation of the new episode, with reward 0,
+neither terminated nor truncated, and `valid=False`. An environment replaced after an error (`on_error="restart"`)
+writes such a row, too.
 
 Shapes: K environments of a group.
 """
@@ -24,7 +25,7 @@ from echelon.schema import Spaces, Tree, action_leaf, flatten, space_leaves
 Array = np.ndarray[Any, Any]
 OnError = Literal["stop", "restart"]
 
-MAX_FAILURES = 3  # this often in a row, without one step between, and a restart will not mend it
+MAX_FAILURES = 3  # consecutive failures without a step in between, after which a restart is considered useless
 
 
 @dataclass(slots=True)
@@ -40,17 +41,17 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class EnvFailure:
-    """What an environment raised, in text that can cross a process."""
+    """An exception of an environment as text, which can be sent between processes."""
 
-    index: int  # in its group; -1: one of a vector environment's, which does not say which
+    index: int  # in its group; -1: unknown, in a vector environment
     seed: int
-    step: int  # steps this environment had made when it raised
+    step: int  # steps of this environment before it raised
     error: str
     traceback: str
 
 
 class EnvFailed(EnvError):
-    """An environment raised, and the run was not told to go on without it."""
+    """An environment raised and is not restarted."""
 
     def __init__(self, failure: EnvFailure, num_envs: int, remedy: str) -> None:
         who = f"environment {failure.index}" if failure.index >= 0 else f"one of {num_envs} vectorised environments"
@@ -66,23 +67,23 @@ class EnvGroup(Protocol):
 
     spaces: Spaces
     num_envs: int
-    seeds: list[int]  # of the environments as they are now: a restarted one has a new seed
+    seeds: list[int]  # of the current environments: a restarted environment has a new seed
     failures: list[EnvFailure]  # environments restarted since the caller last cleared it
-    tick: Callable[[], None] | None  # called inside a long step, so that slow is not taken for hung
+    tick: Callable[[], None] | None  # called during a long step, so that a slow group does not count as hung
 
     def reset(self, observation: list[Array]) -> None:
-        """Start an episode everywhere; seeded the first time."""
+        """Starts an episode in every environment; the first call seeds them."""
         ...
 
     def step(self, action: Array, rows: StepRows) -> None:
-        """Step every environment with its row of `action` (K, ...), as the environment receives it."""
+        """Steps every environment with its row of `action` (K, ...), in the environment's units."""
         ...
 
     def close(self) -> None: ...
 
 
 def reset_seed(env: VectorEnv[Any, Any, Any], seeds: list[int]) -> Any:
-    """What `env.reset(seed=)` takes: one seed per environment where gymnasium says so, else the first."""
+    """Returns the argument of `env.reset(seed=)`: one seed per environment for gymnasium's classes, else the first."""
     return list(seeds) if isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv) else seeds[0]
 
 
@@ -112,7 +113,7 @@ class VectorGroup:
         except EchelonError:
             raise
         except Exception as error:
-            remedy = "It could not be made: check env.id and env.kwargs."
+            remedy = "It could not be created: check env.id and env.kwargs."
             raise EnvFailed(describe_failure(-1, self.seeds[0], 0, error), self.num_envs, remedy) from error
         try:
             _check_vector(self._env, self.num_envs)
@@ -143,7 +144,7 @@ class VectorGroup:
                 flags[:] = False
             return
         self._ticks += 1
-        with np.errstate(over="ignore"):  # too large for float32 becomes an infinity, which the learner refuses by name
+        with np.errstate(over="ignore"):  # overflow becomes infinity, which the learner reports
             self._write(tree, rows.observation)
             rows.reward[:] = reward
         rows.terminated[:] = terminated
@@ -153,27 +154,27 @@ class VectorGroup:
         if (ended & self._ended).any():
             raise EnvError(
                 f"environments {np.flatnonzero(ended & self._ended).tolist()} of {self._env} ended twice in a row: "
-                "the vector environment claims NEXT_STEP autoreset, but its reset step ends an episode. Correct it, "
-                "or give a factory of single environments."
+                "the vector environment declares NEXT_STEP autoreset, but its reset step ends an episode. Correct it, "
+                "or use a factory of single environments."
             )
         rows.reward[self._ended] = 0.0
         self._ended = ended
 
     def close(self) -> None:
-        with contextlib.suppress(Exception):  # the run is over; nobody could do anything about it
+        with contextlib.suppress(Exception):  # the run is over, so the error has no consequence
             self._env.close()
 
     def _write(self, tree: Tree, out: list[Array]) -> None:
         for leaf, value in zip(out, flatten(self.spaces.observation, tree), strict=True):
             if np.shape(value) != leaf.shape:
                 raise EnvError(
-                    f"{self._env} returned an observation of shape {np.shape(value)}; its space says {leaf.shape} for "
+                    f"{self._env} returned an observation of shape {np.shape(value)}; its space has {leaf.shape} for "
                     f"{self.num_envs} environments. Correct its single_observation_space, or the observation."
                 )
             leaf[:] = value
 
     def _recover(self, error: Exception) -> Tree:
-        """Make the whole vector environment anew; returns its first observations."""
+        """Recreates the whole vector environment; returns its first observations."""
         while True:
             failure = describe_failure(-1, self.seeds[0], self._ticks, error)
             self._streak = 0 if failure.step else self._streak + 1
@@ -198,18 +199,18 @@ def _check_vector(env: VectorEnv[Any, Any, Any], num_envs: int) -> None:
         named = f"autoreset_mode={mode}" if mode is not None else "no autoreset_mode in its metadata"
         raise ConfigError(
             f"the vector environment {env} has {named}; Echelon needs AutoresetMode.NEXT_STEP, which keeps the final "
-            "observation in the stream. Make it with autoreset_mode=AutoresetMode.NEXT_STEP (and say so in its "
-            "metadata), or give a factory of single environments."
+            "observation in the stream. Create it with autoreset_mode=AutoresetMode.NEXT_STEP (and declare it in its "
+            "metadata), or use a factory of single environments."
         )
     if env.num_envs != num_envs:
         raise ConfigError(
-            f"the vector environment {env} holds {env.num_envs} environments where {num_envs} were asked for. Its "
-            "factory must make as many as its num_envs parameter says; set actor.envs, not env.kwargs."
+            f"the vector environment {env} has {env.num_envs} environments instead of {num_envs}. Its factory must "
+            "create num_envs environments; set actor.envs, not env.kwargs."
         )
 
 
 def describe_failure(index: int, seed: int, step: int, error: Exception) -> EnvFailure:
-    """`error` as an EnvFailure."""
+    """Returns `error` as an EnvFailure."""
     text = "".join(traceback.format_exception(error))
     return EnvFailure(index, seed, step, f"{type(error).__name__}: {error}", text)
 
@@ -217,15 +218,15 @@ def describe_failure(index: int, seed: int, step: int, error: Exception) -> EnvF
 def raise_unless_restartable(
     failure: EnvFailure, num_envs: int, streak: int, on_error: OnError, error: Exception
 ) -> None:
-    """Raise EnvFailed where the environment that failed must not, or cannot, be replaced."""
+    """Raises EnvFailed if the failed environment must not, or cannot, be replaced."""
     if on_error == "stop":
-        remedy = 'Correct the environment, or set env.on_error="restart" to replace one that raises.'
+        remedy = 'Correct the environment, or set env.on_error="restart" to replace environments that raise.'
         raise EnvFailed(failure, num_envs, remedy) from error
     if streak >= MAX_FAILURES:
-        remedy = f"It failed {streak} times in a row without making a step, so a restart does not mend it."
+        remedy = f"It failed {streak} times in a row without a step in between, so a restart does not help."
         raise EnvFailed(failure, num_envs, remedy) from error
 
 
 def next_seed(seed: int) -> int:
-    """The seed of the environment that replaces one seeded with `seed`; repeatable."""
+    """Returns the seed of the environment that replaces one with `seed`; reproducible."""
     return int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]) >> 1
