@@ -268,7 +268,7 @@ DAMAGES = [
     (cut_tensors, "tensors.safetensors is damaged: its SHA-256"),
     (remove_tensors, "tensors.safetensors is damaged: it cannot be read"),
     (cut_state, "state.json is damaged: it cannot be read"),
-    (change_state, "state.json is damaged: its structure"),
+    (change_state, "state.json is damaged: the SHA-256 of its structure"),
     (remove_state, "state.json is damaged: it cannot be read"),
     (empty_state, "state.json is damaged: it has no structure"),
 ]

@@ -359,7 +359,7 @@ def test_create_refuses_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "note").write_text("mine")
     with pytest.raises(ConfigError, match=f"not empty.*echelon resume {tmp_path}.*--run-dir"):
         RunFolder.create(tmp_path)
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be created"):
         RunFolder.create(tmp_path / "note")
     assert [path.name for path in tmp_path.iterdir()] == ["note"]
 
@@ -462,7 +462,7 @@ def test_the_curve_of_a_resumed_run_leaves_out_what_was_repeated(tmp_path: Path)
 
 
 def test_a_curve_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no rows to draw yet"):
+    with pytest.raises(ConfigError, match="no rows yet"):
         draw_curve(run_with(tmp_path / "run", [{"kind": "message", "text": "hello"}]))
 
 
@@ -553,7 +553,7 @@ BOTTLENECKS = [
         8,
         "bottleneck: the 2 learners (busy 100%; actors wait 60%)",
     ),
-    ({"learner": shares(learn=1.0)}, 8, "not known"),
+    ({"learner": shares(learn=1.0)}, 8, "unknown"),
 ]
 
 
@@ -590,7 +590,7 @@ def test_no_more_actors_where_no_core_is_free() -> None:
 
 def test_a_run_folder_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
-    told = rf"still going on \(process {os.getpid()}\)"
+    told = rf"still running \(process {os.getpid()}\)"
     with run.held(), pytest.raises(ConfigError, match=told), RunFolder(run.path).held():
         pass
     with run.held():

@@ -1,4 +1,4 @@
-"""Where the time goes, in one sentence: which part of a run limits it, and what to change."""
+"""Names the bottleneck of a run and a remedy, from the time that its roles spend in each phase."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Mapping
 Shares = Mapping[str, float]  # phase -> share of a role's wall time, in [0, 1]
 
 PHASES = ("env", "act", "learn", "exchange", "transfer", "wait")
-BUSY = 0.9  # a role, or all cores together, above this share has nothing left to give
+BUSY = 0.9  # above this share a role, or all cores together, count as saturated
 LARGE = 0.3  # a share of the learners' time that is worth saving
 _WORK = ("env", "act", "learn", "exchange", "transfer")
 _REMEDIES = {
-    "env": "A vectorised environment would cost less a step (--env.vector vector_entry_point, or envpool:ID)",
+    "env": "A vectorised environment would cost less per step (--env.vector vector_entry_point, or envpool:ID)",
     "act": "More environments per actor (--envs-per-actor) would share each forward pass",
-    "learn": "Fewer epochs, a smaller network or a GPU (--device cuda) would cost less a sample",
+    "learn": "Fewer epochs, a smaller network or a GPU (--device cuda) would cost less per sample",
     "exchange": "One learner (--learners 1) would have nothing to exchange",
-    "transfer": "Longer trajectories (--actor.trajectory) would pass data on less often",
+    "transfer": "Longer trajectories (--actor.trajectory) would transfer data less often",
 }
 
-_PARTS = {  # of an actor's work
+_PARTS = {  # the phases of an actor
     "env": "stepping the environments",
     "act": "choosing actions",
-    "learn": "learning from what they did",
-    "transfer": "handing over data",
+    "learn": "computing gradients",
+    "transfer": "transferring data",
 }
 
 
@@ -36,17 +36,17 @@ def bottleneck(
     replayed: bool = False,
     on_gpu: bool = False,
 ) -> str:
-    """One sentence naming the bottleneck and one naming the remedy.
+    """Returns one sentence that names the bottleneck and one that names the remedy.
 
-    `roles` maps names such as "actor-0", "inference-0" and "learner" to phase shares; `num_processes` is how many run
-    on `num_cores`; `replayed` where a limiter paces actors and learner; `on_gpu` where a GPU learns.
+    `roles` maps names such as "actor-0", "inference-0" and "learner" to phase shares; `num_processes` run on
+    `num_cores`; `replayed`: a limiter paces actors and learner; `on_gpu`: the learner uses a GPU.
     """
     actors, servers, learners = (
         [shares for name, shares in roles.items() if name.startswith(kind)]
         for kind in ("actor", "inference", "learner")
     )
     if not actors or not learners:
-        return "bottleneck: not known (no times from actors and learner yet)."
+        return "bottleneck: unknown (no times from actors and learner yet)."
     work = {phase: sum(shares.get(phase, 0.0) for shares in roles.values()) for phase in _WORK}
     actors_learn = _mean(actors, "learn") > 0.0
     if _mean(learners, "exchange") >= LARGE and _busy(learners) >= max(_busy(actors), _busy(servers)):
@@ -63,8 +63,8 @@ def bottleneck(
         if replayed:
             more = "Another --replay.samples-per-insert (0: no limit), or more actors or environments,"
         if servers:
-            more = f"`--acting auto` measures whether requests pay here. {more}"
-        return f"bottleneck: none is busy; they wait for each other ({waits}). {more} would let them work at one time."
+            more = f"`--acting auto` measures whether central acting is faster here. {more}"
+        return f"bottleneck: none is busy; they wait for each other ({waits}). {more} would let them run concurrently."
     if servers_busy >= max(learner_busy, actors_busy):
         return _inference(servers_busy, len(servers), _mean(actors, "wait"), num_cores - num_processes)
     if learner_busy >= actors_busy:
@@ -74,7 +74,7 @@ def bottleneck(
 
 
 def _exchanging(learners: list[Shares], actors_wait: float, replayed: bool, on_gpu: bool) -> str:
-    """Several learners that wait for each other more than sharing the work saves."""
+    """Returns the text for several learners that spend more time on the exchange than sharing the work saves."""
     larger = f"larger minibatches ({'--replay.batch' if replayed else '--learner.batch'})"
     threads = "" if on_gpu else " --learner.threads gives one learner more cores without it."
     return (
@@ -93,14 +93,14 @@ def _less_learning(replayed: bool, on_gpu: bool) -> str:
 
 
 def workers_bottleneck(learner: Shares) -> str:
-    """The same of a run with workers, which are elsewhere: either they keep the learner busy, or they do not."""
+    """Returns the sentences for a run with workers, whose times are unknown: the learner is the limit, or they are."""
     busy = 1.0 - learner.get("wait", 0.0)
     if busy >= BUSY:
         return (
             f"bottleneck: the learner (busy {busy:.0%}); episodes wait for their updates. A GPU (--device cuda), a "
             "smaller network, or fewer or smaller updates (--update-steps, --batch-size) would help."
         )
-    return f"bottleneck: the workers (the learner is busy {busy:.0%}); more of them would bring more episodes."
+    return f"bottleneck: the workers (the learner is busy {busy:.0%}); more workers would send more episodes."
 
 
 def _inference(busy: float, num_servers: int, actors_wait: float, free_cores: int) -> str:
@@ -126,9 +126,11 @@ def _acting(actors: list[Shares], learners: list[Shares], free_cores: int) -> st
 
 def _remedy(phase: str, *, actors_learn: bool, replayed: bool) -> str:
     if phase == "learn" and actors_learn:
-        return "A smaller network, or a preset that learns on a GPU, would cost less a sample"
+        return "A smaller network, or a preset that learns on a GPU, would cost less per sample"
     if phase == "learn" and replayed:
-        return "A lower --replay.samples-per-insert, a smaller network or a GPU (--device cuda) would cost less a step"
+        return (
+            "A lower --replay.samples-per-insert, a smaller network or a GPU (--device cuda) would cost less per step"
+        )
     return _REMEDIES[phase]
 
 
@@ -137,7 +139,7 @@ def _processor(work: Mapping[str, float], all_busy: str, actors_learn: bool, rep
     split = ", ".join(f"{phase} {work[phase] / total:.0%}" for phase in _WORK if phase != "exchange" or work[phase])
     remedy = _remedy(max(work, key=work.__getitem__), actors_learn=actors_learn, replayed=replayed)
     return (
-        f"bottleneck: the processor, {all_busy} ({split}), so more actors would only take turns. "
+        f"bottleneck: the processor, {all_busy} ({split}), so more actors would not help. "
         f"More cores, or less work: {remedy[0].lower()}{remedy[1:]}."
     )
 
@@ -149,7 +151,7 @@ def _all(num_cores: int, num_processes: int) -> str:
 
 
 def _busy(roles: list[Shares]) -> float:
-    """The part of their time in which they do not wait, on average; 0 of nobody."""
+    """Returns the mean share of time in which `roles` do not wait; 0 if there are none."""
     if not roles:
         return 0.0
     return statistics.fmean(sum(shares.get(phase, 0.0) for phase in _WORK) for shares in roles)

@@ -1,10 +1,10 @@
-"""Checkpoints: a tree of state as safetensors and JSON, written whole or not at all, verified when read.
+"""Checkpoints: a tree of state as safetensors and JSON, written atomically and verified when read.
 
 A checkpoint is a folder `step_000000012345` with `tensors.safetensors` (every tensor and array) and `state.json` (the
-rest, and the SHA-256 of both). It appears by a rename, so a reader never sees half of one; a crash leaves at most
-temporary folders, which the next look cleans away; one that was not replaced gets its name back. One process writes a
-folder of checkpoints; any number may read it. The writer holds a lock of the folder, which the kernel releases when it
-dies: processes of another container see it, too, where the writer's process number means nothing.
+rest, and the SHA-256 of both). A rename publishes it, so a reader never sees a partial one. A crash leaves at most
+temporary folders: the next reader removes them, and restores a checkpoint whose replacement was not completed. One
+process writes a folder of checkpoints; any number may read it. The writer holds a lock on the folder, which the kernel
+releases when it dies; processes of other containers see the lock, too, where the writer's pid has no meaning.
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 TENSORS, STATE = "tensors.safetensors", "state.json"
-TICK_S = 0.1  # between two signs of life of who waits for the disk
-FOREIGN_TEMPORARY_AGE_S = 3600.0  # a temporary folder of another host is taken for abandoned after this
+TICK_S = 0.1  # interval of `tick` calls while waiting for the disk
+FOREIGN_TEMPORARY_AGE_S = 3600.0  # age at which a temporary folder of another host counts as abandoned
 
 _STEP = re.compile(r"step_(\d{12,})")
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>.+)\.[^.]+")
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run in a thread of its own, so that who learns does not wait for the disk.
+    """Writes the checkpoints of a run in a separate thread, so that the learner does not wait for the disk.
 
-    `save` waits only while the checkpoint before it is still being written; whoever waits, however slow the disk is,
-    calls `tick` meanwhile. What went wrong with one is raised by the next `save` or `wait`.
+    `save` waits only while the previous checkpoint is being written; while it waits, it calls `tick`, so that a slow
+    disk does not count as a hang. The next `save` or `wait` raises the error of a failed write.
     """
 
     def __init__(self, folder: Path, keep: int, tick: Callable[[], None] = lambda: None) -> None:
         if keep < 1:
-            raise ConfigError(f"keep={keep} checkpoints in {folder}: at least 1 has to be kept.")
+            raise ConfigError(f"keep={keep} checkpoints in {folder}: keep at least 1.")
         self.folder, self.keep, self._tick = folder, keep, tick
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._under_way: Future[None] | None = None
 
     def save(self, tree: Any, *, step: int) -> Path:
-        """Begins to write `tree`, as it is now, as the checkpoint of `step`; returns where it will be."""
-        self.wait()  # first: what the tree takes while it is written is there once
+        """Starts writing a snapshot of `tree` as the checkpoint of `step`; returns its future path."""
+        self.wait()  # first, so that only one copy of the tree is in memory
         self.begin(_put, self.folder, _Content.of(tree), step, self.keep)
         return self.folder / f"step_{step:012d}"
 
     def begin(self, write: Callable[..., None], *args: Any) -> None:
-        """Begins to write whatever `write` does, after what is being written."""
+        """Runs `write(*args)` in the writer thread, after the current write."""
         self.wait()
         self._under_way = self._pool.submit(write, *args)
 
     def wait(self) -> None:
-        """Until the newest is on the disk, and others are removed."""
+        """Waits until the newest checkpoint is on disk and old ones are removed."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             while not wait_for([under_way], TICK_S).done:
@@ -82,10 +82,10 @@ class CheckpointWriter:
 
 
 def save_checkpoint(folder: Path, tree: Any, *, step: int, keep: int) -> Path:
-    """Write `tree` as the checkpoint of `step` and remove all but the newest `keep`; returns its path.
+    """Writes `tree` as the checkpoint of `step` and removes all but the newest `keep`; returns its path.
 
-    Checkpoints beyond `step` belong to a future that a resume from an earlier one gave up (or that was damaged): they
-    are removed too, so the newest by number is always the newest by time.
+    Checkpoints beyond `step` are removed, too: the run was resumed from an earlier one, or they were damaged. The
+    checkpoint with the highest step is therefore always the most recent.
     """
     with contextlib.closing(CheckpointWriter(folder, keep)) as writer:
         path = writer.save(tree, step=step)
@@ -95,7 +95,7 @@ def save_checkpoint(folder: Path, tree: Any, *, step: int, keep: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """A tree as bytes."""
+    """A serialized tree."""
 
     tensors: bytes
     structure: str
@@ -124,7 +124,7 @@ def _put(folder: Path, content: _Content, step: int, keep: int) -> None:
 
 
 def load_checkpoint(path: Path) -> Any:
-    """The tree saved at `path`, tensors on the CPU; damage raises ConfigError and names the previous checkpoint."""
+    """Returns the tree saved at `path`, tensors on the CPU; if damaged, raises ConfigError with the previous one."""
     structure, raw = _verified(path)
     try:
         return unpack(Packed(structure, _tensor_files().load(raw)))
@@ -142,7 +142,7 @@ def load_parts(path: Path, names: Collection[str]) -> dict[str, Any]:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder`, unread; what a dead writer left is cleared away first."""
+    """Returns the newest checkpoint in `folder`, not verified; removes leftovers of dead writers first."""
     if any(folder.glob(".tmp-*")):
         with _locked(folder, wait=False) as is_mine:
             _clear(folder, is_written=not is_mine)
@@ -151,9 +151,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def newest_intact(folder: Path) -> tuple[Path, str] | None:
-    """The newest checkpoint that verifies, and a message about the damaged ones passed over ("" if none).
+    """Returns the newest intact checkpoint, and a message about newer damaged ones ("" if there are none).
 
-    None if there is no checkpoint at all; ConfigError if there are some and every one is damaged.
+    Returns None if there is no checkpoint; raises ConfigError if all are damaged.
     """
     if latest_checkpoint(folder) is None:
         return None
@@ -169,7 +169,7 @@ def newest_intact(folder: Path) -> tuple[Path, str] | None:
 
 
 def weights_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
-    """One hash of names, dtypes, shapes and bytes, whatever the order, the device or the file they lie in."""
+    """Returns a hash of names, dtypes, shapes and bytes, independent of order, device and file."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -179,7 +179,7 @@ def weights_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def save_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a plain safetensors file, whole or not at all."""
+    """Writes a plain safetensors file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -192,7 +192,7 @@ def save_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapp
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, on the CPU."""
+    """Returns the tensors of a safetensors file, on the CPU."""
     try:
         tensors: dict[str, torch.Tensor] = _tensor_files().load(path.read_bytes())
         return tensors
@@ -201,7 +201,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def find_weights(path: str) -> dict[str, torch.Tensor]:
-    """The weights in a file, or those of a run folder: its newest checkpoint's, or what it ended with."""
+    """Returns the weights of a file or of a run folder: its newest checkpoint's, else its final weights."""
     where = Path(path)
     if where.is_file():
         return load_weights(where)
@@ -210,11 +210,11 @@ def find_weights(path: str) -> dict[str, torch.Tensor]:
         return dict(load_checkpoint(found[0])["model"])
     if (where / "weights.safetensors").is_file():
         return load_weights(where / "weights.safetensors")
-    raise ConfigError(f"{path} is neither a weights file nor a run folder with a checkpoint. Name one that is.")
+    raise ConfigError(f"{path} is neither a weights file nor a run folder with a checkpoint. Give one of them.")
 
 
 def weights_metadata(path: Path) -> dict[str, str]:
-    """The metadata given to `save_weights`."""
+    """Returns the metadata that `save_weights` wrote."""
     try:
         with safetensors.safe_open(path, "pt") as file:
             return dict(file.metadata() or {})
@@ -242,7 +242,7 @@ def _write(folder: Path, content: _Content, step: int) -> None:
 
 
 def _verified(path: Path) -> tuple[Any, bytes]:
-    """The structure and the tensor bytes of a checkpoint whose format and hashes are right."""
+    """Returns the structure and the tensor bytes of a checkpoint, after checking its format and hashes."""
     try:
         state = json.loads((path / STATE).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -256,7 +256,7 @@ def _verified(path: Path) -> tuple[Any, bytes]:
         )
     text = _canonical(state["structure"])
     if hashlib.sha256(text.encode()).hexdigest() != state.get("structure_sha256"):
-        raise _damaged(path, path / STATE, "its structure does not have the SHA-256 it names")
+        raise _damaged(path, path / STATE, "the SHA-256 of its structure is wrong")
     try:
         raw = (path / TENSORS).read_bytes()
     except OSError as error:
@@ -264,18 +264,20 @@ def _verified(path: Path) -> tuple[Any, bytes]:
     found = hashlib.sha256(raw).hexdigest()
     if found != state.get("tensors_sha256"):
         wanted = str(state.get("tensors_sha256"))
-        raise _damaged(path, path / TENSORS, f"its SHA-256 is {found[:12]}…, {STATE} says {wanted[:12]}…")
+        raise _damaged(path, path / TENSORS, f"its SHA-256 is {found[:12]}…, {STATE} has {wanted[:12]}…")
     return state["structure"], raw
 
 
 def _damaged(path: Path, file: Path, what: str) -> ConfigError:
     earlier = [other for other in _checkpoints(path.parent) if _step(other) < _step(path)]
-    remedy = f"Use the previous checkpoint {earlier[-1]}." if earlier else "There is no earlier one: start a new run."
+    remedy = (
+        f"Use the previous checkpoint {earlier[-1]}." if earlier else "There is no earlier checkpoint: start a new run."
+    )
     return ConfigError(f"the checkpoint file {file} is damaged: {what}. {remedy}")
 
 
 def _unreadable_weights(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"the weights file {path} cannot be read: {error}. Give a whole .safetensors file.")
+    return ConfigError(f"the weights file {path} cannot be read: {error}. Give an intact .safetensors file.")
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -295,7 +297,7 @@ def _temporary(folder: Path, what: str) -> Path:
 
 @contextlib.contextmanager
 def _locked(folder: Path, *, wait: bool) -> Iterator[bool]:
-    """Holds the lock of `folder`; says False where another process of this host has it, or the disk knows no locks."""
+    """Holds the lock of `folder`; yields False if another process of this host has it or the disk has no locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -306,12 +308,12 @@ def _locked(folder: Path, *, wait: bool) -> Iterator[bool]:
     try:
         yield True
     finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork of this process may have the descriptor, too
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # explicitly: a fork of this process may share the descriptor
         os.close(descriptor)
 
 
 def _clear(folder: Path, *, is_written: bool) -> None:
-    """Removes, or puts back, what dead writers left; `is_written` if one of this host may be alive."""
+    """Removes or restores leftovers of dead writers; `is_written`: a writer of this host may be alive."""
     for path in folder.glob(".tmp-*"):
         if (match := _TEMPORARY.fullmatch(path.name)) is None:
             continue
@@ -320,18 +322,18 @@ def _clear(folder: Path, *, is_written: bool) -> None:
 
 
 def _is_old(path: Path) -> bool:
-    """Whether a temporary folder of another host, which has other locks, is so old that its writer must be dead."""
+    """Returns whether a temporary folder of another host, whose locks are invisible, is old enough to be abandoned."""
     try:
         return time.time() - path.stat().st_mtime > FOREIGN_TEMPORARY_AGE_S
-    except FileNotFoundError:  # its writer is done
+    except FileNotFoundError:  # its writer has finished
         return False
 
 
 def _put_back(path: Path) -> None:
-    """Removes a temporary folder; what its writer was about to replace, when it died between two renames, stays."""
+    """Removes a temporary folder, or restores the checkpoint its writer moved aside before it died."""
     target = path.with_name(path.name.rpartition(".")[2])
     if _STEP.fullmatch(target.name) and not target.exists():
-        with contextlib.suppress(OSError):  # somebody else who looks does the same, or the disk is full
+        with contextlib.suppress(OSError):  # another reader does the same, or the disk is full
             path.rename(target)
         if not target.exists():
             return

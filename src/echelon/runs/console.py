@@ -1,8 +1,8 @@
-"""What a user sees while a run trains: a live panel on a terminal, a line every few seconds anywhere else.
+"""The console output of a run: a live panel on a terminal, otherwise a line every few seconds.
 
-Nothing here runs by itself: the caller's `update` draws, at most REFRESH_HZ times a second, so there is no thread. A
-terminal that goes away silences the console; it never ends the run. If it is the reader of a pipe that leaves, the
-console says so (`is_unread`), and has messages on stderr from then on.
+There is no thread: the caller's `update` draws, at most REFRESH_HZ times per second. If the terminal closes, the
+console becomes silent; the run continues. If the reader of a pipe closes it, the console sets `is_unread` and writes
+messages to stderr from then on.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from echelon.runs.bottleneck import PHASES
 from echelon.runs.report import duration
 
 REFRESH_HZ = 4.0  # a frame costs about 1 ms: 0.4 % of a core
-FIRST_LINE_S, LINE_INTERVAL_S = 1.0, 5.0  # of the plain lines
+FIRST_LINE_S, LINE_INTERVAL_S = 1.0, 5.0  # of plain lines
 BAR_WIDTH = 40
 PROGRESS_WIDTH = BAR_WIDTH + 12  # as wide as a role's name and its bar
-MAX_ROWS = 6  # roles of one kind beyond this are shown as their mean
+MAX_ROWS = 6  # more roles of one kind are shown as one row with their mean
 COLOURS = {
     "env": "green",
     "act": "cyan",
@@ -42,34 +42,34 @@ COLOURS = {
 
 @dataclass(slots=True)
 class Status:
-    """A run at one moment. `roles` maps a role's name to the share of its wall time that each phase took."""
+    """The status of a run. `roles` maps a role's name to the share of its wall time spent in each phase."""
 
     env_steps: int
     steps_per_s: float
     wall_s: float
-    fraction: float | None = None  # of the way to the end, where the end is known
+    fraction: float | None = None  # progress towards the end of the run, if known
     episodes: int = 0
     return_mean: float | None = None
     evaluation_return: float | None = None
     lag_mean: float = 0.0
     lag_max: float = 0.0
     updates: int = 0
-    dropped: int = 0  # trajectories that came too late, or what else reaches the learner
-    experience: str = "trajectories"  # what that is
+    dropped: int = 0  # trajectories (or `experience`) dropped because they arrived too late
+    experience: str = "trajectories"  # what `dropped` counts
     roles: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    filling: tuple[int, int] | None = None  # of a replay that is not learned from yet: what is there, what must be
-    workers: Mapping[str, float] = field(default_factory=dict)  # of a run that has some: how they are served
+    filling: tuple[int, int] | None = None  # of a replay below min_size: size, min_size
+    workers: Mapping[str, float] = field(default_factory=dict)  # figures of a run with workers
 
 
 class _Terminal(Terminal):
-    """A terminal that falls silent when its reader leaves, where rich would end the process."""
+    """A terminal that becomes silent on a broken pipe; rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
 
 class Console:
-    """Shows the status and the messages of one run on `output`; nothing else may print there until `close`."""
+    """Shows the status and messages of a run on `output`; nothing else may print to it until `close`."""
 
     def __init__(
         self,
@@ -93,13 +93,13 @@ class Console:
             with self._guard():
                 self._live.start(refresh=True)
             if self._silent:
-                self._live = None  # it never started
+                self._live = None  # it has not started
         else:
             self._next_s = clock() + FIRST_LINE_S
             self._write(self._head)
 
     def update(self, status: Status) -> None:
-        """Show `status` if it is time to; cheap enough for every turn of a loop."""
+        """Shows `status` if the next refresh is due; cheap enough to call in every iteration."""
         now = self._clock()
         if now < self._next_s:
             return
@@ -112,7 +112,7 @@ class Console:
                 self._live.update(panel(self._head, status), refresh=True)
 
     def message(self, text: str) -> None:
-        """Show an event (a role restarted, an environment failed) at once, above the panel."""
+        """Shows an event (a role restarted, an environment failed) immediately, above the panel."""
         if self._live is None:
             self._write(text)
         elif not self._silent:
@@ -123,12 +123,12 @@ class Console:
                 write_text(sys.stderr, f"echelon: {text}")
 
     def close(self) -> None:
-        """Take the panel away; the terminal is as before. May be called twice."""
+        """Removes the panel and restores the terminal. Idempotent."""
         if self._live is not None:
             live, self._live = self._live, None
             live.console.quiet |= self._silent
             with self._guard():
-                live.stop()  # also where the terminal is gone: it gives back sys.stdout and sys.stderr
+                live.stop()  # even if the terminal has closed: it restores sys.stdout and sys.stderr
 
     def _write(self, text: str) -> None:
         if not self._silent:
@@ -139,16 +139,16 @@ class Console:
     def _guard(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:  # the reader of a pipe left, or the terminal closed
+        except OSError as error:  # the reader of the pipe or the terminal closed
             self._silent = True
             self.is_unread = isinstance(error, BrokenPipeError)
 
 
 def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> None:
-    """Print the closing block of a run: what came of it, what it cost, where it lies and what limited it.
+    """Prints the final summary of a run: its result, cost, folder and bottleneck.
 
     Reads status, env_steps, wall_s, env_steps_per_s, return_mean, evaluation_return, lag_mean, lag_max, checkpoint,
-    curve, run_dir and bottleneck; what is missing or None is left out.
+    curve, run_dir and bottleneck; values that are missing or None are omitted.
     """
 
     def given(form: str, *keys: str) -> str:
@@ -175,7 +175,7 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
 
 
 def workers_line(workers: Mapping[str, float], learner: Mapping[str, float]) -> str:
-    """How many workers there are, and the three figures by which such a learner is judged."""
+    """Returns the number of workers, their steps per hour, the learner's load and the handling time, as one line."""
     busy = 1.0 - learner.get("wait", 1.0)
     count, per_hour = workers["workers"], workers["interactions_per_hour"]
     line = f"workers {count:.0f} | {per_hour:,.0f} steps/h | learner {busy:.0%} busy"
@@ -184,12 +184,12 @@ def workers_line(workers: Mapping[str, float], learner: Mapping[str, float]) -> 
 
 
 def plain_line(status: Status) -> str:
-    """`status` as one line of plain text."""
+    """Returns `status` as one line of plain text."""
     return " | ".join(text for _, text in _figures(status))
 
 
 def panel(head: str, status: Status) -> Group:
-    """`status` as the live panel: progress, figures, and where each role's time goes."""
+    """Returns `status` as the live panel: progress, figures, and the phases of each role."""
     figures = Text("  ").join(Text.assemble((text, style)) for style, text in _figures(status))
     parts: list[Any] = [Text(head, style="bold", no_wrap=True, overflow="ellipsis")]
     if status.fraction is not None:
@@ -197,7 +197,7 @@ def panel(head: str, status: Status) -> Group:
         parts.append(Text.assemble(("━" * filled, "green"), ("━" * (PROGRESS_WIDTH - filled), "bright_black")))
     parts.append(figures)
     if status.roles:
-        exchanged = any(shares.get("exchange") for shares in status.roles.values())  # by several learners alone
+        exchanged = any(shares.get("exchange") for shares in status.roles.values())  # only with several learners
         phases = [phase for phase in PHASES if phase != "exchange" or exchanged]
         legend = [Text.assemble(("■ ", COLOURS[phase]), phase) for phase in phases]
         parts.append(Text("  ").join([Text(" " * 10), *legend]))
@@ -206,14 +206,14 @@ def panel(head: str, status: Status) -> Group:
 
 
 def write_text(output: TextIO, text: str) -> None:
-    """Write a line that any encoding of `output` can carry, at once."""
+    """Writes and flushes a line, replacing characters that the encoding of `output` lacks."""
     encoding = getattr(output, "encoding", None) or "utf-8"
     output.write(text.encode(encoding, "replace").decode(encoding) + "\n")
     output.flush()
 
 
 def _figures(status: Status) -> list[tuple[str, str]]:
-    """The figures of a status in reading order, each with its style."""
+    """Returns the figures of a status in reading order, each with its style."""
     figures = [("", duration(status.wall_s))]
     if status.fraction is not None:
         figures.append(("bold", f"{status.fraction:.0%}"))
@@ -235,7 +235,7 @@ def _figures(status: Status) -> list[tuple[str, str]]:
 
 
 def _rows(roles: Mapping[str, Mapping[str, float]]) -> list[tuple[str, Mapping[str, float]]]:
-    """One row a role; many of one kind (actor-0, actor-1, ...) as one row of their mean."""
+    """Returns one row per role; many roles of one kind (actor-0, actor-1, ...) become one row with their mean."""
     kinds: dict[str, list[str]] = {}
     for name in roles:
         kinds.setdefault(re.sub(r"-\d+$", "", name), []).append(name)
@@ -250,11 +250,11 @@ def _rows(roles: Mapping[str, Mapping[str, float]]) -> list[tuple[str, Mapping[s
 
 
 def _bar(name: str, shares: Mapping[str, float]) -> Text:
-    """A bar of BAR_WIDTH cells, each phase in proportion; what no phase claims stays blank."""
+    """Returns a bar of BAR_WIDTH cells, divided by phase; time outside all phases stays blank."""
     bar, passed, drawn = Text(f"{name[:11]:<12}", no_wrap=True), 0.0, 0
     for phase in PHASES:
         passed += max(0.0, shares.get(phase, 0.0))
-        end = min(BAR_WIDTH, round(passed * BAR_WIDTH))  # rounding the running sum keeps the bar's whole length right
+        end = min(BAR_WIDTH, round(passed * BAR_WIDTH))  # rounding the running sum keeps the total length exact
         bar.append("█" * (end - drawn), style=COLOURS[phase])
         drawn = end
     busy = sum(max(0.0, share) for phase, share in shares.items() if phase != "wait")

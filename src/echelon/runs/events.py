@@ -1,7 +1,7 @@
-"""TensorBoard event files, written without TensorBoard.
+"""Writes TensorBoard event files without a dependency on TensorBoard.
 
-A file is a row of records: length (u64), checksum of the length, payload, checksum of the payload, little-endian; the
-checksum is a CRC-32C, rotated and offset. A payload is one protobuf `Event`, of which three fields matter here:
+A file is a sequence of records: length (u64), checksum of the length, payload, checksum of the payload, little-endian;
+the checksum is a CRC-32C, rotated and offset. A payload is one protobuf `Event`, of which three fields are used:
 wall_time (1), step (2) and one of file_version (3), summary (5) or session_log (7).
 """
 
@@ -23,9 +23,9 @@ _serial = itertools.count()
 
 
 class EventWriter:
-    """One event file in `folder`; several may lie there, TensorBoard reads them in order as one run.
+    """One event file in `folder`; TensorBoard reads several files there in order, as one run.
 
-    The first scalars are preceded by a session start: a resumed run hides what its predecessor wrote beyond that step.
+    A session start precedes the first scalars: it hides what the run wrote beyond that step before it was resumed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,7 +39,7 @@ class EventWriter:
         self.flush()
 
     def scalars(self, step: int, values: Mapping[str, float], wall_time: float) -> None:
-        """Write `values` (tag to number) at `step`."""
+        """Writes `values` (tag to number) at `step`."""
         if not self._started:
             self._record(wall_time, step, _field(7, _key(1, _VARINT) + _varint(_SESSION_START)))
             self._started = True
@@ -59,7 +59,7 @@ class EventWriter:
 
 
 def crc32c(data: bytes) -> int:
-    """The CRC-32C (Castagnoli) of `data`."""
+    """Returns the CRC-32C (Castagnoli) of `data`."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
@@ -82,7 +82,7 @@ def _checksum(data: bytes) -> bytes:
 
 
 def _scalar(tag: str, value: float) -> bytes:
-    single = min(max(value, -_FLOAT_MAX), _FLOAT_MAX)  # a double beyond float32 is shown at its end; nan stays nan
+    single = min(max(value, -_FLOAT_MAX), _FLOAT_MAX)  # clamp to float32; nan stays nan
     return _field(1, _field(1, tag.encode()) + _key(2, _FLOAT) + struct.pack("<f", single))
 
 
@@ -95,7 +95,7 @@ def _key(number: int, wire_type: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """A protobuf integer: seven bits a byte, lowest first."""
+    """Encodes a protobuf varint: seven bits per byte, lowest first."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)

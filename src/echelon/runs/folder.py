@@ -1,4 +1,4 @@
-"""The run folder: everything one training left behind, enough to repeat, resume, play and report it.
+"""The run folder: all files of one training, sufficient to repeat, resume, evaluate and report it.
 
 `config.json`, `metrics.jsonl`, TensorBoard events, `checkpoints/`, `logs/`, and at the end `summary.json`, `curve.png`.
 """
@@ -30,7 +30,7 @@ GIT_TIMEOUT_S = 2.0
 
 
 def check_new(path: Path) -> None:
-    """Raises ConfigError where a folder lies at `path` that holds anything already."""
+    """Raises ConfigError if `path` is a folder that is not empty."""
     try:
         taken = path.exists() and any(path.iterdir())
     except OSError as error:
@@ -43,16 +43,16 @@ def check_new(path: Path) -> None:
 
 
 def _cannot_be_made(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"the run folder {path} cannot be made: {error}. Choose another --run-dir.")
+    return ConfigError(f"the run folder {path} cannot be created: {error}. Choose another --run-dir.")
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """One run on disk; made by `create` or `open`."""
+    """The folder of one run; use `create` or `open`."""
 
     path: Path
-    is_new: bool = False  # made by `create`: everything inside belongs to this run
-    had_root: bool = False  # `path` itself was there before, empty
+    is_new: bool = False  # created by `create`: all content belongs to this run
+    had_root: bool = False  # `path` existed before, empty
 
     @property
     def checkpoints(self) -> Path:
@@ -64,7 +64,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path) -> RunFolder:
-        """A new folder; one that holds anything already is refused."""
+        """Creates a new folder; raises ConfigError if it exists and is not empty."""
         check_new(path)
         run = cls(path, is_new=True, had_root=path.exists())
         try:
@@ -76,17 +76,19 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """An existing run whose config.json is there, whole and of this format."""
+        """Opens an existing run; raises ConfigError unless it has an intact config.json of this format."""
         if not path.is_dir():
-            raise ConfigError(f"there is no run folder {path}. Give the folder that `echelon train` named.")
+            raise ConfigError(f"there is no run folder {path}. Give the folder that `echelon train` printed.")
         if not (path / CONFIG).is_file():
-            raise ConfigError(f"{path} is not a run folder: it has no {CONFIG}. Give the folder `echelon train` named.")
+            raise ConfigError(
+                f"{path} is not a run folder: it has no {CONFIG}. Give the folder `echelon train` printed."
+            )
         run = cls(path)
         run.read_config()
         return run
 
     def discard(self) -> None:
-        """Remove what a new run made; a folder that was there before stays, empty as it was."""
+        """Removes the files of a new run, and the folder unless it existed before."""
         assert self.is_new, f"{self.path} holds the past of a run"
         for path in list(self.path.iterdir()) if self.had_root else [self.path]:
             if path.is_dir():
@@ -96,14 +98,14 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps every other run out of this folder; the kernel lets go when the process ends, however it does."""
+        """Locks this folder against other runs; the kernel releases the lock when the process ends in any way."""
         with (self.path / LOCK).open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 file.seek(0)
                 raise ConfigError(
-                    f"{self.path} belongs to a run that is still going on (process {file.read() or 'unknown'}). Wait "
+                    f"{self.path} belongs to a run that is still running (process {file.read() or 'unknown'}). Wait "
                     "for it, or stop it with Ctrl-C, then resume."
                 ) from error
             file.truncate(0)
@@ -112,11 +114,11 @@ class RunFolder:
             yield
 
     def write_config(self, config_json: Mapping[str, Any]) -> None:
-        """Write the configuration, and beside it the format and the versions it ran with."""
+        """Writes the configuration with the file format and the library versions."""
         _write_json(self.path / CONFIG, {"format": FORMAT, "versions": versions(), "config": dict(config_json)})
 
     def read_config(self) -> dict[str, Any]:
-        """The configuration as `write_config` got it."""
+        """Returns the configuration that `write_config` wrote."""
         path = self.path / CONFIG
         record = _read_json(path, "Restore it from a copy, or start a new run.")
         if record.get("format") != FORMAT:
@@ -126,19 +128,19 @@ class RunFolder:
             )
         config = record.get("config")
         if not isinstance(config, dict):
-            raise ConfigError(f"{path} is damaged: config={config!r} is no object. Restore it, or start a new run.")
+            raise ConfigError(f"{path} is damaged: config={config!r} is not an object. Restore it, or start a new run.")
         return config
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         _write_json(self.path / SUMMARY, plain(summary))
 
     def read_summary(self) -> dict[str, Any]:
-        """The summary of a run that ended; ConfigError while it has none."""
+        """Returns the summary of a run that has ended; raises ConfigError if there is none yet."""
         return _read_json(self.path / SUMMARY, f"A run writes it when it ends: `echelon resume {self.path}`.")
 
 
 def default_run_dir(preset: str, env_id: str) -> Path:
-    """A folder name that is free now: runs/impala-CartPole-v1-20260102-030405."""
+    """Returns an unused folder name, such as runs/impala-CartPole-v1-20260102-030405."""
     env = re.sub(r"[^\w.-]+", "-", env_id)[-60:].strip("-.") or "env"
     stem = Path("runs") / f"{preset}-{env}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, count = stem, 1
@@ -149,7 +151,7 @@ def default_run_dir(preset: str, env_id: str) -> Path:
 
 
 def versions() -> dict[str, str | None]:
-    """What this process runs: Python, the libraries that shape results, and the commit it was started from."""
+    """Returns the versions of Python and of the libraries that affect results, and the commit of the code."""
     names = ("torch", "echelon", "gymnasium", "numpy")
     return {"python": platform.python_version()} | {name: _version(name) for name in names} | {"git": _commit()}
 
@@ -162,7 +164,7 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the working directory's repository, else of the checkout this package runs from."""
+    """Returns the commit of the working directory's repository, else of this package's checkout."""
     source = Path(__file__).resolve().parents[2]
     places = [Path.cwd(), source.parent] if source.name == "src" else [Path.cwd()]
     for place in places:
@@ -177,7 +179,7 @@ def _commit() -> str | None:
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write `data` whole or not at all."""
+    """Writes `data` atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The metrics of a run: one JSON object a line in `metrics.jsonl`, the numbers of it as TensorBoard scalars."""
+"""The metrics of a run: one JSON object per line in `metrics.jsonl`, and its numbers as TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _NO_SCALARS = ("kind", "env_steps")
 
 
 class MetricsWriter:
-    """Appends rows; each is in the file, for any reader, when `write` returns.
+    """Appends rows; a row is visible to readers when `write` returns.
 
-    A row may nest dicts. Its "kind" ("train" if absent) leads the TensorBoard tags, its "env_steps" is their step. A
-    new run never overwrites a record; a resumed one (`append`) first drops a last line that a crash cut short.
+    A row may contain nested dicts. Its "kind" ("train" if absent) prefixes the TensorBoard tags; its "env_steps" is
+    their step. A new run never overwrites an existing file; a resumed run (`append`) first removes an incomplete last
+    line, which a crash can leave.
     """
 
     def __init__(self, run_dir: Path, append: bool) -> None:
@@ -52,10 +53,10 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Every whole row of a run; a last line still being written is left out."""
+    """Returns every complete row of a run; a last line that is still being written is ignored."""
     path = run_dir / METRICS
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is not whole
+        lines = path.read_bytes().split(b"\n")[:-1]  # the part after the last newline is incomplete
     except OSError as error:
         raise ConfigError(f"the metrics {path} cannot be read: {error}. Give the folder of a run.") from error
     rows: list[dict[str, Any]] = []
@@ -64,9 +65,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         if row is not None:
             rows.append(row)
         elif number < len(lines):
-            raise ConfigError(
-                f"{path}, line {number}, is not a JSON object: {line[:60]!r}. Remove that line; the others are whole."
-            )
+            raise ConfigError(f"{path}, line {number}, is not a JSON object: {line[:60]!r}. Remove that line.")
     return rows
 
 
@@ -91,7 +90,7 @@ def _drop_broken_end(path: Path) -> None:
 
 
 def plain(value: Any) -> Any:
-    """`value` as strict JSON: numpy and torch values as numbers, paths as text, what is not finite as null."""
+    """Returns `value` as strict JSON: numpy and torch values as numbers, paths as text, non-finite numbers as null."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

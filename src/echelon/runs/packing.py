@@ -1,7 +1,7 @@
-"""Trees of state as JSON beside named tensors: what a checkpoint is made of.
+"""Converts a tree of state to JSON and named tensors, the two files of a checkpoint.
 
-Plain JSON stands for itself; what JSON cannot say is a dict with one reserved key: $tuple, $items (a dict whose keys
-are not all plain strings), $float (nan, inf), $tensor and $array (the name under which the tensor file holds it).
+Plain JSON values are kept. Values that JSON cannot represent become a dict with one reserved key: $tuple, $items (a
+dict whose keys are not all plain strings), $float (nan, inf), $tensor and $array (the name in the tensor file).
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A tree taken apart: `structure` is JSON, `tensors` are copies on the CPU."""
+    """A packed tree: `structure` is JSON, `tensors` are copies on the CPU."""
 
     structure: Any
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def pack(tree: Any) -> Packed:
-    """Take apart dicts, lists, tuples, numbers, strings, None, tensors and numpy arrays; TypeError on anything else."""
+    """Packs dicts, lists, tuples, numbers, strings, None, tensors and numpy arrays; raises TypeError on other types."""
     tensors: dict[str, torch.Tensor] = {}
     return Packed(_pack(tree, "state", tensors), tensors)
 
 
 def unpack(packed: Packed) -> Any:
-    """The tree that `pack` took apart: the same types, keys, order and bits."""
+    """Returns the tree that `pack` packed, with the same types, keys, order and bits."""
     return _unpack(packed.structure, packed.tensors)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of `tensor` in row-major order, as a flat uint8 tensor on the CPU."""
+    """Returns the bytes of `tensor` in row-major order, as a flat uint8 tensor on the CPU."""
     import torch
 
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -46,9 +46,9 @@ def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     import torch
 
     match value:
-        case torch.Tensor():  # copied: tied or sliced tensors share memory, and training goes on
+        case torch.Tensor():  # copied: tensors can share memory, and training continues
             return {"$tensor": _keep(tensors, path, value.detach().to("cpu", copy=True).contiguous())}
-        case np.ndarray() | np.generic() if value.dtype.kind in "biufc":  # np.float64 is a float: before the floats
+        case np.ndarray() | np.generic() if value.dtype.kind in "biufc":  # before `float`: np.float64 is one
             raw = np.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), np.uint8)
             name = _keep(tensors, path, torch.from_numpy(raw.copy()))
             shape = list(value.shape) if isinstance(value, np.ndarray) else None
@@ -67,8 +67,8 @@ def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             items = value.items()
             return {"$items": [[_pack(k, path, tensors), _pack(v, f"{path}.{k}", tensors)] for k, v in items]}
     raise TypeError(
-        f"{path} is {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold. Turn it into "
-        "tensors, numeric arrays, numbers, strings, lists, tuples or dicts."
+        f"{path} is {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot store. Convert it "
+        "to tensors, numeric arrays, numbers, strings, lists, tuples or dicts."
     )
 
 
@@ -93,7 +93,7 @@ def _unpack(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _keep(tensors: dict[str, torch.Tensor], path: str, tensor: torch.Tensor) -> str:
-    """Store `tensor` under `path`, or the next free name where a dotted key already made the same path."""
+    """Stores `tensor` under `path`, or under the next free name if a dotted key has the same path."""
     name, count = path, 1
     while name in tensors:
         count += 1

@@ -1,4 +1,4 @@
-"""What a run looks like: its learning curve as a picture, and which part limited it (see `bottleneck`)."""
+"""Draws the learning curve of a run, and formats durations."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Row = dict[str, Any]
 
 
 def draw_curve(run_dir: Path) -> Path:
-    """Draw return and speed over environment steps into `curve.png`, and return its path."""
+    """Draws return and speed over environment steps to `curve.png`; returns its path."""
     config = RunFolder.open(run_dir).read_config()
     train, evaluations = _timeline(read_metrics(run_dir))
     if not train and not evaluations:
-        raise ConfigError(f"{run_dir / METRICS} has no rows to draw yet. Draw the curve when the run has made steps.")
+        raise ConfigError(f"{run_dir / METRICS} has no rows yet. Draw the curve after the first steps of the run.")
 
-    # matplotlib takes half a second to import, and only this function needs it; Figure alone needs no display.
+    # Imported here: matplotlib takes half a second, and only this function needs it. Figure alone needs no display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
@@ -47,7 +47,7 @@ def draw_curve(run_dir: Path) -> Path:
 
 
 def duration(seconds: float) -> str:
-    """Wall time as people say it: 42 s, 3 min 05 s, 2 h 07 min."""
+    """Returns wall time in a readable form: 42 s, 3 min 05 s, 2 h 07 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -57,7 +57,7 @@ def duration(seconds: float) -> str:
 
 
 def _timeline(rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Training and evaluation rows; where a resume went back, what it repeats is left out."""
+    """Returns training and evaluation rows, without those that a resume from an earlier checkpoint repeated."""
     kept: dict[str, list[Row]] = {"train": [], "evaluation": []}
     for row in rows:
         kind, steps = row.get("kind", "train"), row.get("env_steps")
@@ -90,7 +90,7 @@ def _subtitle(rows: list[Row], num_learners: int = 1) -> str:
 def _draw_returns(axes: Any, train: list[Row], evaluations: list[Row]) -> None:
     steps, returns = _points(train, "return_mean")
     if steps:
-        marker = "o" if len(steps) == 1 else None  # a line of one point would be invisible
+        marker = "o" if len(steps) == 1 else None  # a line with one point is invisible
         label = "training, mean of last 100 episodes"
         axes.plot(steps, returns, color=_BLUE, linewidth=1.6, marker=marker, label=label)
     steps, returns = _points(evaluations, "return_mean")
