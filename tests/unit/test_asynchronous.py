@@ -107,14 +107,20 @@ def test_commands_tell_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None
         (["learner", "sac", "Pendulum-v1", "--episodes", "1", "--address", "0.0.0.0:0"], "there is no secret"),
         (["worker", "--learner", "127.0.0.1:1", "--policy", "math:pi"], "is 3.14159"),
         (["worker", "--learner", "127.0.0.1:1", "--envs", "0"], "must each be at least 1"),
-        (["learner", "dqn", "CartPole-v1", "--actors", "3"], "--actors: a learner has no actors: workers bring"),
-        (["learner", "dqn", "CartPole-v1", "--actor.envs=3"], "a learner has no actors: workers bring"),
-        (["learner", "dqn", "CartPole-v1", "--learner.num-learners", "2"], "come to one learner. Drop it."),
-        (["learner", "dqn", "CartPole-v1", "--learner.num_learners=2"], "come to one learner. Drop it."),
-        (["learner", "dqn", "CartPole-v1", "--address", "4480"], "--address 4480 is no address. Write HOST:PORT"),
-        (["learner", "dqn", "CartPole-v1", "--address=host:x"], "--address host:x is no address"),
-        (["train", "dqn", "CartPole-v1", "--workers.address", "tcp://127.0.0.1:0"], "use echelon learner"),
-        (["bench", "train", "dqn", "CartPole-v1", "--workers.address=tcp://127.0.0.1:0"], "use echelon learner"),
+        (["learner", "dqn", "CartPole-v1", "--actors", "3"], "--actors: a learner has no actors; workers send"),
+        (["learner", "dqn", "CartPole-v1", "--actor.envs=3"], "a learner has no actors; workers send"),
+        (
+            ["learner", "dqn", "CartPole-v1", "--learner.num-learners", "2"],
+            "only one learner can receive workers' episodes",
+        ),
+        (
+            ["learner", "dqn", "CartPole-v1", "--learner.num_learners=2"],
+            "only one learner can receive workers' episodes",
+        ),
+        (["learner", "dqn", "CartPole-v1", "--address", "4480"], "--address 4480 is not an address. Write HOST:PORT"),
+        (["learner", "dqn", "CartPole-v1", "--address=host:x"], "--address host:x is not an address"),
+        (["train", "dqn", "CartPole-v1", "--workers.address", "tcp://127.0.0.1:0"], "use `echelon learner`"),
+        (["bench", "train", "dqn", "CartPole-v1", "--workers.address=tcp://127.0.0.1:0"], "use `echelon learner`"),
     ):
         assert main(arguments) == 2
         assert words in capsys.readouterr().err

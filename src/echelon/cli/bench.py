@@ -1,4 +1,4 @@
-"""`echelon bench NAME`: measurements of this machine, one subcommand each."""
+"""`echelon bench NAME`: benchmarks on this machine, one subcommand each."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from echelon.cli.train import make_parser as make_train_parser
 from echelon.cli.train import parse_config
 from echelon.errors import ConfigError
 
-# What each is; the module of a benchmark is imported only when it runs.
+# The description of each benchmark; its module is imported only when it runs.
 BENCHES = {
-    "train": "a training's steps per second beside the machine's limit: echelon bench train PRESET ENV",
+    "train": "steps per second of a training, compared with the machine's limit: echelon bench train PRESET ENV",
     "rpc": "latency and throughput of act requests over each transport: echelon bench rpc",
-    "replay": "replay: inserts, draws, new priorities and memory: echelon bench replay",
-    "world": "calls between two processes, beside torch.distributed.rpc: echelon bench world",
-    "plot": "the figures of a report of `rpc` or `replay`: echelon bench plot REPORT",
+    "replay": "inserts, samples, priority updates and memory of the replay: echelon bench replay",
+    "world": "calls between two processes, compared with torch.distributed.rpc: echelon bench world",
+    "plot": "draws a report of `rpc` or `replay`: echelon bench plot REPORT",
     "act": "actions per second of the inference server: echelon bench act",
 }
 SWEPT = {
@@ -37,11 +37,11 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one benchmark; returns the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         lines = [f"  {name:<8} {text}" for name, text in BENCHES.items()]
-        print("\n".join(["benchmarks:", *lines, "", "`echelon bench NAME --help` says more."]))
+        print("\n".join(["benchmarks:", *lines, "", "`echelon bench NAME --help` shows the options."]))
         return 0
     name, *rest = arguments
     if name not in BENCHES:
-        raise ConfigError(f"there is no benchmark {name!r}; there are {', '.join(BENCHES)}.")
+        raise ConfigError(f"there is no benchmark {name!r}. Benchmarks: {', '.join(BENCHES)}.")
     if name in SWEPT:
         return run_benchmark(make_benchmark(name), rest)
     return run_train(rest) if name == "train" else run_plot(rest)
@@ -54,7 +54,7 @@ def make_benchmark(name: str) -> Benchmark[Any, Any]:
 
 
 def make_parser(benchmark: Benchmark[Any, Any]) -> argparse.ArgumentParser:
-    """An option for every field of the benchmark's setting, and one for the report."""
+    """Returns a parser with an option for every field of the benchmark's setting, and one for the report."""
     prog, formatter = f"echelon bench {benchmark.name}", argparse.RawDescriptionHelpFormatter
     parser = Parser(prog=prog, description=benchmark.text, formatter_class=formatter, allow_abbrev=False)
     options = benchmark.setting.options()
@@ -68,7 +68,7 @@ def make_parser(benchmark: Benchmark[Any, Any]) -> argparse.ArgumentParser:
 
 
 def run_benchmark(benchmark: Benchmark[Any, Any], arguments: Sequence[str]) -> int:
-    """Measures every setting that the arguments ask for, prints and writes what was found; returns the exit code."""
+    """Measures every setting of the arguments, prints and writes the results; returns the exit code."""
     texts: dict[str, str] = vars(make_parser(benchmark).parse_args(list(arguments)))
     options = benchmark.setting.options()
     chosen = {name: text for name, text in texts.items() if name in options}
@@ -86,7 +86,7 @@ def run_benchmark(benchmark: Benchmark[Any, Any], arguments: Sequence[str]) -> i
             runs.results.append(benchmark.measure(setting, progress))
         _say(benchmark.newest(runs))
         if path is not None:
-            write_report(path, benchmark.report(runs))  # after every run: a later one may fail
+            write_report(path, benchmark.report(runs))  # after every run, as a later run may fail
     _say(benchmark.summary(runs))
     if path is not None:
         drawn = f"; `echelon bench plot {path}` draws it" if benchmark.is_drawn(sweep) else ""
@@ -103,13 +103,15 @@ def _say(text: str) -> None:
 
 
 def run_train(arguments: Sequence[str]) -> int:
-    """`echelon bench train PRESET ENV`: the options of a training, and two of its own."""
+    """Runs `echelon bench train PRESET ENV`: the options of `echelon train`, and two more."""
     prog = "echelon bench train"
-    text = "Train for a fixed time, without evaluation, and compare with what this machine could do."
+    text = "Train for a fixed time, without evaluation, and compare the rate with the limit of this machine."
     own, parser = Parser(prog=prog, add_help=False, allow_abbrev=False), make_train_parser(prog, text, arguments)
-    for each in (own, parser):  # its own options are taken first; the training's parser shows them in its help
-        each.add_argument("--seconds", type=float, default=20.0, metavar="S", help="time to train, start included (20)")
-        each.add_argument("--json", default="", metavar="FILE", help="write the whole report here too")
+    for each in (own, parser):  # `own` parses them first; `parser` shows them in its help
+        each.add_argument(
+            "--seconds", type=float, default=20.0, metavar="S", help="training time, including the start (default 20)"
+        )
+        each.add_argument("--json", default="", metavar="FILE", help="also write the full report to FILE")
     known, rest = own.parse_known_args(list(arguments))
     config = parse_config(parser, rest)
     path = Path(known.json) if known.json else None
@@ -126,15 +128,15 @@ def run_train(arguments: Sequence[str]) -> int:
 
 
 def run_plot(arguments: Sequence[str]) -> int:
-    """`echelon bench plot REPORT`: the files that it drew, one a line."""
+    """Runs `echelon bench plot REPORT`: prints the files it has drawn, one per line."""
     text = """\
 Draw a sweep of `echelon bench rpc`, or a report of `echelon bench replay`: figures as PNG, and one HTML page with all
-of it.
+figures and tables.
 """
     parser = Parser(prog="echelon bench plot", description=text, allow_abbrev=False)
     parser.add_argument("report", metavar="REPORT", help="the JSON file that the benchmark wrote")
     parser.add_argument(
-        "--output-dir", "--output_dir", metavar="DIR", help="where the files go (the folder of the report)"
+        "--output-dir", "--output_dir", metavar="DIR", help="folder for the files (the folder of the report)"
     )
     known = parser.parse_args(list(arguments))
 

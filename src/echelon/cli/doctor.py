@@ -1,4 +1,4 @@
-"""`echelon doctor`: what this machine offers and what dead runs left on it."""
+"""`echelon doctor`: shows the resources of this machine and the leftovers of dead runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from echelon.cli.main import Parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="echelon doctor", description="Look at this machine: cores, GPU, shared memory, leftovers.")
-    parser.add_argument("--shm-dir", default="/dev/shm", metavar="DIR", help="where shared memory lives")
-    parser.add_argument("--sweep", action="store_true", help="remove what dead runs left behind")
+    parser = Parser(
+        prog="echelon doctor",
+        description="Show the cores, GPUs and shared memory of this machine, and leftovers of dead runs.",
+    )
+    parser.add_argument("--shm-dir", default="/dev/shm", metavar="DIR", help="directory of the shared-memory files")
+    parser.add_argument("--sweep", action="store_true", help="remove the leftovers of dead runs")
     known = parser.parse_args(list(arguments))
     for name, text in _machine(known.shm_dir):
         print(f"{name:<14}{text}")
@@ -34,8 +37,10 @@ def _machine(shm_dir: str) -> list[tuple[str, str]]:
         usage = shutil.disk_usage(shm_dir)
         rows.append(("shared memory", f"{usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f} at {shm_dir}"))
     else:
-        rows.append(("shared memory", f"{shm_dir} is not there: name another folder with --shm-dir"))
-    rows.append(("store order", "kept" if keeps_store_order() else "weak: no shared memory, use --engine inline"))
+        rows.append(("shared memory", f"{shm_dir} does not exist: choose another folder with --shm-dir"))
+    rows.append(
+        ("store order", "kept" if keeps_store_order() else "weak: shared memory is not supported, use --engine inline")
+    )
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions().items() if version)))
     return rows
 
@@ -46,9 +51,9 @@ def _leftovers(shm_dir: str, *, sweep_them: bool) -> int:
     found = sweep(shm_dir) if sweep_them else leftovers(shm_dir)
     verb = "removed" if sweep_them else "left behind"
     for leftover in found:
-        print(f"{verb:<14}{leftover.path} ({leftover.nbytes / 2**20:.1f} MiB, of process {leftover.owner_pid})")
+        print(f"{verb:<14}{leftover.path} ({leftover.nbytes / 2**20:.1f} MiB, process {leftover.owner_pid})")
     if not found:
         print(f"{'leftovers':<14}none")
     elif not sweep_them:
-        print("The next run removes them; `echelon doctor --sweep` does so now.")
+        print("The next run removes them; `echelon doctor --sweep` removes them now.")
     return 0

@@ -1,4 +1,4 @@
-"""`echelon eval RUN`: greedy episodes with the newest weights."""
+"""`echelon eval RUN`: plays greedy episodes with the newest weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from echelon.cli.main import Parser
 def run(arguments: Sequence[str]) -> int:
     parser = Parser(prog="echelon eval", description="Play greedy episodes with a run's newest weights.")
     parser.add_argument("run", metavar="RUN", help="the run folder")
-    parser.add_argument("--episodes", type=int, default=10, metavar="N", help="how many (default 10)")
+    parser.add_argument("--episodes", type=int, default=10, metavar="N", help="number of episodes (default 10)")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of the environments (default 1)")
-    parser.add_argument("--env", metavar="ENV", help="in place of the run's: an id, module:factory or envpool:ID")
+    parser.add_argument(
+        "--env", metavar="ENV", help="environment in place of the run's: an id, module:factory or envpool:ID"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     known = parser.parse_args(list(arguments))
     from echelon.training import evaluate

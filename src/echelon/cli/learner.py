@@ -1,4 +1,4 @@
-"""`echelon learner PRESET ENV`: learn from the episodes that workers bring."""
+"""`echelon learner PRESET ENV`: learns from the episodes of workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIONS = {
 
 
 def run(arguments: Sequence[str]) -> int:
-    about = "Learn from the episodes that workers bring (`echelon worker --learner HOST:PORT`)."
+    about = "Learn from the episodes of workers (`echelon worker --learner HOST:PORT`)."
     parser = make_parser("echelon learner", about, arguments, OPTIONS, REPLAY_PRESETS, {"address": DEFAULT_ADDRESS})
     _refuse_actors(arguments)
     config = parse_config(parser, with_address(arguments), OPTIONS)
@@ -36,31 +36,31 @@ def _refuse_actors(arguments: Sequence[str]) -> None:
     for word in arguments:
         name = word.partition("=")[0]
         if name in ("--actors", "--envs-per-actor") or name.startswith("--actor."):
-            raise ConfigError(f"{name}: a learner has no actors: workers bring the experience. Drop it.")
+            raise ConfigError(f"{name}: a learner has no actors; workers send the experience. Remove this option.")
         if name.replace("_", "-") in ("--learners", "--learner.num-learners"):
-            raise ConfigError(f"{name}: workers' episodes come to one learner. Drop it.")
+            raise ConfigError(f"{name}: only one learner can receive workers' episodes. Remove this option.")
 
 
 def with_address(arguments: Sequence[str]) -> list[str]:
-    """`arguments` with an address among them, written in full."""
-    words = [word for argument in arguments for word in _parted(argument)]
+    """Returns `arguments` with a complete --address, by default DEFAULT_ADDRESS."""
+    words = [word for argument in arguments for word in _split(argument)]
     if not any(word.startswith("--workers.address") or word == "--address" for word in words):
         words += ["--address", DEFAULT_ADDRESS]
     for place, word in enumerate(words[:-1]):
         if word == "--address":
-            words[place + 1] = _whole(words[place + 1])
+            words[place + 1] = _complete(words[place + 1])
     return words
 
 
-def _parted(word: str) -> list[str]:
+def _split(word: str) -> list[str]:
     return ["--address", word.removeprefix("--address=")] if word.startswith("--address=") else [word]
 
 
-def _whole(address: str) -> str:
+def _complete(address: str) -> str:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
         raise ConfigError(
-            f"--address {address} is no address. Write HOST:PORT, as {DEFAULT_ADDRESS}, or 0.0.0.0:4444 for workers of "
-            "other hosts; port 0 takes a free one."
+            f"--address {address} is not an address. Write HOST:PORT, such as {DEFAULT_ADDRESS}, or 0.0.0.0:4444 for "
+            "workers on other hosts; port 0 takes any free port."
         )
     return f"tcp://{host}:{port}"

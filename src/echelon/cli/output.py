@@ -1,4 +1,4 @@
-"""What measurements show while they run, and the file that they write to."""
+"""Progress output of benchmarks, and the check of their report file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 from echelon.errors import ConfigError
 
-REDRAW_INTERVAL_S = 0.25  # drawing takes processor time from what is measured
-LINE_INTERVAL_S = 10.0  # between lines where there is no terminal
+REDRAW_INTERVAL_S = 0.25  # drawing takes processor time from the measurement
+LINE_INTERVAL_S = 10.0  # between lines, without a terminal
 
 
 @contextlib.contextmanager
 def progress_bar(label: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A function that shows (done, total): as a bar that leaves no trace, or without a terminal a line now and then."""
+    """Yields a function that shows (done, total): a bar, removed at the end, or lines if there is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -42,9 +42,7 @@ def progress_bar(label: str, unit: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Raises ConfigError unless a report can be written to `path`: better now than after the measurement."""
+    """Raises ConfigError unless a report can be written to `path`; call it before the measurement."""
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(
-            f"{option} {path} cannot be written: name a file in a folder that exists and that you may write."
-        )
+        raise ConfigError(f"{option} {path} cannot be written: name a file in an existing, writable folder.")

@@ -1,4 +1,4 @@
-"""`echelon train PRESET ENV`: the everyday options by name, every other field as --section.field."""
+"""`echelon train PRESET ENV`: short options for common fields, and --section.field for every field."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.config_io import FieldInfo, fields_of, set_fields
 from echelon.errors import ConfigError
 from echelon.presets import PRESETS, preset
 
-Options = Mapping[str, tuple[str, str]]  # short name: the field's path, and what its value looks like
+Options = Mapping[str, tuple[str, str]]  # short name: path of the field, metavar
 SHORT: Options = {
     "actors": ("actor.num_actors", "N"),
     "envs-per-actor": ("actor.envs", "K"),
@@ -41,9 +41,9 @@ def make_parser(
     presets: Collection[str] = tuple(PRESETS),
     defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> argparse.ArgumentParser:
-    """A parser with the positional arguments and `options` of a training; its help shows the preset it finds.
+    """Returns a parser with the positional arguments and `options` of a training; its help shows the given preset.
 
-    `defaults` are told of those options that have others than the fields they set.
+    `defaults` are shown for options whose default differs from that of their field.
     """
     place = next((place for place, word in enumerate(arguments) if word in presets), None)
     shown = next(iter(presets)) if place is None else arguments[place]
@@ -72,7 +72,9 @@ def make_parser(
 
 
 def _fields_help(name: str, infos: Sequence[FieldInfo], others: Sequence[str]) -> str:
-    lines = [f"every field, with the values of the {name} ({', '.join(others)} for others; ENV changes some, too):"]
+    lines = [
+        f"all fields, with the values of the {name} (other presets: {', '.join(others)}; some values depend on ENV):"
+    ]
     for info in infos:
         option = info.path.replace("_", "-")
         lines.append(f"  --{option} {info.field.type}  (default {info.value}) {info.field.text}")
@@ -80,7 +82,7 @@ def _fields_help(name: str, infos: Sequence[FieldInfo], others: Sequence[str]) -
 
 
 def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str], options: Options = SHORT) -> TrainConfig:
-    """The configuration that the preset and the options make together."""
+    """Returns the configuration of the preset with the options applied."""
     rest, texts = _take_fields(arguments, options)
     known = parser.parse_args(rest)
     short = {path: value for name, (path, _) in options.items() if (value := vars(known)[name.replace("-", "_")])}
@@ -88,25 +90,25 @@ def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str], opti
     for path, value in (("preset", known.preset), ("algorithm.name", config.algorithm.name)):
         if texts.get(path, value) != value:
             raise ConfigError(
-                f"--{path} {texts[path]} does not fit: the preset is {known.preset}, the first argument. Write "
+                f"--{path} {texts[path]} does not fit the preset {known.preset}, the first argument. Write "
                 f"`{parser.prog} {texts[path]} {known.env}`."
             )
     if both := sorted(short.keys() & texts.keys()):
-        raise ConfigError(f"{both[0]} is set twice, as --{both[0]} and by its short option. Drop one of them.")
+        raise ConfigError(f"{both[0]} is set twice, as --{both[0]} and by its short option. Remove one of them.")
     stray = next((path for path in texts if path.startswith("replay.")), None)
     if stray is not None and config.experience != "replay":
         raise ConfigError(
-            f"--{stray} does nothing: {config.preset} learns from each trajectory once and has no replay. Drop it, or "
-            "take a preset that has one (`echelon train --help`)."
+            f"--{stray} has no effect: {config.preset} uses each trajectory once and has no replay. Remove it, or use "
+            "a preset with replay (`echelon train --help`)."
         )
     stray = next((path for path in texts if path.startswith("workers.")), None)
     if stray is not None and "address" not in options:
-        raise ConfigError(f"--{stray} is for a learner whose workers come from elsewhere: use echelon learner.")
+        raise ConfigError(f"--{stray} applies only to a learner with workers: use `echelon learner`.")
     return set_fields(config, {**short, **texts})
 
 
 def _take_fields(arguments: Sequence[str], options: Options) -> tuple[list[str], dict[str, str]]:
-    """Parts --section.field VALUE and --section.field=VALUE from the other arguments: these, and paths with texts."""
+    """Separates --section.field VALUE and --section.field=VALUE; returns the other arguments, and texts by path."""
     rest: list[str] = []
     texts: dict[str, str] = {}
     words = iter(arguments)
@@ -125,7 +127,7 @@ def _take_fields(arguments: Sequence[str], options: Options) -> tuple[list[str],
 
 
 def run(arguments: Sequence[str]) -> int:
-    parser = make_parser("echelon train", "Train a policy; all that it leaves lies in the run folder.", arguments)
+    parser = make_parser("echelon train", "Train a policy. All results are stored in the run folder.", arguments)
     config = parse_config(parser, arguments)
     from echelon.training import train
 

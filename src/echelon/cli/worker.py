@@ -1,4 +1,4 @@
-"""`echelon worker --learner HOST:PORT`: bring episodes to a learner, until its run is over."""
+"""`echelon worker --learner HOST:PORT`: sends episodes to a learner until its run ends."""
 
 from __future__ import annotations
 
@@ -12,28 +12,36 @@ from echelon.errors import ConfigError
 def run(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="echelon worker",
-        description="Step environments with a learner's newest policy and bring it their episodes, until its run is "
-        "over. Off the loopback ECHELON_SECRET must be that of the learner.",
+        description="Step environments with a learner's newest policy and send it the episodes, until its run ends. "
+        "Beyond the loopback ECHELON_SECRET must be equal to that of the learner.",
     )
-    parser.add_argument("--learner", required=True, metavar="HOST:PORT", help="where `echelon learner` listens")
+    parser.add_argument("--learner", required=True, metavar="HOST:PORT", help="address of `echelon learner`")
     parser.add_argument("--envs", type=int, default=1, metavar="K", help="environments stepped together (default 1)")
-    parser.add_argument("--env", metavar="ENV", help="in place of the learner's: an id, module:factory or envpool:ID")
+    parser.add_argument(
+        "--env", metavar="ENV", help="environment in place of the learner's: an id, module:factory or envpool:ID"
+    )
     parser.add_argument(
         "--trust-learner",
         action="store_true",
-        help="import and run what the learner names: environments of other packages or files, wrappers, networks",
+        help="import and run code that the learner names: environments of other packages or files, wrappers, networks",
     )
-    parser.add_argument("--env-wrapper", metavar="MODULE:NAME", help="wraps each single environment")
-    parser.add_argument("--policy", metavar="MODULE:NAME", help="makes the policy, where the learner trains its user's")
-    parser.add_argument("--buffer-size", type=int, default=5000, metavar="N", help="most steps of one message")
-    parser.add_argument("--episodes", type=int, default=0, metavar="N", help="leave after so many (0: when it is over)")
+    parser.add_argument("--env-wrapper", metavar="MODULE:NAME", help="wrapper applied to each single environment")
+    parser.add_argument(
+        "--policy", metavar="MODULE:NAME", help="creates the policy, for a learner that trains a user's own policy"
+    )
+    parser.add_argument(
+        "--buffer-size", type=int, default=5000, metavar="N", help="maximum number of steps per message"
+    )
+    parser.add_argument(
+        "--episodes", type=int, default=0, metavar="N", help="leave after N episodes (0: at the end of the run)"
+    )
     parser.add_argument("--seed", type=int, metavar="S", help="seed of the environments (default: drawn)")
     parser.add_argument(
         "--patience",
         type=float,
         default=float("inf"),
         metavar="S",
-        help="give a silent learner up after S seconds (default: never)",
+        help="leave if the learner is silent for S seconds (default: never)",
     )
     known = parser.parse_args(list(arguments))
     from echelon.asynchronous.worker import AsyncWorker
@@ -54,6 +62,6 @@ def run(arguments: Sequence[str]) -> int:
         patience_s=known.patience,
         trust_learner=known.trust_learner,
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it says goodbye then, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it leaves the learner properly on SIGTERM, too
     worker.work(known.episodes)
     return 0
