@@ -77,7 +77,7 @@ class TestSettings:
             ({"rate": "inf"}, "rate=inf must be a number above 0"),
             ({"rate": "1,2"}, "rate='1,2' is not a number"),
             ({"together": "maybe"}, "together='maybe': Boolean value expected"),
-            ({"kind": "green"}, "kind='green' is not known; there are red, blue"),
+            ({"kind": "green"}, "kind='green' is unknown; use one of red, blue"),
             ({"size": "101", "kind": "red,blue"}, "blue ones are small"),
         ],
     )
@@ -203,7 +203,7 @@ def test_benchmarks_are_listed_and_a_wrong_name_is_told(capsys: pytest.CaptureFi
     assert run([]) == 0
     listed = capsys.readouterr().out
     assert all(f"  {name:<8} {text}" in listed for name, text in BENCHES.items())
-    with pytest.raises(ConfigError, match=r"no benchmark 'speed'; there are train, rpc"):
+    with pytest.raises(ConfigError, match=r"no benchmark 'speed'\. Benchmarks: train, rpc"):
         run(["speed"])
 
 
@@ -216,19 +216,19 @@ WRONG = [
     ("rpc --nlayers=-1", "nlayers=-1 must be at least 0"),
     ("rpc --state_size 10x20", "state_size='10x20' is not a list of sizes above 0"),
     ("rpc --state_size 10-0", "state_size='10-0'"),
-    ("rpc --transport pigeon", "transport='pigeon' is not known; there are shm, tcp, torch-rpc, ray"),
-    ("rpc --device tpu", "device='tpu' is not known"),
+    ("rpc --transport pigeon", "transport='pigeon' is unknown; use one of shm, tcp, torch-rpc, ray"),
+    ("rpc --device tpu", "device='tpu' is unknown"),
     ("rpc --max_wait_us nan", "max_wait_us=nan must be a number above 0"),
     ("rpc --master_port 65536", "master_port='65536' is not a port"),
     ("rpc --world 10", "unrecognized arguments"),
     ("rpc --output_file_path nowhere/report.json", "--output_file_path nowhere/report.json cannot be written"),
     ("rpc --output_file_path .", "cannot be written"),
     ("replay --batch x", "batch='x' is not a number. Write --batch 512"),
-    ("replay --alpha 0", "alpha=0.0 must lie above 0"),
-    ("replay --peer x", "peer='x' is not known; there are cpprb, none"),
-    ("replay --frames 84x84", "is not height x width x stack. Write it as in --frames 84x84x4"),
-    ("replay --frames 2x3x4", "smaller than 8 pixels"),
-    ("replay --writers 4 --shards 2", "every writer has a shard of its own"),
+    ("replay --alpha 0", "alpha=0.0 must be above 0"),
+    ("replay --peer x", "peer='x' is unknown; use one of cpprb, none"),
+    ("replay --frames 84x84", "is not height x width x stack. Write, for example, --frames 84x84x4"),
+    ("replay --frames 2x3x4", "fewer than 8 pixels"),
+    ("replay --writers 4 --shards 2", "every writer has its own shard"),
     ("replay --frames 84x84x4 --writers 2", "in one process with one shard, not with writers=2"),
     ("replay --capacity 100", "must hold a batch of 512 and a chunk of 64. Raise --capacity"),
     ("replay --capacity 2000 --writers 4", "gives each of 4 shards 500 items"),
@@ -239,14 +239,14 @@ WRONG = [
     ("replay --capacity 1024,1000000000000 --writers 1", "needs 1"),
     ("world --small 3", "small=3 must be at least 4"),
     ("world --small 1024,2048", "small='1024,2048' is not a number"),
-    ("world --transport ipc", "transport='ipc' is not known; there are local, tcp"),
+    ("world --transport ipc", "transport='ipc' is unknown; use one of local, tcp"),
     ("world --output /nowhere/r.json", "--output /nowhere/r.json cannot be written"),
     ("act --batch 64,many", "batch='many' is not a number"),
-    ("act --batch 10 --feeders 4", "batch=10 does not divide among 4 feeders"),
-    ("act --network lstm", "network='lstm' is not known; there are mlp, cnn"),
+    ("act --batch 10 --feeders 4", "batch=10 is not a multiple of 4 feeders"),
+    ("act --network lstm", "network='lstm' is unknown; use one of mlp, cnn"),
     ("act --seconds 0", "seconds=0.0 must be a number above 0"),
     ("act --json /nowhere/report.json", "--json /nowhere/report.json cannot be written"),
-    ("act --device cpu --precision bfloat16 --batch 8", "precision=bfloat16 is for a GPU"),
+    ("act --device cpu --precision bfloat16 --batch 8", "precision=bfloat16 needs a GPU"),
     ("train impala CartPole-v1 --json /nowhere/x.json", "--json /nowhere/x.json cannot be written"),
     ("train impala CartPole-v1 --seconds 0", "seconds=0 must be above 0"),
     ("train impala CartPole-v1 --minutes 1", "--seconds S, not with --minutes"),

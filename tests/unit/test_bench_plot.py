@@ -1,4 +1,4 @@
-"""`echelon bench plot`: reads every kind of report, draws what is in it, and says what is wrong with the others."""
+"""`echelon bench plot`: reads and draws every kind of report, and refuses invalid ones."""
 
 from __future__ import annotations
 
@@ -230,11 +230,11 @@ def broken(**fields: Any) -> list[dict[str, Any]]:
     [
         ("{", "is not JSON"),
         (b"\xff\xfe\x00", "is not JSON"),
-        ("[1, 2]", "holds a list where an object is expected"),
+        ("[1, 2]", "contains a list instead of an object"),
         ({}, "no list of `benchmark_results`"),
         ({"benchmark_results": []}, "no list of `benchmark_results`"),
         ({"benchmark_results": [result_of(10)]}, "echelon bench rpc --world_size 10,20"),
-        ({"benchmark_results": [result_of(10)], "x_axis_name": 3}, "no x axis"),
+        ({"benchmark_results": [result_of(10)], "x_axis_name": 3}, "without an x axis"),
         ({"benchmark_results": [result_of(10)], "x_axis_name": "batch"}, "benchmark_results[0] has no 'batch'"),
         ({"benchmark_results": ["?"], "x_axis_name": "batch"}, "benchmark_results[0] has no 'batch'"),
         (broken(**{"agent throughput": 7}), "has no 'agent throughput'"),
@@ -266,7 +266,7 @@ def test_a_missing_report_and_an_impossible_folder(
     assert "none.json cannot be read: No such file" in capsys.readouterr().err
     path = write(tmp_path / "r.json", [result_of(10), result_of(20)])
     assert main(["bench", "plot", str(path), "--output-dir", str(path)]) == 2
-    assert "Name another folder with --output-dir" in capsys.readouterr().err
+    assert "Choose another folder with --output-dir" in capsys.readouterr().err
 
 
 # Reports of `replay`.

@@ -221,7 +221,7 @@ class TestWriters:
 
     def test_a_writer_of_the_peer_that_fails_is_told(self, fake_cpprb: Any) -> None:
         setting = dataclasses.replace(TINY, writers=1, peer="cpprb", alpha=0.125)
-        with pytest.raises(RunError, match=r"a writer of cpprb 1\.2\.3 left with code 1"):
+        with pytest.raises(RunError, match=r"a writer of cpprb 1\.2\.3 exited with code 1"):
             writers.measure_peer(setting, ignore)
         assert multiprocessing.active_children() == []
 

@@ -109,7 +109,7 @@ class TestPolicy:
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, so nothing is refused")
     def test_a_gpu_that_is_not_there_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="device=cuda is not there"):
+        with pytest.raises(ConfigError, match="device=cuda does not exist"):
             AgentPolicy(RpcSetting(device="cuda"))
 
 
@@ -231,4 +231,4 @@ class TestReport:
         assert lines[3].startswith("agent latency -- {50: 0.003, 75: ") and lines[3].endswith("}")
         for metric, line, blank in zip(METRICS, lines[3::2], lines[4::2], strict=False):
             assert line.startswith(f"{metric} -- {{50: ") and blank == ""
-        assert lines[11] == "in all -- 40 requests/s, 1.75 to a batch"
+        assert lines[11] == "total -- 40 requests/s, 1.75 per batch"

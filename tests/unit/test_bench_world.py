@@ -1,4 +1,4 @@
-"""`echelon bench world`: how the libraries take turns, what a turn measures, and what is told."""
+"""`echelon bench world`: alternating turns, the measurement of a turn, and the output."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TestATurn:
         assert caller.most == 7 and caller.under_way == 0
 
     def test_an_echo_that_is_none_ends_it(self) -> None:
-        with pytest.raises(AssertionError, match="an echo is not what was sent"):
+        with pytest.raises(AssertionError, match="an echo differs from its tensor"):
             measure(WorldSetting(seconds=0.01), Near(broken=True))
 
     def test_what_a_process_fails_with_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
-"""`echelon bench act`: actions per second of one inference server, fed by processes of this machine.
+"""`echelon bench act`: actions per second of one inference server, fed by processes on this machine.
 
-Feeders stand for actors whose environments cost nothing: they lay ready observations on the act board, ask, and wait,
-one group while the other is answered. The server is the one that training uses, in this process. Beside the rate stands
-the server *alone*: the same rounds answered again and again with nobody to wait for, which is its limit.
+Feeders simulate actors whose environments cost nothing: they write prepared observations to the act board, send a
+request and wait, one group while the other is served. The server is the one of a training, in this process. The report
+also has the rate of the server *alone*: the same rounds, repeated without waiting for feeders, which is its limit.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ NETWORKS, PRECISIONS = ("mlp", "cnn"), ("float32", "bfloat16")
 class ActSetting(Setting):
     """One measurement: rounds of `batch` rows, from `num_feeders` processes."""
 
-    network: str = option("cnn", "2,000 numbers, or 84x84x4 frames", choices=NETWORKS, metavar="{mlp,cnn}")
-    batch: int = option(64, "rows of a round, a measurement each", default="64,256,1024,4096", metavar="N,N", least=1)
-    feeders: int = option(0, "processes that ask; 0: a power of two, half of the cores", shown="", metavar="N", least=0)
+    network: str = option("cnn", "mlp: 2,000 numbers; cnn: 84x84x4 frames", choices=NETWORKS, metavar="{mlp,cnn}")
+    batch: int = option(64, "rows per round, a measurement each", default="64,256,1024,4096", metavar="N,N", least=1)
+    feeders: int = option(
+        0, "feeder processes; 0: half of the cores, as a power of two", shown="", metavar="N", least=0
+    )
     device: str = option("auto", "auto, cpu, cuda or cuda:N", metavar="DEVICE")
-    precision: str = option("float32", "on a GPU", choices=PRECISIONS, metavar="{float32,bfloat16}")
-    seconds: float = option(5.0, "time of each measurement", shown="5", metavar="S", above=0)
+    precision: str = option("float32", "precision on a GPU", choices=PRECISIONS, metavar="{float32,bfloat16}")
+    seconds: float = option(5.0, "duration of each measurement", shown="5", metavar="S", above=0)
     max_wait_us: float = option(50_000.0, "how long a round waits for a feeder", shown="50000", metavar="US")
-    spin_us: float = option(0.0, "how long a feeder looks before it sleeps", shown="0", metavar="US")
-    shm_dir: str = option("/dev/shm", "where the shared memory lies", metavar="DIR")
+    spin_us: float = option(0.0, "how long a feeder polls before it sleeps", shown="0", metavar="US")
+    shm_dir: str = option("/dev/shm", "directory of the shared-memory files", metavar="DIR")
 
     def check(self) -> None:
         if self.batch % self.num_feeders:
             raise ConfigError(
-                f"batch={self.batch} does not divide among {self.num_feeders} feeders. Use a multiple, or another "
+                f"batch={self.batch} is not a multiple of {self.num_feeders} feeders. Use a multiple, or another "
                 "--feeders."
             )
 
     @property
     def num_feeders(self) -> int:
-        """As asked for, or half of the cores as a power of two: the other half is for the server and its GPU."""
+        """`feeders`, or half of the cores as a power of two: the other half is for the server and its GPU."""
         return self.feeders or 1 << (max(2, len(os.sched_getaffinity(0)) // 2).bit_length() - 1)
 
 
 class ActBenchmark(Benchmark[ActSetting, dict[str, Any]]):
-    """A sweep over the rows of a round."""
+    """A sweep over the rows per round."""
 
     name = "act"
-    text = (
-        "Feed one inference server from processes that lay ready observations down, and measure its actions per second."
-    )
+    text = "Feed one inference server with prepared observations from processes, and measure its actions per second."
     setting = ActSetting
-    output, output_help = "json", "write the whole report here too"
+    output, output_help = "json", "also write the full report to FILE"
     swept = ("batch",)
 
     def prepare(self, settings: Sequence[ActSetting]) -> None:
@@ -61,7 +61,9 @@ class ActBenchmark(Benchmark[ActSetting, dict[str, Any]]):
 
         for setting in settings:
             if device_of(setting) == "cpu" and setting.precision != "float32":
-                raise ConfigError(f"precision={setting.precision} is for a GPU; the CPU answers in float32.")
+                raise ConfigError(
+                    f"precision={setting.precision} needs a GPU; the CPU computes in float32. Use --precision float32."
+                )
 
     def measure(self, setting: ActSetting, progress: Progress) -> dict[str, Any]:
         from echelon.bench.act_server import device_of, measure
@@ -95,7 +97,7 @@ class ActBenchmark(Benchmark[ActSetting, dict[str, Any]]):
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as people read it."""
+    """Returns the report as a text table."""
     hardware = report["hardware"]
     where = f"{hardware['cores']} cores{', ' + hardware['gpu'] if hardware['gpu'] else ''}"
     head = f"{report['network']} on {report['device']}, {report['precision']}, {report['feeders']} feeders; {where}"

@@ -1,7 +1,7 @@
-"""A feeder: stands for an actor whose environments cost nothing. It lays ready observations down, asks, and waits.
+"""A feeder simulates an actor whose environments cost nothing: it writes prepared observations, requests and waits.
 
 Like an actor with central acting it has two groups and fills one while the other waits for actions. It waits for the
-inference server's answers; if the server dies, it sleeps until whoever started it ends it. Needs no torch.
+inference server's replies; if the server dies, it sleeps until its parent ends it. Imports no torch.
 
 Shapes: F feeders, K rows of a seat.
 """
@@ -21,20 +21,22 @@ from echelon.transport.segments import join_segment
 
 Array = np.ndarray[Any, Any]
 NUM_GROUPS = 2
-NUM_SAMPLES = 1 << 14  # latencies that are kept of each feeder: the last ones
-POOL_BYTES = 1 << 26  # ready observations of a feeder: more than its caches hold, as an environment's frames are fresh
+NUM_SAMPLES = 1 << 14  # newest latencies that are kept per feeder
+POOL_BYTES = (
+    1 << 26
+)  # prepared observations per feeder: more than the caches hold, as an environment's frames are not cached
 WARM_UP, MEASURE, STOP = range(3)
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What the feeders bring: one leaf per observation, in seats of `rows`."""
+    """The observations of the feeders: one leaf each, in seats of `rows`."""
 
     shape: tuple[int, ...]
     dtype: str
     rows: int
     num_feeders: int
-    spin_us: float = 0.0  # how long a feeder looks for its answer before it sleeps
+    spin_us: float = 0.0  # how long a feeder polls for its reply before it sleeps
 
     @property
     def layout(self) -> ActLayout:
@@ -55,7 +57,7 @@ class Feed:
 
 
 class FeederCounts:
-    """What the feeders count while they are measured, in a segment that the bench reads."""
+    """Counters of the feeders during a measurement, in a segment that the benchmark reads."""
 
     def __init__(self, folder: Path, num_feeders: int) -> None:
         path = folder / "tally"
@@ -67,19 +69,19 @@ class FeederCounts:
             ]
         )
         views = views_of(fields, join_segment(path, size_of(fields)))
-        self.phase = views["phase"]  # written by the bench
-        # Written by each feeder: requests answered, time laying down, time waiting, time in all.
+        self.phase = views["phase"]  # written by the benchmark
+        # Written by each feeder: requests served, time writing observations, time waiting, total time.
         self.answered, self.laying_ns, self.waiting_ns, self.total_ns = (views["words"][:, i] for i in range(4))
         self.latency_ns = views["latency_ns"]
 
     def latencies(self) -> Array:
-        """All that were kept, in nanoseconds."""
+        """Returns all kept latencies, in nanoseconds."""
         kept = [row[: int(count)] for row, count in zip(self.latency_ns, self.answered, strict=True)]
         return np.concatenate(kept)
 
 
 class Feeder:
-    """The role: a step is one group's turn."""
+    """The feeder role: a step is one group's turn."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         feed, folder = Feed(**config["feed"]), Path(config["session"])

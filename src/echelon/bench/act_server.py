@@ -1,4 +1,4 @@
-"""The inference server of one measurement of `echelon bench act`, alone and with its feeders."""
+"""The inference server of `echelon bench act`, measured alone and with feeders."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def make_model(setting: ActSetting, device: str = "cpu") -> Model:
 
 
 def device_of(setting: ActSetting) -> str:
-    """Where the server computes."""
+    """Returns the device of the server."""
     return pick_device(setting.device, make_model(setting).parameters.numel())
 
 
 def measure(setting: ActSetting, progress: Progress) -> dict[str, Any]:
-    """The server alone, and fed."""
+    """Measures the server alone and with feeders."""
     with session_in(setting.shm_dir) as session, one_thread():
         serving = MeasuredServer(setting, make_model(setting, device_of(setting)), session, progress)
         try:
@@ -60,7 +60,7 @@ def measure(setting: ActSetting, progress: Progress) -> dict[str, Any]:
 
 
 class MeasuredServer:
-    """The server of one measurement and the memory it shares with its feeders."""
+    """The server of one measurement, and the memory it shares with its feeders."""
 
     def __init__(self, setting: ActSetting, model: Model, session: Path, progress: Progress) -> None:
         space = model.spaces.observation
@@ -85,7 +85,7 @@ class MeasuredServer:
         self.timings = self.answerer.time_passes()
 
     def alone(self) -> dict[str, Any]:
-        """The server with nobody to wait for: one round at a time, and with a round of each group under way."""
+        """Measures the server without feeders: one round at a time, and with a round of each group in flight."""
         rng, answerer = np.random.default_rng(0), self.answerer
         for leaf in self.board.observation:
             self.feed.fill(leaf[: self.layout.num_clients], rng)
@@ -93,7 +93,7 @@ class MeasuredServer:
         ones = np.ones(self.layout.num_clients, np.int64)
         rounds = [Round(np.asarray(self.layout.seats_of(0, group)), ones, 0) for group in range(NUM_GROUPS)]
         for round in rounds:
-            answerer.answer(round)  # captures and allocates
+            answerer.answer(round)  # the first call captures and allocates
         rate = self._repeat(lambda: answerer.answer(rounds[0]))
         pace = {"actions_per_s": rate, "round_ms": 1e3 * self.setting.batch / rate}
         if not isinstance(answerer, CudaAnswerer):
@@ -113,17 +113,17 @@ class MeasuredServer:
         return {**pace, "overlapped_actions_per_s": overlapped}
 
     def _repeat(self, work: Callable[[], object]) -> float:
-        """Rows per second of `work`, which is one round."""
+        """Returns the rows per second of `work`, which is one round."""
         done = repeat(work, min(1.0, self.setting.seconds))
         return done.count * self.setting.batch / done.wall_s
 
     def fed(self) -> dict[str, Any]:
-        """The server with its feeders."""
+        """Measures the server with its feeders."""
         seconds, tally = self.setting.seconds, self.tally
         with Processes(self.session, preload=("echelon.bench.act_feeder",)) as feeders:
             self._seat(feeders)
             rule = BatchRule(max_wait_us=self.setting.max_wait_us)
-            batcher = Batcher(self.board, 0, rule)  # now that all are seated, so that it expects all
+            batcher = Batcher(self.board, 0, rule)  # after all feeders have seats, so that it expects all of them
             if isinstance(self.answerer, CudaAnswerer):
                 server: InferenceServer = CudaServer(batcher, self.answerer)
             else:
@@ -133,14 +133,14 @@ class MeasuredServer:
             tally.phase[0] = MEASURE
             self._serve(server, seconds, feeders)
             deadline = time.monotonic() + START_TIMEOUT_S
-            while not tally.answered.all() and time.monotonic() < deadline:  # one has had no turn yet
+            while not tally.answered.all() and time.monotonic() < deadline:  # a feeder has not been served yet
                 self._serve(server, LOOK_INTERVAL_S, feeders)
             tally.phase[0] = STOP
             after = self._now(server)
         return self._report({name: after[name] - before[name] for name in after})
 
     def _seat(self, feeders: Processes) -> None:
-        """Starts the feeders and waits until all have asked."""
+        """Starts the feeders and waits until all have sent a request."""
         for index in range(self.feed.num_feeders):
             config = {"feed": asdict(self.feed), "index": index}
             feeders.start(f"feeder-{index}", "echelon.bench.act_feeder:Feeder", config)
@@ -169,7 +169,7 @@ class MeasuredServer:
     def _report(self, spent: dict[str, float]) -> dict[str, Any]:
         elapsed_s, tally = spent["elapsed_s"], self.tally
         if not spent["num_rounds"] or not tally.answered.all():
-            raise RunError(f"nothing was answered within {elapsed_s:.1f} s. Raise --seconds, or lower --batch.")
+            raise RunError(f"no request was served within {elapsed_s:.1f} s. Raise --seconds, or lower --batch.")
         p50, p95 = np.percentile(tally.latencies() * 1e-6, (50, 95))
         passes = spent["passes"]
         row_bytes = sum(leaf[0, 0].nbytes for leaf in self.board.observation)

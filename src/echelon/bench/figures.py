@@ -1,4 +1,4 @@
-"""Pictures and pages: bars over named places as PNG, and one HTML file with everything in it."""
+"""Bar charts as PNG, and one self-contained HTML page with all charts and tables."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from echelon.bench.harness import amount
 
-LOG_RATIO = 20.0  # from here on the small bars of a linear axis cannot be read
+LOG_RATIO = 20.0  # above this ratio small bars on a linear axis are unreadable
 COLORS = ("#1f5fa8", "#e08a2e", "#4f9a68")
 GREY = "#5f6670"
-GROUP_WIDTH = 0.78  # of the bars over one place
+GROUP_WIDTH = 0.78  # width of all bars of one group
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; background: #fff; max-width: 1180px; margin: 2rem auto;
        padding: 0 1rem }
@@ -34,7 +34,7 @@ th { font-weight: 600; background: #f6f7f9 }
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Bars of one color, one over each place; None where there is no such bar."""
+    """Bars of one color, one per group; None where a bar is missing."""
 
     label: str
     heights: tuple[float | None, ...]
@@ -43,10 +43,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What a figure shows."""
+    """The content of a figure."""
 
     title: str
-    note: str  # below the title: what is measured, and of what
+    note: str  # below the title: what is measured, with which arguments
     x_label: str
     y_label: str
     xs: tuple[str, ...]
@@ -54,8 +54,8 @@ class Chart:
 
 
 def draw_chart(chart: Chart) -> bytes:
-    """The chart as a PNG."""
-    from matplotlib.figure import Figure  # takes half a second to import; Figure alone needs no display
+    """Returns the chart as a PNG."""
+    from matplotlib.figure import Figure  # imported here, as it takes half a second; Figure alone needs no display
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     width = min(16.0, max(7.5, 2.0 + 0.65 * len(chart.xs) * len(chart.series)))
@@ -112,7 +112,7 @@ def _frame(axes: Any, chart: Chart) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a page shows: charts by name, and tables that are HTML already."""
+    """The content of a page: charts by name, and tables as HTML."""
 
     title: str
     lead: str
@@ -121,7 +121,7 @@ class Page:
 
 
 def page_html(page: Page, name: str, images: Mapping[str, bytes]) -> str:
-    """The page of the report `name` with the charts as `images`."""
+    """Returns the HTML page of the report `name`, with the charts as `images`."""
     title = page.title
     figures = "".join(
         f'<img alt="{escape(what)}: {escape(title)}" src="data:image/png;base64,{base64.b64encode(image).decode()}">\n'
@@ -146,7 +146,7 @@ def page_html(page: Page, name: str, images: Mapping[str, bytes]) -> str:
 
 
 def facts(title: str, values: Any) -> str:
-    """A table of names and values; nothing where there are none."""
+    """Returns a table of names and values; "" if there are none."""
     if not isinstance(values, dict) or not values:
         return ""
     rows = "".join(

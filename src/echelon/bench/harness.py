@@ -1,7 +1,7 @@
-"""What every benchmark shares: settings, sweeps, turns, figures, and the report as JSON and as a table.
+"""Shared parts of all benchmarks: settings, sweeps, measuring, and the report as JSON and as a table.
 
-A benchmark is one class: a `Setting` whose fields describe its options, a method that measures one setting, and what it
-prints and writes. The command line, its help and its checks come from the fields. Needs no torch.
+A benchmark is one class: a `Setting` whose fields describe its options, a method that measures one setting, and its
+output. The command line, its help and its checks are derived from the fields. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from echelon.errors import ConfigError
 S = TypeVar("S", bound="Setting")
 R = TypeVar("R")
 T = TypeVar("T")
-Figure = Annotated[float, msgspec.Meta(ge=0.0)]  # as reports are read back
-Progress = Callable[[int, int], None]  # (done so far, all of it)
+Figure = Annotated[float, msgspec.Meta(ge=0.0)]  # validated when a report is read
+Progress = Callable[[int, int], None]  # (done, total)
 TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 # Settings.
@@ -36,10 +36,10 @@ TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field of a setting as the command line shows and checks it."""
+    """How the command line shows and checks one field of a setting."""
 
     help: str
-    default: str  # as text; a list where a sweep is the default
+    default: str  # as text; a list if the default is a sweep
     shown: str  # the default as the help shows it
     least: float | None = None
     above: float | None = None
@@ -53,18 +53,18 @@ class Option:
         if self.above is not None and not self.above < value < math.inf:
             raise ConfigError(f"{name}={value} must be a number above {self.above:g}.")
         if self.choices and value not in self.choices:
-            raise ConfigError(f"{name}={value!r} is not known; there are {', '.join(self.choices)}.")
+            raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(self.choices)}.")
 
 
 def option(value: Any, help: str, *, default: str | None = None, shown: str | None = None, **limits: Any) -> Any:
-    """A field of a setting: its value, its help and its limits."""
+    """Returns a field of a setting: its default, help and limits."""
     text = str(value) if default is None else default
     return field(default=value, metadata={"option": Option(help, text, text if shown is None else shown, **limits)})
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What one run is asked for: a frozen dataclass whose fields are made by `option`."""
+    """The arguments of one run: a frozen dataclass whose fields are defined with `option`."""
 
     def __post_init__(self) -> None:
         for name, each in self.options().items():
@@ -72,7 +72,7 @@ class Setting:
         self.check()
 
     def check(self) -> None:
-        """Raises ConfigError where fields do not go together."""
+        """Raises ConfigError if fields do not fit each other."""
 
     @classmethod
     def options(cls) -> dict[str, Option]:
@@ -80,7 +80,7 @@ class Setting:
 
     @classmethod
     def parse(cls, name: str, text: str) -> Any:
-        """What `text` says for the field `name`, in the type of its default."""
+        """Parses `text` for the field `name`, as the type of its default."""
         default: Any = next(each.default for each in dataclasses.fields(cls) if each.name == name)
         word = text.strip()
         if isinstance(default, bool):
@@ -96,7 +96,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Sweep(Generic[S]):
-    """The runs that a command asks for: one for each combination of the values of the options that are lists."""
+    """The runs of a command: one for each combination of the values of options that are lists."""
 
     settings: tuple[S, ...]
     varied: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Sweep(Generic[S]):
     def parse(
         cls, kind: type[S], texts: Mapping[str, str], swept: Collection[str], max_varied: int | None = None
     ) -> Sweep[S]:
-        """The runs of the options `texts`, of which those in `swept` may be lists, at most `max_varied` at once."""
+        """Returns the runs of the options `texts`; those in `swept` may be lists, at most `max_varied` of them."""
         words = {name: text.split(",") if name in swept else [text] for name, text in texts.items()}
         varied = tuple(name for name, each in words.items() if len(each) > 1)
         if max_varied is not None and len(varied) > max_varied:
@@ -119,11 +119,11 @@ class Sweep(Generic[S]):
 
     @property
     def common(self) -> dict[str, Any]:
-        """The fields that all runs share."""
+        """Returns the fields that are equal in all runs."""
         return {name: value for name, value in dataclasses.asdict(self.settings[0]).items() if name not in self.varied}
 
     def values(self, setting: S) -> dict[str, Any]:
-        """The fields that differ from run to run, as `setting` has them."""
+        """Returns the fields that vary between runs, with the values of `setting`."""
         return {name: getattr(setting, name) for name in self.varied}
 
 
@@ -132,7 +132,7 @@ class Sweep(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """How often something was done, and what that took."""
+    """The number of repetitions, and the time they took."""
 
     count: int
     wall_s: float
@@ -140,7 +140,7 @@ class Repeated:
 
 
 def repeat(work: Callable[[], object], seconds: float) -> Repeated:
-    """Calls `work` for `seconds`, and at least once however busy the machine is."""
+    """Calls `work` repeatedly for `seconds`, at least once."""
     clock, count = time.perf_counter, 0
     start, start_cpu = clock(), time.process_time()
     while (wall_s := clock() - start) < seconds or not count:
@@ -150,7 +150,7 @@ def repeat(work: Callable[[], object], seconds: float) -> Repeated:
 
 
 def in_turns(parties: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """Every party once in every round, in an order that turns around: a slow moment of the machine slows all alike."""
+    """Yields every party once per round, alternating the order, so that a slow phase of the machine affects all."""
     for number in range(rounds):
         for party in parties if number % 2 == 0 else parties[::-1]:
             yield number, party
@@ -158,7 +158,7 @@ def in_turns(parties: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure over the rounds: its median, and the quartiles around it."""
+    """The median and quartiles of a figure over the rounds."""
 
     median: Figure
     low: Figure
@@ -172,12 +172,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One figure for each party that was measured; the first is ours, and `ratio` is ours over the second."""
+    """One figure per party; the first party is Echelon, and `ratio` is Echelon's figure over the second's."""
 
     name: str
     unit: str
     by: Annotated[Mapping[str, Spread], msgspec.Meta(min_length=1)]
-    ratio: Figure | None = None  # the median over the rounds, each of which compares neighbours in time
+    ratio: Figure | None = None  # median over the rounds, so that each ratio compares measurements close in time
 
     @classmethod
     def of(cls, name: str, unit: str, rounds: Mapping[str, Sequence[float]]) -> Measure:
@@ -192,7 +192,7 @@ class Measure:
 
 @dataclass(slots=True)
 class Runs(Generic[S, R]):
-    """What a sweep has measured so far."""
+    """The results of a sweep so far."""
 
     sweep: Sweep[S]
     results: list[R] = field(default_factory=list)
@@ -206,73 +206,75 @@ class Runs(Generic[S, R]):
 
 
 class Benchmark(ABC, Generic[S, R]):
-    """One subcommand of `echelon bench`: the settings it takes, how it measures one, and what it reports."""
+    """One subcommand of `echelon bench`: its settings, how it measures one, and its report."""
 
     name: str
-    text: str  # what `--help` says
+    text: str  # the text of `--help`
     setting: type[S]
-    output: str = "output"  # the option that names the file of the report
+    output: str = "output"  # the option for the report file
     output_help: str = "write the report here, as JSON"
-    swept: Collection[str] = ()  # the options that may be lists
-    max_varied: int | None = None  # and how many of them at once
+    swept: Collection[str] = ()  # options that may be lists
+    max_varied: int | None = None  # maximum number of lists
 
     def spellings(self, name: str) -> Sequence[str]:
-        """The words for the option `name`."""
+        """Returns the spellings of the option `name`."""
         return (f"--{name.replace('_', '-')}",)
 
     def metavar(self, name: str) -> str:
-        """What stands for the value of the option `name` in the help."""
+        """Returns the placeholder for the value of the option `name` in the help."""
         return self.setting.options()[name].metavar
 
     def prepare(self, settings: Sequence[S]) -> None:
-        """Raises ConfigError where a run cannot start: a sweep should not find that out half-way."""
+        """Raises ConfigError if a run cannot start, before the sweep begins."""
 
     @abstractmethod
     def measure(self, setting: S, progress: Progress) -> R: ...
 
     @abstractmethod
     def unit(self, setting: S) -> str:
-        """What the progress counts."""
+        """Returns the unit of the progress."""
 
     def label(self, setting: S) -> str:
-        """The name of a run that varies nothing."""
+        """Returns the name of a run without varied options."""
         return self.name
 
     def head(self, sweep: Sweep[S]) -> str:
-        """What is printed before the first run."""
+        """Returns the text printed before the first run."""
         return ""
 
     def newest(self, runs: Runs[S, R]) -> str:
-        """What is printed after every run."""
+        """Returns the text printed after every run."""
         return ""
 
     def summary(self, runs: Runs[S, R]) -> str:
-        """What is printed after the last run."""
+        """Returns the text printed after the last run."""
         return ""
 
     def fault(self, runs: Runs[S, R]) -> str:
-        """Why the command fails although everything was measured; empty where it does not."""
+        """Returns why the command fails although all runs were measured; "" if it does not."""
         return ""
 
     def is_drawn(self, sweep: Sweep[S]) -> bool:
-        """Whether `echelon bench plot` draws the report."""
+        """Returns whether `echelon bench plot` can draw the report."""
         return False
 
     @abstractmethod
     def report(self, runs: Runs[S, R]) -> dict[str, Any]:
-        """The report as JSON."""
+        """Returns the report as JSON values."""
 
 
 @functools.cache
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """What a benchmark ran on, for its report: hardware and versions."""
-    from echelon.runs.folder import versions  # imports torch, whose memory and time are not the benchmark's
+    """Returns the hardware and versions, for a report."""
+    from echelon.runs.folder import (
+        versions,
+    )  # imported here: it imports torch, whose memory and time must not be measured
 
     return {"hardware": hardware(device), "versions": versions()}
 
 
 def hardware(device: str = "cpu") -> dict[str, Any]:
-    """Cores, memory, processor, and the GPU where `device` is one."""
+    """Returns cores, memory, processor, and the GPU if `device` is one."""
     gpu = None
     if device != "cpu":
         import torch
@@ -289,7 +291,7 @@ def hardware(device: str = "cpu") -> dict[str, Any]:
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Replaces the file at `path`, whole or not at all."""
+    """Writes the report to `path` atomically."""
     from echelon.runs.metrics import plain
 
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -298,7 +300,7 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def measure_table(measures: Sequence[Measure], title: str, compare: Callable[[Measure], float | None]) -> list[str]:
-    """The medians over the rounds with their quartiles, and under `title` how ours compares with the peer."""
+    """Returns a table of the medians and quartiles, with the comparison to the peer in the column `title`."""
     width = max(len(measure.name) for measure in measures)
     names = list(measures[0].by)
     head = f"{'':<{width}}  {'':>7}" + "".join(f"{name:>14}{'quartiles':>22}" for name in names)
@@ -313,18 +315,18 @@ def measure_table(measures: Sequence[Measure], title: str, compare: Callable[[Me
 
 
 def fact_table(facts: Mapping[str, Any], titles: Mapping[str, str]) -> list[str]:
-    """Names and values below each other."""
+    """Returns a table of names and values."""
     width = max((len(titles[name]) for name in facts), default=0)
     return [f"{titles[name]:<{width}}  {amount(value):>14}" for name, value in facts.items()]
 
 
 def columns(rows: Iterable[Iterable[str]], width: int) -> list[str]:
-    """Cells in columns of equal width."""
+    """Returns cells in columns of equal width."""
     return ["".join(f"{cell:>{width}}" for cell in row) for row in rows]
 
 
 def amount(value: Any) -> str:
-    """A number as people read it, with three digits or more; other values as they are."""
+    """Formats a number with at least three digits; returns other values as text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "" if value is None else str(value)
     if isinstance(value, int):

@@ -1,6 +1,7 @@
-"""A core kept busy with work like a training's: what the other cores do while one stage is measured.
+"""Keeps cores busy with work like a training's, while a stage is measured on another core.
 
-`python -m echelon.bench.load` says `ready` and works until its standard input closes, so it never outlives its parent.
+`python -m echelon.bench.load` prints `ready` and works until its standard input closes, so it never outlives its
+parent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ LOOK_EVERY = 50  # rounds, some 50 ms
 
 @contextlib.contextmanager
 def loaded_cores(count: int) -> Iterator[None]:
-    """Keeps `count` cores busy as long as the block runs."""
+    """Keeps `count` cores busy while the block runs."""
     command = [sys.executable, "-m", "echelon.bench.load"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     pipe = subprocess.PIPE
@@ -26,7 +27,7 @@ def loaded_cores(count: int) -> Iterator[None]:
     try:
         for worker in workers:
             assert worker.stdout is not None
-            worker.stdout.readline()  # `ready`, or nothing if it failed: its own message is on standard error
+            worker.stdout.readline()  # `ready`, or "" if it failed; its message is on stderr
         yield
     finally:
         for worker in workers:
@@ -35,7 +36,7 @@ def loaded_cores(count: int) -> Iterator[None]:
 
 
 def _swing(count: int) -> float:
-    """Plain Python arithmetic, as an environment's step is."""
+    """Computes plain Python arithmetic, like the step of an environment."""
     angle, speed = 0.1, 0.0
     for _ in range(count):
         speed += 0.02 * (9.8 * math.sin(angle) - 0.1 * math.cos(angle) * speed)
@@ -50,7 +51,7 @@ def main() -> None:
     torch.set_num_threads(1)
     network = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh())
     rows, batch = torch.randn(32, 8), torch.randn(640, 8)
-    slots = np.zeros((64, 32_768), np.float32)  # 8 MiB: memory is busy too
+    slots = np.zeros((64, 32_768), np.float32)  # 8 MiB, to load the memory, too
     rounds = 0
     print("ready", flush=True)
     while True:

@@ -1,7 +1,7 @@
-"""`echelon bench plot`: a report of `echelon bench rpc` or `replay` as figures and one page.
+"""`echelon bench plot`: draws a report of `echelon bench rpc` or `replay` as figures and one page.
 
-The reports of PyTorch's own RPC benchmark are read too: percentiles are named "50" or "p50", and a latency may have its
-unit in its name.
+It also reads reports of PyTorch's RPC benchmark: percentiles are named "50" or "p50", and the name of a latency may
+include its unit.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ METRICS = {
     "agent latency": "From a batch's first request to its actions. Lower is better",
     "observer latency": "From one observer's request to its action. Lower is better",
 }
-DRAWN = (50, 95)  # percentiles; the page's table has all
+DRAWN = (50, 95)  # percentiles; the table of the page has all
 X_TEXTS = {
     "world_size": "processes: a coordinator, an agent, and the rest observers",
-    "batch": "whether the agent answers all observers together",
+    "batch": "whether the agent serves all observers in one batch",
     "state_size": "dimensions of a state",
     "nlayers": "hidden layers of the policy",
     "out_features": "actions, and width of the layers",
-    "transport": "what carries the requests",
-    "device": "where the policy is computed",
-    "steps": "requests of an observer in one episode",
-    "episodes": "episodes of each observer",
+    "transport": "transport of the requests",
+    "device": "device of the policy",
+    "steps": "requests per observer and episode",
+    "episodes": "episodes per observer",
     "max_wait_us": "how long a batch waits for an observer, µs",
 }
 COMMON = ("transport", "world_size", "batch", "state_size", "nlayers", "out_features", "device")
 TOTALS = {
-    "requests_per_s": "requests/s in all",
+    "requests_per_s": "requests/s in total",
     "mean_batch": "mean batch",
     "num_observers": "observers",
     "num_requests": "requests",
@@ -50,13 +50,13 @@ TOTALS = {
     "elapsed_s": "seconds",
 }
 MEASURES = {
-    "insert": "Items inserted, in chunks, and taken into the tree. Higher is better",
-    "sample": "Items drawn by priority, in batches, with their weights. Higher is better",
-    "update": "Items given new priorities, in batches. Higher is better",
-    "sample+update": "Items drawn and given new priorities. Higher is better",
-    "mixed": "Items drawn and given new priorities, with a chunk inserted for every batch. Higher is better",
-    "insert by the writers": "Items that all writers together appended",
-    "sample+update per processor-second": "Items drawn and given new priorities while writers append. Higher is better",
+    "insert": "Items inserted in chunks, including the update of the sum tree. Higher is better",
+    "sample": "Items sampled by priority, in batches, with their weights. Higher is better",
+    "update": "Items whose priorities are updated, in batches. Higher is better",
+    "sample+update": "Items sampled and updated. Higher is better",
+    "mixed": "Items sampled and updated, with one chunk inserted per batch. Higher is better",
+    "insert by the writers": "Items appended by all writers together",
+    "sample+update per processor-second": "Items sampled and updated while writers append. Higher is better",
     "memory per transition": "Resident memory over the number of transitions. Lower is better",
 }
 UNIT_TITLES = {"items/s": "throughput", "bytes": "memory"}
@@ -64,7 +64,7 @@ MILLION = 1e6
 
 
 def draw_report(path: Path, output_dir: Path | None = None) -> list[Path]:
-    """Draws the report at `path` into PNG files and an HTML page, in `output_dir` or beside it; returns them."""
+    """Draws the report at `path` to PNG files and an HTML page, in `output_dir` or beside it; returns their paths."""
     page = page_of(path)
     folder = output_dir or path.absolute().parent
     images = {name: draw_chart(chart) for name, chart in page.charts.items()}
@@ -76,36 +76,36 @@ def draw_report(path: Path, output_dir: Path | None = None) -> list[Path]:
             file.write_bytes(content)
     except OSError as error:
         raise ConfigError(
-            f"the figures cannot be written to {folder}: {error.strerror}. Name another folder with --output-dir."
+            f"the figures cannot be written to {folder}: {error.strerror}. Choose another folder with --output-dir."
         ) from error
     return list(files)
 
 
 def _slug(name: str) -> str:
-    """A name of a report as part of the name of a file."""
+    """Returns a name that can be part of a file name."""
     return re.sub(r"\W+", "-", name.replace("+", " and "))
 
 
 def page_of(path: Path) -> Page:
-    """What the report at `path` shows; what is wrong with it is a ConfigError."""
+    """Returns the page of the report at `path`; raises ConfigError if the report is invalid."""
     report = load_report(path)
     return replay_page(report, path) if report.get("bench") == "replay" else rpc_page(read_sweep(report, path))
 
 
 def load_report(path: Path) -> dict[str, Any]:
-    """The object in the file at `path`, of whatever benchmark it is."""
+    """Returns the JSON object in the file at `path`, of any benchmark."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except OSError as error:
         raise ConfigError(
-            f"report {path} cannot be read: {error.strerror}. `echelon bench rpc --world_size 10,20` makes one, and "
-            "`echelon bench replay --output FILE`."
+            f"report {path} cannot be read: {error.strerror}. `echelon bench rpc --world_size 10,20` and "
+            "`echelon bench replay --output FILE` write reports."
         ) from error
     except ValueError as error:  # not UTF-8, or not JSON
         raise ConfigError(f"report {path} is not JSON: {error}. Give the file that a benchmark wrote.") from error
     if not isinstance(report, dict):
         raise ConfigError(
-            f"report {path} holds a {type(report).__name__} where an object is expected. Give the file that a "
+            f"report {path} contains a {type(report).__name__} instead of an object. Give the file that a "
             "benchmark wrote."
         )
     return report
@@ -124,17 +124,17 @@ def _machine(report: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class RpcSweep:
-    """A report: the percentiles of every metric, for each value of the argument that was varied."""
+    """A report of `rpc`: the percentiles of every metric, for each value of the varied argument."""
 
     x_axis_name: str
     xs: tuple[str, ...]
     metrics: Mapping[str, tuple[Mapping[int, float], ...]]  # seconds or requests per second, by percentile, per x
-    arguments: Mapping[str, Any]  # what all runs had in common
-    extra: Mapping[str, Any]  # what our own reports say besides: hardware, versions, runs
+    arguments: Mapping[str, Any]  # equal in all runs
+    extra: Mapping[str, Any]  # only in Echelon's reports: hardware, versions, runs
 
 
 def read_sweep(report: Mapping[str, Any], path: Path) -> RpcSweep:
-    """The report that was loaded from `path`, checked."""
+    """Validates the report loaded from `path`."""
     x_axis_name, results = report.get("x_axis_name"), report.get("benchmark_results")
     if not isinstance(results, list) or not results:
         bench = report.get("bench")
@@ -145,8 +145,8 @@ def read_sweep(report: Mapping[str, Any], path: Path) -> RpcSweep:
         )
     if not isinstance(x_axis_name, str) or not x_axis_name:
         raise ConfigError(
-            f"{path} has no x axis to draw along: no `x_axis_name`, so it is of a single setting. Give one argument a "
-            "list of values, as in `echelon bench rpc --world_size 10,20`, and draw that report."
+            f"{path} has no `x_axis_name`: it is the report of a single setting, without an x axis. Give one argument "
+            "a list of values, such as `echelon bench rpc --world_size 10,20`, and draw that report."
         )
     where = [f"{path}: benchmark_results[{number}]" for number in range(len(results))]
     for result, place in zip(results, where, strict=True):
@@ -180,7 +180,7 @@ def _percentiles(result: Mapping[str, Any], metric: str, where: str) -> dict[int
 
 
 def rpc_page(sweep: RpcSweep) -> Page:
-    """Four figures, the table of all percentiles, and what it was measured with."""
+    """Returns a page with four figures, the table of all percentiles, the arguments and the machine."""
     percentiles = sorted({percentile for rows in sweep.metrics.values() for row in rows for percentile in row})
     body = []
     for metric, rows in sweep.metrics.items():
@@ -192,14 +192,14 @@ def rpc_page(sweep: RpcSweep) -> Page:
     sections = [section("All percentiles", table(head, body)), _totals(sweep), facts("Setting", sweep.arguments)]
     return Page(
         title=f"RPC benchmark by {sweep.x_axis_name}",
-        lead="an agent answers the requests of observers for actions.",
+        lead="an agent serves act requests of observers.",
         charts={metric: rpc_chart(sweep, metric) for metric in METRICS},
         sections=sections + _machine(sweep.extra),
     )
 
 
 def rpc_chart(sweep: RpcSweep, metric: str) -> Chart:
-    """One metric: the bars of two percentiles for each x."""
+    """Returns the chart of one metric: two percentiles for each x."""
     rows = sweep.metrics[metric]
     unit, per = unit_of(metric, [row[percentile] for row in rows for percentile in DRAWN])
     series = []
@@ -219,7 +219,7 @@ def rpc_chart(sweep: RpcSweep, metric: str) -> Chart:
 
 
 def unit_of(metric: str, values: Sequence[float]) -> tuple[str, float]:
-    """The unit in which the largest of `values` reads well, and how many of it make a second."""
+    """Returns a readable unit for the largest of `values`, and its number per second."""
     if "throughput" in metric:
         return "requests/s", 1.0
     largest = max(values)
@@ -227,7 +227,7 @@ def unit_of(metric: str, values: Sequence[float]) -> tuple[str, float]:
 
 
 def _height(height: float) -> str:
-    """A bar's label: three digits, or all before the point."""
+    """Returns a bar's label: three digits, or all digits before the point."""
     return f"{height:,.0f}" if height == 0 or height >= 99.95 else f"{height:.3g}"
 
 
@@ -239,12 +239,12 @@ def _legend(metric: str, percentile: int) -> str:
 
 
 def _totals(sweep: RpcSweep) -> str:
-    """What each run did as a whole, where the report says so."""
+    """Returns the totals of each run, if the report has them."""
     runs = sweep.extra.get("runs")
     if not isinstance(runs, list) or len(runs) != len(sweep.xs) or not all(isinstance(run, dict) for run in runs):
         return ""
     body = [[x, *(amount(run.get(key)) for key in TOTALS)] for x, run in zip(sweep.xs, runs, strict=True)]
-    return section("Whole runs, the warm-up left out", table([sweep.x_axis_name, *TOTALS.values()], body))
+    return section("Totals, without the warm-up", table([sweep.x_axis_name, *TOTALS.values()], body))
 
 
 # Reports of `replay`.
@@ -252,7 +252,7 @@ def _totals(sweep: RpcSweep) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReplayRun:
-    """One result in a report: the arguments that vary in the sweep, with their values here, and what was measured."""
+    """One run in a report of `replay`: the values of the varied arguments, and the measures."""
 
     mode: str
     varied: Mapping[str, Any]
@@ -265,7 +265,7 @@ class ReplayRun:
 
 
 def read_runs(report: Mapping[str, Any], where: Path) -> list[ReplayRun]:
-    """The runs of a report, checked: what is wrong with it is a ConfigError."""
+    """Returns the runs of a report; raises ConfigError if it is invalid."""
     if not report.get("runs"):
         raise ConfigError(
             f"{where} is a report of `echelon bench replay` without `runs`. Make one with `echelon bench replay "
@@ -275,12 +275,12 @@ def read_runs(report: Mapping[str, Any], where: Path) -> list[ReplayRun]:
         return msgspec.convert(report["runs"], list[ReplayRun])
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"{where} is damaged: {error} of its runs. Make it anew with `echelon bench replay --output FILE`."
+            f"{where} is damaged: {error} of its runs. Measure again with `echelon bench replay --output FILE`."
         ) from error
 
 
 def replay_page(report: Mapping[str, Any], path: Path) -> Page:
-    """A sweep has one figure for each measure, over the values that vary; a single run one for each unit."""
+    """Returns the page of a report: for a sweep one figure per measure, for a single run one figure per unit."""
     runs = read_runs(report, path)
     setting: dict[str, Any] = found if isinstance(found := report.get("setting"), dict) else {}
     varied = ", ".join(runs[0].varied)
@@ -315,7 +315,7 @@ def _over_runs(runs: Sequence[ReplayRun], setting: Mapping[str, Any]) -> dict[st
 def _replay_chart(
     title: str, note: str, measures: Mapping[str, Measure], run: ReplayRun, setting: Mapping[str, Any]
 ) -> Chart:
-    """Measures by the label below their bars, where also stands how we compare with the peer."""
+    """Returns a chart of measures by label; the labels include the ratio to the peer."""
     medians = [spread.median for measure in measures.values() for spread in measure.by.values()]
     unit = next(iter(measures.values())).unit
     per, unit = (MILLION, f"million {unit}") if max(medians) >= MILLION else (1.0, unit)

@@ -1,4 +1,4 @@
-"""The processes of a benchmark, the memory they share, and what is told when one of them ends too early."""
+"""The processes of a benchmark, their shared memory, and the errors when one of them ends early."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOG_TAIL_BYTES = 4_000
 
 @contextlib.contextmanager
 def session_in(shm_dir: str) -> Iterator[Path]:
-    """A folder for everything that one measurement puts into shared memory; it goes when the block ends."""
+    """Creates a folder for the shared memory of one measurement; it is removed when the block ends."""
     session = create_session(shm_dir)
     try:
         yield session
@@ -30,7 +30,7 @@ def session_in(shm_dir: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch computes on one thread as long as the block runs."""
+    """Limits torch to one thread while the block runs."""
     import torch
 
     threads = torch.get_num_threads()
@@ -42,7 +42,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Processes:
-    """Starts the roles of one measurement in `session`; a context manager that ends those still there."""
+    """Starts the roles of one measurement in `session`; the context manager ends those that still run."""
 
     def __init__(self, session: Path, preload: Sequence[str] = ()) -> None:
         self.engine = LocalEngine(str(session), preload=preload)
@@ -56,13 +56,13 @@ class Processes:
         self.engine.close(0.0)
 
     def start(self, name: str, entry: str, config: dict[str, Any]) -> None:
-        """Starts the role `entry` ("module:class"), which finds the session in its config."""
+        """Starts the role `entry` ("module:class"); its config includes the session."""
         shared = {"session": str(self.session), **config}
         self.engine.start(ProcessSpec(name, entry, shared, log=str(self.log)))
         self.working.add(name)
 
     def check(self) -> None:
-        """Raises the error of a process that failed or died; one that ended by itself has done its work."""
+        """Raises the error of a process that failed or died; a normal exit is not an error."""
         for gone in self.engine.exits():
             if gone.failure is not None:
                 raise error_of(gone.name, gone.failure)
@@ -74,7 +74,7 @@ class Processes:
 
 
 def error_of(name: str, failure: Failure) -> EchelonError:
-    """What a process failed with: one of Echelon's own errors as it was, any other with its traceback."""
+    """Returns the error of a failed process: Echelon's own errors unchanged, others with their traceback."""
     if failure.expected:
         kind: type[EchelonError] = getattr(errors, failure.kind)
         return kind(failure.message)
@@ -82,7 +82,7 @@ def error_of(name: str, failure: Failure) -> EchelonError:
 
 
 def ended(name: str, code: int) -> str:
-    """How a process ended; a negative `code` is a signal's."""
+    """Returns how a process ended; a negative `code` is a signal."""
     return f"{name} {how_ended(code)}, so the run is over."
 
 

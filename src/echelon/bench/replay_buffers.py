@@ -1,8 +1,7 @@
-"""The buffers of `echelon bench replay`, ours and cpprb's, with the same items; and what one process does with them.
+"""The buffers of `echelon bench replay`, Echelon's and cpprb's, with equal items; and the single-process benchmark.
 
-Items are transitions of random numbers, ready before the clock runs. All numbers are whole, so that sums over an item
-are exact in whatever order they are taken: with `checked`, an item also carries its number and a checksum over all of
-it, by which a reader knows that it is whole.
+Items are transitions of random numbers, prepared before the measurement. All numbers are integers, so that sums over an
+item are exact in any order: with `checked`, an item also has its number and a checksum, by which a reader verifies it.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from echelon.replay.shard import Shard, ShardWriter
 from echelon.replay.sharded import Replay
 
 Array = np.ndarray[Any, Any]
-POOL_BYTES = 1 << 26  # of ready chunks: more than the caches hold, as what actors bring is fresh
+POOL_BYTES = 1 << 26  # of prepared chunks: more than the caches hold, as actors' data is not cached
 MAX_POOL = 256
-LARGEST = 1 << 16  # of the random numbers; a sum of millions of them is exact in float64
+LARGEST = 1 << 16  # bound of the random numbers; a sum of millions of them is exact in float64
 BETA = 0.4
-FILL = 4096  # items of one insert while the buffers are filled
-NUM_DRAWS = 16  # batches whose priorities are written while updates alone are measured
+FILL = 4096  # items per insert while the buffers are filled
+NUM_DRAWS = 16  # batches whose priorities are updated while `update` alone is measured
 OPERATIONS = ("insert", "sample", "update", "sample+update", "mixed")
 
 
 def item_fields(setting: ReplaySetting, *, checked: bool = False) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """The shape and dtype of every field of an item."""
+    """Returns the shape and dtype of every field of an item."""
     observation: tuple[tuple[int, ...], Any] = ((setting.observation,), np.float32)
     fields = {"observation": observation, "next_observation": observation, "action": ((), np.int64)}
     fields |= {"reward": ((), np.float32), "discount": ((), np.float32)}
@@ -46,7 +45,7 @@ def shard_layout(setting: ReplaySetting, *, checked: bool = False) -> ShardLayou
 
 
 def frame_layout(setting: ReplaySetting) -> ShardLayout:
-    """Items as `echelon train` stores them for Atari."""
+    """Returns the layout that `echelon train` uses for Atari."""
     stack: tuple[tuple[int, ...], Any] = (setting.stack, np.uint8)
     fields = {"observation": stack, "next_observation": stack, "action": ((), np.int64), "version": ((), np.int64)}
     fields |= {"reward": ((), np.float32), "discount": ((), np.float32)}
@@ -54,7 +53,7 @@ def frame_layout(setting: ReplaySetting) -> ShardLayout:
 
 
 def checksum(fields: Mapping[str, Array]) -> Array:
-    """The sum of all numbers of each item, itself left out."""
+    """Returns the sum of all numbers of each item, except the checksum itself."""
     parts = [value for name, value in fields.items() if name != "checksum"]
     total: Array = sum(
         (part.reshape(len(part), -1).sum(1, dtype=np.float64) for part in parts), np.zeros(len(parts[0]))
@@ -64,14 +63,14 @@ def checksum(fields: Mapping[str, Array]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Items that are inserted together."""
+    """Items of one insert."""
 
     fields: dict[str, Array]
     priorities: Array
 
 
 class Pool:
-    """Ready chunks, taken in turn."""
+    """Prepared chunks, used in rotation."""
 
     def __init__(self, setting: ReplaySetting, size: int, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -93,26 +92,26 @@ class Pool:
 
 
 def draw_priorities(setting: ReplaySetting) -> list[Array]:
-    """New priorities for a few batches, to be given in turn."""
+    """Returns new priorities for a few batches, used in rotation."""
     rng = np.random.default_rng(1)
     return [rng.random(setting.batch) + 1e-3 for _ in range(NUM_DRAWS)]
 
 
 class Buffer(Protocol):
-    """What can be measured."""
+    """The interface of a measured buffer."""
 
     name: str
 
     def insert(self, chunk: Chunk) -> None: ...
 
     def sample(self) -> Any:
-        """Draws a batch; returns the keys of its items."""
+        """Samples a batch; returns the keys of its items."""
 
     def update(self, keys: Any, priorities: Array) -> None: ...
 
 
 class EchelonBuffer:
-    """Our replay: an insert appends to one shard after the other, and takes it into the learner's tree."""
+    """Echelon's replay: an insert appends to the shards in rotation and updates the learner's sum tree."""
 
     name = "echelon"
 
@@ -120,14 +119,14 @@ class EchelonBuffer:
         self, setting: ReplaySetting, readers: Sequence[ShardReader], writers: Sequence[ShardWriter] = ()
     ) -> None:
         self.writers, self.replay = writers, Replay(list(readers), setting.alpha)
-        self.batch, self.block = setting.batch, self.replay.layout.block(setting.batch)  # used again, as by the learner
+        self.batch, self.block = setting.batch, self.replay.layout.block(setting.batch)  # reused, as by the learner
         self.rng = np.random.default_rng(0)
         self.turn = 0
         self.drawn: Sampled | None = None
 
     @classmethod
     def alone(cls, setting: ReplaySetting) -> EchelonBuffer:
-        """In the memory of this process."""
+        """Returns a buffer in the memory of this process."""
         layout = shard_layout(setting)
         shards = [Shard(layout, name=f"replay shard {index}") for index in range(setting.num_shards)]
         return cls(setting, [ShardReader(shard) for shard in shards], [ShardWriter(shard) for shard in shards])
@@ -146,7 +145,7 @@ class EchelonBuffer:
 
 
 class CpprbBuffer:
-    """A prioritized buffer of cpprb's, for the same items as ours."""
+    """A prioritized buffer of cpprb, with the same items."""
 
     def __init__(self, setting: ReplaySetting, kind: str = "PrioritizedReplayBuffer", **options: Any) -> None:
         self.name, self.batch = f"cpprb {importlib.metadata.version('cpprb')}", setting.batch
@@ -156,7 +155,7 @@ class CpprbBuffer:
 
     @staticmethod
     def size(setting: ReplaySetting) -> int:
-        """About the bytes that it takes: the items, and two trees of float64 over the next power of two."""
+        """Returns its approximate size in bytes: the items, and two float64 trees over the next power of two."""
         return setting.capacity * shard_layout(setting).row.itemsize + 32 * (1 << (setting.capacity - 1).bit_length())
 
     def insert(self, chunk: Chunk) -> None:
@@ -170,7 +169,7 @@ class CpprbBuffer:
 
 
 class Turns:
-    """The operations of one buffer, which is filled first."""
+    """The operations of one buffer; the constructor fills it."""
 
     def __init__(self, setting: ReplaySetting, buffer: Buffer) -> None:
         self.buffer, self.batch, self.chunk = buffer, setting.batch, setting.chunk
@@ -190,7 +189,7 @@ class Turns:
         }
 
     def measure(self, name: str, seconds: float) -> float:
-        """Items per second of one operation: those inserted, drawn or given a priority; for `mixed`, those drawn."""
+        """Returns the items per second of one operation: inserted, sampled or updated; for `mixed`, sampled."""
         if name == "update":
             self.drawn = [self.buffer.sample() for _ in range(NUM_DRAWS)]
         done = repeat(self.works[name], seconds)
@@ -211,24 +210,26 @@ class Turns:
         self.buffer.update(self.buffer.sample(), self.priorities[self._next()])
 
     def _mixed(self) -> None:
-        """One chunk comes in for every batch that goes out."""
+        """Inserts one chunk and samples and updates one batch."""
         self._insert()
         self._sample_and_update()
 
 
 def run(setting: ReplaySetting, progress: Progress) -> Result:
-    """Inserts, draws and new priorities of full buffers in one process, each by itself and together."""
+    """Measures insert, sample and update of full buffers in one process, separately and together."""
     buffers: list[Buffer] = [EchelonBuffer.alone(setting)]
     if setting.has_peer:
         buffers.append(CpprbBuffer(setting))
     filled = [Turns(setting, buffer) for buffer in buffers]
-    works = [(name, turns) for name in OPERATIONS for turns in filled]  # buffers compare as neighbours in time
+    works = [
+        (name, turns) for name in OPERATIONS for turns in filled
+    ]  # adjacent in time, so that the buffers can be compared
     rates: dict[str, dict[str, list[float]]] = {name: {b.name: [] for b in buffers} for name in OPERATIONS}
     total = setting.rounds + 1
     for number, (name, turns) in in_turns(works, total):
         progress(number, total)
         rate = turns.measure(name, setting.turn_s)
-        if number:  # the first round warms up
+        if number:  # the first round is the warm-up
             rates[name][turns.buffer.name].append(rate)
     progress(total, total)
     return Result(tuple(Measure.of(name, "items/s", rounds) for name, rounds in rates.items()))

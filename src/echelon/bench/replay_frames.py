@@ -1,8 +1,8 @@
-"""Replay of stacked frames: what a transition takes when every frame lies once, and how fast it goes.
+"""Replay of stacked frames: memory per transition when every frame is stored once, and throughput.
 
-Eight environments of noise bring one new frame a step; each frame says where it belongs, so that what is drawn can be
-checked. Episodes start with a stack of one frame over black ones. The buffer is written until its frames have all been
-overwritten once, and the memory is what the kernel counts as resident for this process, the learner's part included.
+Eight environments of noise produce one new frame per step. Each frame contains its number, so that samples can be
+verified. Episodes start with a stack of one frame and black frames. The buffer is written until all frames have been
+overwritten once; the memory is the resident memory of this process, including the learner's part.
 
 Shapes: K environments, S frames of a stack.
 """
@@ -27,9 +27,9 @@ from echelon.replay.sharded import Replay
 
 Array = np.ndarray[Any, Any]
 NUM_ENVS = 8
-EPISODE = 500  # steps; the environments end theirs one after the other
-NUM_NOISES = 256  # different frames, before they are marked
-MARK = LEAST_FRAME  # bytes at the start of a frame: which it is of its environment's, from 1 on; black frames have 0
+EPISODE = 500  # steps; the environments' episodes end at different times
+NUM_NOISES = 256  # different frames before marking
+MARK = LEAST_FRAME  # bytes at the start of a frame: its number in its environment, from 1; black frames have 0
 
 
 def run(setting: ReplaySetting, progress: Progress) -> Result:
@@ -60,24 +60,24 @@ def run(setting: ReplaySetting, progress: Progress) -> Result:
 
 
 def resident_bytes() -> int:
-    """What this process holds in memory now, shared memory that it has touched included."""
+    """Returns the resident memory of this process, including the shared memory it has touched."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
 
 
 class Environments:
-    """K environments of noise: their stacks (K, S, height, width)."""
+    """K environments of noise, with stacks (K, S, height, width)."""
 
     def __init__(self, shape: tuple[int, int, int]) -> None:
         rng = np.random.default_rng(0)
         self.noise = rng.integers(0, 256, (NUM_NOISES, *shape[1:]), np.uint8)
         self.stacks = np.zeros((NUM_ENVS, *shape), np.uint8)
-        self.age = np.arange(NUM_ENVS) * (EPISODE // NUM_ENVS)  # of each episode, in steps
+        self.age = np.arange(NUM_ENVS) * (EPISODE // NUM_ENVS)  # steps since the start of each episode
         self.num_steps = 0
         self._push()
 
     def step(self) -> Array:
-        """Goes on; returns which environments made a step (K,): the others were set back."""
+        """Steps all environments; returns which of them made a step (K,): the others were reset."""
         ended = self.age >= EPISODE
         self.stacks[ended] = 0
         self.stacks[:, :-1] = self.stacks[:, 1:]
@@ -94,13 +94,13 @@ class Environments:
 
 
 def _fill(setting: ReplaySetting, writer: ShardWriter, replay: Replay, progress: Progress) -> list[float]:
-    """Steps environments until no frame is the first in its place; returns the items per second of every round.
+    """Steps environments until every place for a frame was overwritten; returns the items per second of every round.
 
-    The time in which frames are made is left out.
+    The time to generate frames is excluded.
     """
     environments, frames = Environments(setting.stack), FrameWriter(writer, "frames", NUM_ENVS)
     numbers, rates = frames.store(environments.stacks), list[float]()
-    total = writer.layout.rings[0].capacity  # a transition brings at least one frame
+    total = writer.layout.rings[0].capacity  # a transition has at least one new frame
     goals = np.linspace(0, total, setting.rounds + 1).astype(int).tolist()
     for goal in goals[1:]:
         first, elapsed_s = writer.head, 0.0
@@ -130,7 +130,7 @@ def _append(writer: ShardWriter, observation: Array, next_observation: Array) ->
 
 
 def _draw(setting: ReplaySetting, buffer: EchelonBuffer) -> tuple[list[float], int]:
-    """Draws batches and gives new priorities; returns the items per second of every round, and how many were wrong."""
+    """Samples and updates batches; returns the items per second of every round, and the number of wrong items."""
     priorities, rates, num_wrong = itertools.cycle(draw_priorities(setting)), list[float](), 0
     for _ in range(setting.rounds):
         done = repeat(lambda: buffer.update(buffer.sample(), next(priorities)), setting.turn_s)
@@ -142,7 +142,7 @@ def _draw(setting: ReplaySetting, buffer: EchelonBuffer) -> tuple[list[float], i
 
 
 def is_whole(observation: Array, next_observation: Array) -> Array:
-    """Whether both stacks of each item are of consecutive frames, the second one step after the first."""
+    """Returns whether both stacks of each item have consecutive frames, the second one step after the first."""
     now, later = _marks(observation), _marks(next_observation)
     newest = now[:, -1:] + np.arange(1 - now.shape[1], 1)
     whole: Array = ((now == newest) | (now == 0)).all(1) & (later[:, :-1] == now[:, 1:]).all(1)
@@ -151,7 +151,7 @@ def is_whole(observation: Array, next_observation: Array) -> Array:
 
 
 def _marks(stacks: Array) -> Array:
-    """The number in every frame (n, S)."""
+    """Returns the number in every frame (n, S)."""
     head = np.ascontiguousarray(stacks.reshape(*stacks.shape[:2], -1)[:, :, :MARK])
     marks: Array = head.view(np.int64)[:, :, 0]
     return marks

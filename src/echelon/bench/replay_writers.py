@@ -1,11 +1,11 @@
-"""Replay that other processes write: the bench draws from all their shards, gives new priorities, and checks each item.
+"""Replay with writer processes: the benchmark samples from all their shards, updates priorities and verifies each item.
 
-What a batch costs the learner is taken as processor time, which the writers' hunger for cores does not change much, and
-by the clock. Checking a batch is not part of it. cpprb is measured after ours, with as many writers at the same rate:
-two sets of writers would take each other's cores.
+The cost of a batch is measured as processor time, which the writers' use of cores affects little, and as wall time.
+Verifying a batch is excluded. cpprb is measured after Echelon, with as many writers at the same rate: two sets of
+writers would compete for cores.
 
-A writer stands for an actor that only appends. It fills its shard, and then appends at its rate. It waits for nobody
-but the clock, and catches up if it was kept from running. If the bench dies, the fork server ends it.
+A writer simulates an actor that only appends. It fills its shard, and then appends at its rate. It waits only for the
+clock, and catches up after a delay. If the benchmark dies, the fork server ends it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from echelon.replay.shard import Shard, ShardWriter
 
 Array = np.ndarray[Any, Any]
 LOOK_INTERVAL_S = 0.05
-START_TIMEOUT_S = 60.0  # without one item more
+START_TIMEOUT_S = 60.0  # without a new item
 STEP_TIMEOUT_S = 0.1
 INSERT, CLOCK, PROCESSOR = "insert by the writers", "sample+update", "sample+update per processor-second"
 
@@ -76,7 +76,7 @@ def start_writers(setting: ReplaySetting, processes: Processes) -> None:
 def wait_filled(
     setting: ReplaySetting, heads: Callable[[], list[int]], check: Callable[[], None], progress: Progress
 ) -> None:
-    """Waits until the writers have filled their parts; `check` raises once one of them has left."""
+    """Waits until the writers have filled their parts; `check` raises if one of them has ended."""
     deadline, before, total = time.monotonic() + START_TIMEOUT_S, 0, setting.shard_capacity * setting.writers
     while (count := sum(min(head, setting.shard_capacity) for head in heads())) < total:
         progress(count, total)
@@ -84,9 +84,7 @@ def wait_filled(
         if count > before:
             deadline, before = time.monotonic() + START_TIMEOUT_S, count
         elif time.monotonic() > deadline:
-            raise RunError(
-                f"the writers appended nothing for {START_TIMEOUT_S:.0f} s: {count} of {total} items are there."
-            )
+            raise RunError(f"the writers appended nothing for {START_TIMEOUT_S:.0f} s, after {count} of {total} items.")
         time.sleep(LOOK_INTERVAL_S)
 
 
@@ -97,7 +95,7 @@ def measure_rounds(
     progress: Progress,
     look: Callable[[], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Rates of every round: inserted, and drawn by the clock and by processor time; `look` is not timed."""
+    """Returns the rates of every round: inserts, and samples by wall and processor time; `look` is not timed."""
     priorities = draw_priorities(setting)
     rates: dict[str, list[float]] = {INSERT: [], CLOCK: [], PROCESSOR: []}
     for number in range(setting.rounds + 1):
@@ -113,7 +111,7 @@ def measure_rounds(
                 look()
             count += 1
         elapsed_s = time.perf_counter() - start
-        if number:  # the first round warms up
+        if number:  # the first round is the warm-up
             rates[INSERT].append((sum(heads()) - before) / elapsed_s)
             rates[CLOCK].append(count * setting.batch / clock_s)
             rates[PROCESSOR].append(count * setting.batch / processor_s)
@@ -121,7 +119,7 @@ def measure_rounds(
 
 
 class SharedBuffer(EchelonBuffer):
-    """Ours, in shared memory that others write; counts the items that it finds torn."""
+    """Echelon's replay in shared memory that other processes write; counts torn items."""
 
     def __init__(self, setting: ReplaySetting, readers: Sequence[ShardReader]) -> None:
         super().__init__(setting, readers)
@@ -132,7 +130,7 @@ class SharedBuffer(EchelonBuffer):
         return super().sample()
 
     def look(self) -> None:
-        """Looks whether the batch that was drawn is whole."""
+        """Verifies the checksums of the sampled batch."""
         assert self.drawn is not None
         fields, number = self.drawn.fields, self.drawn.keys.number
         whole = (fields["number"] == number) & (fields["checksum"] == checksum(fields))
@@ -141,14 +139,14 @@ class SharedBuffer(EchelonBuffer):
 
 
 class Pace:
-    """When chunks are due."""
+    """The schedule of a writer's chunks."""
 
     def __init__(self, setting: ReplaySetting) -> None:
         self.interval_s = setting.chunk / setting.rate
         self.due_s = 0.0
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether a chunk is due; sleeps until then, at most `timeout_s`, if it is not."""
+        """Sleeps until a chunk is due, at most `timeout_s`; returns whether one is due."""
         now = time.monotonic()
         self.due_s = self.due_s or now
         if self.due_s > now:
@@ -159,7 +157,7 @@ class Pace:
 
 
 class Writer:
-    """The role: a step is one chunk."""
+    """The writer role: a step is one chunk."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         setting, index = ReplaySetting(**config["setting"]), int(config["index"])
@@ -180,15 +178,15 @@ class Writer:
         self.writer.append(fields | {"checksum": checksum(fields)}, chunk.priorities)
 
     def close(self) -> None:
-        """Segments go with the session."""
+        """Does nothing: segments are removed with the session."""
 
 
-# cpprb's writers are handed the buffer, so multiprocessing starts them, as cpprb wants it. It locks what it reads, so
-# nothing tears.
+# cpprb's writers receive the buffer as an argument, so multiprocessing must start them. cpprb locks what it reads, so
+# items are never torn.
 
 
 def measure_peer(setting: ReplaySetting, progress: Progress) -> dict[str, dict[str, list[float]]]:
-    """The rates of every round, under the peer's name."""
+    """Returns the rates of every round, under the peer's name."""
     context = multiprocessing.get_context("spawn")
     counts = context.Array("q", setting.writers, lock=False)
     peer = CpprbBuffer(setting, "MPPrioritizedReplayBuffer", ctx=context)
@@ -201,7 +199,7 @@ def measure_peer(setting: ReplaySetting, progress: Progress) -> dict[str, dict[s
     def check() -> None:
         for process in processes:
             if process.exitcode is not None:
-                raise RunError(f"a writer of {peer.name} left with code {process.exitcode}; its message is above.")
+                raise RunError(f"a writer of {peer.name} exited with code {process.exitcode}; its message is above.")
 
     try:
         for process in processes:
@@ -218,7 +216,7 @@ def measure_peer(setting: ReplaySetting, progress: Progress) -> dict[str, dict[s
 
 
 def write_peer(buffer: Any, counts: Any, setting: dict[str, Any], index: int) -> None:
-    """What a writer does: fills its part of the buffer, and then appends at its rate; it leaves when the bench does."""
+    """Fills the writer's part of the buffer, and then appends at its rate; ends with the benchmark."""
     asked, parent = ReplaySetting(**setting), os.getppid()
     pool, pace, capacity = Pool(asked, asked.chunk, seed=index), Pace(asked), asked.shard_capacity
     while os.getppid() == parent:

@@ -1,9 +1,9 @@
-"""`echelon bench rpc`: latency and throughput of act requests, once or for every value of one argument.
+"""`echelon bench rpc`: latency and throughput of act requests, for one setting or every value of one argument.
 
-An agent process answers observer processes; every transport carries the same workload. The report has the shape of
-PyTorch's RPC benchmark for reinforcement learning, so that scripts which read that read this: as it was when it was
-proposed ("agent latency", "50") and as it was merged ("agent latency (seconds)", "p50"). What it has no place for lies
-in one more object, `echelon`. Needs no torch.
+An agent process serves observer processes; all transports have the same workload. The report has the format of
+PyTorch's RPC benchmark for reinforcement learning, so that its scripts can read it: both the proposed format ("agent
+latency", "50") and the merged one ("agent latency (seconds)", "p50"). Additional data is in the object `echelon`.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRANSPORTS = {
     "torch-rpc": "echelon.bench.rpc_torch:run",
     "ray": "echelon.bench.rpc_ray:run",
 }
-NUM_WARM_UP_EPISODES = 1  # before the measured ones, over every transport alike; their samples are left out
+NUM_WARM_UP_EPISODES = 1  # before the measured episodes, over every transport; not part of the samples
 PERCENTILES = (50, 75, 90, 95)
 METRICS = ("agent latency", "agent throughput", "observer latency", "observer throughput")
 LATENCY_DIGITS = 6  # microseconds
@@ -39,40 +39,40 @@ RULE, SHORT_RULE = "-" * len(TITLE), "-" * 9
 
 @dataclass(frozen=True, slots=True)
 class RpcSetting(Setting):
-    """One run: a coordinator, an agent, and `world_size - 2` observers that ask it for actions."""
+    """One run: a coordinator, an agent, and `world_size - 2` observers that request actions."""
 
     world_size: int = option(10, "processes: a coordinator, an agent, and the rest observers")
-    master_addr: str = option("127.0.0.1", "where the agent listens (tcp, torch-rpc)")
-    master_port: str = option("29501", "its port; 0 takes a free one")
-    batch: bool = option(True, "whether the agent answers all observers together (True, False)")
-    state_size: str = option("10-20-10", "the dimensions of a state, with dashes")
+    master_addr: str = option("127.0.0.1", "address of the agent (tcp, torch-rpc)")
+    master_port: str = option("29501", "port of the agent; 0: any free port")
+    batch: bool = option(True, "whether the agent serves all observers in one batch (True, False)")
+    state_size: str = option("10-20-10", "dimensions of a state, separated by dashes")
     nlayers: int = option(5, "hidden layers of the policy", least=0)
-    out_features: int = option(10, "actions, and the width of the layers", least=1)
+    out_features: int = option(10, "number of actions, and width of the layers", least=1)
     output_file_path: str = option("benchmark_report.json", "the report, as JSON")
-    episodes: int = option(10, "episodes of each observer", least=1)
-    steps: int = option(100, "requests of an observer in one episode", least=1)
-    transport: str = option("shm", f"what carries the requests: {', '.join(TRANSPORTS)}", choices=tuple(TRANSPORTS))
-    device: str = option("cpu", "where the policy is computed: cpu, cuda")
+    episodes: int = option(10, "episodes per observer", least=1)
+    steps: int = option(100, "requests per observer and episode", least=1)
+    transport: str = option("shm", f"transport of the requests: {', '.join(TRANSPORTS)}", choices=tuple(TRANSPORTS))
+    device: str = option("cpu", "device of the policy: cpu, cuda")
     max_wait_us: float = option(50_000.0, "how long a batch waits for an observer, in microseconds (shm, tcp)", above=0)
-    shm_dir: str = option("/dev/shm", "where shared memory lives (shm, tcp)")
+    shm_dir: str = option("/dev/shm", "folder of shared memory (shm, tcp)")
 
     def check(self) -> None:
         if self.world_size < 3:
             raise ConfigError(
-                f"world_size={self.world_size} leaves no observer: a coordinator, an agent and at least one observer "
-                "make 3. Give --world_size 3 or more."
+                f"world_size={self.world_size} leaves no observer: a run needs a coordinator, an agent and at least "
+                "one observer. Give --world_size 3 or more."
             )
         if not all(size.isdecimal() and int(size) for size in self.state_size.split("-")):
             raise ConfigError(
-                f"state_size={self.state_size!r} is not a list of sizes above 0. Write the dimensions with dashes, as "
-                "in --state_size 10-20-10."
+                f"state_size={self.state_size!r} is not a list of sizes above 0. Separate the dimensions by dashes, "
+                "for example --state_size 10-20-10."
             )
         if not (self.master_port.isdecimal() and int(self.master_port) < 65_536):
             raise ConfigError(
-                f"master_port={self.master_port!r} is not a port. Give a number below 65536; 0 takes a free one."
+                f"master_port={self.master_port!r} is not a port. Give a number below 65536; 0 takes any free port."
             )
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise ConfigError(f"device={self.device!r} is not known; there are cpu, cuda and cuda:NUMBER.")
+            raise ConfigError(f"device={self.device!r} is unknown; use cpu, cuda or cuda:NUMBER.")
 
     @property
     def num_observers(self) -> int:
@@ -80,67 +80,69 @@ class RpcSetting(Setting):
 
     @property
     def num_inputs(self) -> int:
-        """The numbers of one state."""
+        """The number of values of one state."""
         return math.prod(int(size) for size in self.state_size.split("-"))
 
     @property
     def num_warm_up(self) -> int:
-        """Requests of each observer that are not measured."""
+        """Unmeasured requests per observer."""
         return NUM_WARM_UP_EPISODES * self.steps
 
     @property
     def num_measured(self) -> int:
-        """Requests of each observer that are measured."""
+        """Measured requests per observer."""
         return self.episodes * self.steps
 
     @property
     def num_requests(self) -> int:
-        """Requests of all observers, the warm-up included."""
+        """Requests of all observers, including the warm-up."""
         return self.num_observers * (self.num_warm_up + self.num_measured)
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """What one run measured, the warm-up left out.
+    """The measurements of one run, without the warm-up.
 
-    A round is what the agent answered together: all observers' requests, or a single one where `batch` is False.
+    A round is a batch of requests that the agent serves together; if `batch` is False, a single request.
     """
 
     agent_latency_s: Array  # (rounds,) from the first request of a round to its actions
     agent_batch: Array  # (rounds,) requests in each
-    observer_latency_s: Array  # (num_observers, episodes * steps) from asking to having the action
-    elapsed_s: float  # the measured part by the clock: the last observer's end after the first one's start
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what else the transport has to say; plain JSON values
+    observer_latency_s: Array  # (num_observers, episodes * steps) from the request to its action
+    elapsed_s: float  # wall time from the first observer's start to the last observer's end
+    extra: Mapping[str, Any] = field(default_factory=dict)  # additional figures of the transport; plain JSON values
 
 
 def transport_of(name: str) -> Callable[[RpcSetting, Progress], Raw]:
-    """The function that measures over a transport; its module is imported only now."""
+    """Imports and returns the function that measures over a transport."""
     module, _, function = TRANSPORTS[name].partition(":")
     run: Callable[[RpcSetting, Progress], Raw] = getattr(import_module(module), function)
     return run
 
 
 def check_port(setting: RpcSetting) -> None:
-    """Raises ConfigError unless the agent can listen where it is to."""
+    """Raises ConfigError unless the agent can listen on its address."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the agent does: a port just left is free
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as the agent does: a recently closed port can be reused
         try:
             probe.bind((setting.master_addr, int(setting.master_port)))
         except OSError as error:
             raise ConfigError(
                 f"the agent cannot listen on {setting.master_addr}:{setting.master_port}: {error.strerror}. Give an "
-                "address of this machine and another port; --master_port 0 takes a free one."
+                "address of this machine and another port; --master_port 0 takes any free port."
             ) from error
 
 
 class RpcBenchmark(Benchmark[RpcSetting, Raw]):
-    """A sweep has one x axis, as the benchmark it follows has."""
+    """A sweep over one argument, the x axis, as in PyTorch's benchmark."""
 
     name = "rpc"
     text = """\
-Measure act requests: an agent process and WORLD_SIZE - 2 observer processes. Each observer sends a random state and
-waits for the action, EPISODES x STEPS times after a warm-up. One argument may be a comma-separated list, which becomes
-the x axis: one run for each of its values. `echelon bench plot` draws the report of such a sweep.
+Measure act requests between an agent process and WORLD_SIZE - 2 observer processes. Each observer sends a random state
+and waits for the action, EPISODES x STEPS times after a warm-up. One argument may be a comma-separated list, the x axis
+of a sweep: one run for each of its values. `echelon bench plot` draws the report of a sweep.
 """
     setting = RpcSetting
     output = "output_file_path"
@@ -186,7 +188,7 @@ the x axis: one run for each of its values. `echelon bench plot` draws the repor
         lines += [f"{name} : {value}" for name, value in runs.sweep.values(setting).items()]
         for metric in METRICS:
             lines += [f"{metric} -- {metrics[metric]}", ""]
-        lines.append(f"in all -- {totals['requests_per_s']:,.0f} requests/s, {totals['mean_batch']:g} to a batch\n")
+        lines.append(f"total -- {totals['requests_per_s']:,.0f} requests/s, {totals['mean_batch']:g} per batch\n")
         return "\n".join(lines)
 
     def is_drawn(self, sweep: Sweep[RpcSetting]) -> bool:
@@ -211,10 +213,9 @@ def _arguments(sweep: Sweep[RpcSetting]) -> dict[str, Any]:
 
 
 def metrics_of(raw: Raw) -> dict[str, dict[int, float]]:
-    """The four metrics of a run: latencies in seconds, throughputs in requests per second, by percentile.
+    """Returns the four metrics of a run by percentile: latencies in seconds, throughputs in requests per second.
 
-    A throughput is the reciprocal of one latency, times the requests it answered, so its high percentiles are its
-    best moments.
+    A throughput is the number of requests of a round over its latency, so its high percentiles are the best rounds.
     """
     observer_latency_s = raw.observer_latency_s.reshape(-1)
     latencies = {"agent latency": raw.agent_latency_s, "observer latency": observer_latency_s}
@@ -231,7 +232,7 @@ def metrics_of(raw: Raw) -> dict[str, dict[int, float]]:
 
 
 def in_both_styles(metrics: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, float]]:
-    """Metrics by both names that a latency has, with percentiles by both names that those have."""
+    """Returns the metrics under both names of a latency, with both names of the percentiles."""
     both = {
         metric: {f"{prefix}{p}": value for prefix in ("", "p") for p, value in percentiles.items()}
         for metric, percentiles in metrics.items()
@@ -244,7 +245,7 @@ def _percentiles(samples: Array) -> dict[int, float]:
 
 
 def _totals(setting: RpcSetting, raw: Raw) -> dict[str, Any]:
-    """What the run did as a whole."""
+    """Returns the totals of a run."""
     num_requests = raw.observer_latency_s.size
     return {
         "transport": setting.transport,

@@ -1,8 +1,8 @@
-"""The agent of `echelon bench rpc`: its policy, the same over every transport, and how it answers requests.
+"""The agent of `echelon bench rpc`: its policy, equal for all transports, and how it serves requests.
 
-The policy has linear layers without activations and a softmax over actions, of which one is drawn. Nothing learns and
-nothing is kept between calls but memory for the results, which is made once per batch size. `SeatAgent` is the
-inference server of a training with this policy behind it (`shm`, `tcp`); `CallAgent` answers calls of other libraries.
+The policy has linear layers without activations and samples an action from a softmax. It does not learn, and keeps no
+state between calls except buffers, allocated once per batch size. `SeatAgent` is the inference server of a training
+with this policy (`shm`, `tcp`); `CallAgent` serves calls of other libraries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from echelon.transport.secret import secret_from_environment
 
 Array = np.ndarray[Any, Any]
 SEED = 1
-SPIN_US = 200.0  # about what the observers of a small batch take for their next states
+SPIN_US = 200.0  # about the time that the observers of a small batch need for their next states
 
 
 class AgentPolicy:
@@ -37,18 +37,18 @@ class AgentPolicy:
     def __init__(self, setting: RpcSetting) -> None:
         device = torch.device(setting.device)
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"device={setting.device} is not there: torch sees no GPU. Use --device cpu.")
-        torch.set_num_threads(1)  # layers this small only lose by threads, and the cores are the observers'
+            raise ConfigError(f"device={setting.device} does not exist: torch sees no GPU. Use --device cpu.")
+        torch.set_num_threads(1)  # layers this small are slower with threads, and the observers need the cores
         torch.manual_seed(SEED)
         sizes = [setting.num_inputs, *[setting.out_features] * (setting.nlayers + 1)]
         layers = [torch.nn.Linear(i, o, device=device) for i, o in itertools.pairwise(sizes)]
         self.device, self.num_inputs, self.num_actions = device, setting.num_inputs, setting.out_features
         self.weights = [layer.weight.detach() for layer in layers]
         self.biases = [layer.bias.detach() for layer in layers]
-        self._choosers: dict[int, Callable[[Array], Array]] = {}  # by batch size, so no more than there are observers
+        self._choosers: dict[int, Callable[[Array], Array]] = {}  # by batch size, so at most as many as observers
 
     def choose(self, states: Array) -> Array:
-        """Actions (n,) for `states` (n, num_inputs) of float32; valid until the next call with as many states."""
+        """Returns actions (n,) for `states` (n, num_inputs) of float32; valid until the next call of the same size."""
         chooser = self._choosers.get(len(states))
         if chooser is None:
             make = self._chooser_on_gpu if self.device.type == "cuda" else self._chooser
@@ -68,7 +68,7 @@ class AgentPolicy:
         return choose
 
     def _chooser_on_gpu(self, count: int) -> Callable[[Array], Array]:
-        """The same through memory of the GPU, recorded once as a CUDA graph."""
+        """Returns a chooser that computes on the GPU, captured once as a CUDA graph."""
         draw = self._draw(count)
         staged = torch.empty(count, self.num_inputs, pin_memory=True)
         states_there = torch.empty(count, self.num_inputs, device=self.device)
@@ -84,7 +84,7 @@ class AgentPolicy:
         side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            work()  # libraries make their workspaces on the first call, which cannot be recorded
+            work()  # libraries allocate workspaces on the first call, which cannot be captured
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -99,10 +99,10 @@ class AgentPolicy:
         return choose
 
     def _draw(self, count: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """A function of (states, actions) that writes one drawn action per state, allocating nothing.
+        """Returns a function of (states, actions) that writes one sampled action per state without allocating.
 
-        The layers work on columns, (features, n), where the first and largest product is cheaper. An action is drawn
-        as the winner of a race of exponential clocks whose rates are the probabilities.
+        The layers work on columns, (features, n), where the first and largest product is cheaper. An action is sampled
+        as the first of exponential clocks to ring, whose rates are the probabilities.
         """
         device, num_actions = self.device, self.num_actions
         biases = [bias[:, None].expand(-1, count).contiguous() for bias in self.biases]
@@ -126,7 +126,7 @@ class AgentPolicy:
 
 
 class RandomAnswerer:
-    """Lays down random actions of the policy, and writes down how long each round took."""
+    """Writes sampled actions of the policy, and records the duration of each round."""
 
     def __init__(self, setting: RpcSetting, board: ActBoard, results: Results) -> None:
         self.policy, self.results = AgentPolicy(setting), results
@@ -135,7 +135,7 @@ class RandomAnswerer:
         self.policy.choose(self.states)
 
     def answer(self, round: Round) -> int:
-        # A whole round is read where it lies; one with gaps is gathered.
+        # A complete round is read in place; one with gaps is gathered.
         where = round.span if round.whole else round.seats
         self.actions[where] = self.policy.choose(self.states[where])
         self.results.record_round(len(round.seats), round.first_ns)
@@ -146,10 +146,10 @@ class RandomAnswerer:
 
 
 class SeatAgent:
-    """The role of an agent whose observers have seats at its board: a step is one round.
+    """The role of an agent whose observers have seats on its board: a step is one round.
 
-    It waits for requests, as the batch rule says: for all observers that asked the last time, at most `max_wait_us`. If
-    an observer stops or dies, the others go on without it; if the agent dies, the coordinator ends the run.
+    It waits for requests by the batch rule: for all observers of the previous round, at most `max_wait_us`. If an
+    observer stops or dies, the others continue without it; if the agent dies, the coordinator ends the run.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -172,11 +172,11 @@ class SeatAgent:
         return worked
 
     def _pause(self) -> None:
-        """Nobody asks: the next phase can begin, where all are ready for it; after the last it is over."""
+        """Without requests: starts the next phase if all are ready for it; after the last phase the run ends."""
         results = self.results
         ready = results.agent[0]
         if (ready == JOIN and self.board.incarnation.all()) or (ready == WARM_UP and results.all_warm):
-            self.batcher.expect_all()  # so that batches are whole from the first on
+            self.batcher.expect_all()  # so that the first batch is complete
             results.agent[0] = ready + 1
         self.finished = results.all_ended
 
@@ -185,13 +185,13 @@ class SeatAgent:
 
 
 class PendingAction(Protocol):
-    """The answer to a call, as its library keeps it until it is there."""
+    """The future of a call, in the form of its library."""
 
     def set_result(self, action: int, /) -> None: ...
 
 
 class CallAgent:
-    """Answers calls, all of a round together or each alone; the threads that call take turns."""
+    """Serves calls, all of a round together or each alone; calling threads are serialized."""
 
     def __init__(self, setting: RpcSetting, results: Results) -> None:
         self.policy, self.results = AgentPolicy(setting), results
@@ -202,7 +202,7 @@ class CallAgent:
         self.policy.choose(self.states if setting.batch else self.states[:1])
 
     def join_round(self, index: int, state: Array, pending: PendingAction) -> None:
-        """Keeps the request of an observer until all have asked; the last one has all of them answered."""
+        """Keeps the request of an observer until all have sent one; the last request triggers the round."""
         arrived_ns = monotonic_ns()
         with self.lock:
             if not self.waiting:
@@ -218,7 +218,7 @@ class CallAgent:
             waiting.set_result(actions[asker])
 
     def answer(self, state: Array) -> int:
-        """The action for one request alone."""
+        """Returns the action for a single request."""
         arrived_ns = monotonic_ns()
         with self.lock:
             action = int(self.policy.choose(state[None])[0])

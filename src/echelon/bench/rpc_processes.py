@@ -1,9 +1,9 @@
-"""The processes of `echelon bench rpc`: what they share, the observers, and the coordinator of `shm` and `tcp`.
+"""The processes of `echelon bench rpc`: their shared memory, the observers, and the coordinator of `shm` and `tcp`.
 
-The coordinator starts the agent and the observers, waits for the agent to say that a phase can begin, and for the end
-of all. A process that fails or dies ends the run with its error; whatever ends the run, no process and no shared memory
-is left. An observer waits for the agent's answer, and before each phase for the coordinator; if the agent dies, it
-sleeps until the coordinator ends it. Needs no torch.
+The coordinator starts the agent and the observers, waits until the agent reports that a phase can begin, and waits for
+the end of all. A process that fails or dies ends the run with its error; the run always removes its processes and
+shared memory. An observer waits for the agent's reply, and before each phase for the coordinator; if the agent dies, it
+sleeps until the coordinator ends it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 FILE = "results"
-JOIN, WARM_UP, MEASURE = 1, 2, 3  # phases: observers take their seats, ask unmeasured, ask measured
+JOIN, WARM_UP, MEASURE = 1, 2, 3  # phases: observers take their seats, warm up, are measured
 ANSWER_TIMEOUT_S = 1.0
 LOOK_INTERVAL_S = 0.05
-STALL_TIMEOUT_S = 150.0  # of a run over a library of others; longer than its calls may take, so that those are told
+STALL_TIMEOUT_S = 150.0  # for third-party libraries; longer than their call timeout, so that its error is reported
 
 
 class Results:
-    """A segment that all processes share: when to go, how far each is, and what each measured.
+    """A segment that all processes share: the phase, the progress and the measurements of each.
 
-    The coordinator makes it before it starts the others. Every word has one writer: the coordinator `phase`, the agent
-    its row and the rounds, every observer its own.
+    The coordinator creates it before it starts the others. Every value has one writer: the coordinator writes `phase`,
+    the agent its row and the rounds, every observer its own row.
     """
 
     def __init__(self, folder: Path, setting: RpcSetting, *, create: bool = False) -> None:
-        num_rounds = setting.num_observers * setting.num_measured  # the most: every request by itself
+        num_rounds = setting.num_observers * setting.num_measured  # at most: every request alone
         fields = place(
             (
                 ("phase", (1,), np.int32),
@@ -63,30 +63,30 @@ class Results:
         self.setting, path = setting, folder / FILE
         views = views_of(fields, create_segment(path, size_of(fields)) if create else open_segment(path))
         self.phase = Word(views["phase"])
-        self.agent = views["agent"]  # [the phase it is ready for, port it listens on, rounds measured]
+        self.agent = views["agent"]  # [phase it is ready for, port it listens on, measured rounds]
         self.num_answered, self.start_ns, self.end_ns = (views["observers"][:, i] for i in range(3))
         self.observer_latency_ns = views["observer_latency_ns"]
         self.round_latency_ns, self.round_size = views["round_latency_ns"], views["round_size"]
         self._num_rounds = 0
 
     def may_begin(self, phase: int) -> bool:
-        """Whether the agent says that everybody is ready for `phase`."""
+        """Returns whether all processes are ready for `phase`, as reported by the agent."""
         return bool(self.agent[0] >= phase)
 
     def begin(self, phase: int) -> None:
-        """Lets everybody go on to `phase`, together."""
+        """Starts `phase` for all processes."""
         self.phase.value = phase
         self.phase.wake()
 
     def wait_for(self, phase: int, timeout_s: float) -> bool:
-        """Sleeps until `phase` has begun, at most `timeout_s`; whether it has."""
+        """Sleeps until `phase` has begun, at most `timeout_s`; returns whether it has."""
         seen = self.phase.value
         if seen < phase:
             self.phase.wait(seen, timeout_s)
         return self.phase.value >= phase
 
     def record_round(self, size: int, first_ns: int) -> None:
-        """Called by the agent: `size` requests are answered, of which the first came at `first_ns`."""
+        """Records a round of the agent: `size` requests, of which the first arrived at `first_ns`."""
         if self.phase.value == MEASURE:
             number = self._num_rounds
             self.round_latency_ns[number] = monotonic_ns() - first_ns
@@ -95,7 +95,7 @@ class Results:
 
     @property
     def all_warm(self) -> bool:
-        """Whether every observer has all answers of the warm-up."""
+        """Returns whether every observer has finished the warm-up."""
         return bool(self.num_answered.min() >= self.setting.num_warm_up)
 
     @property
@@ -103,7 +103,7 @@ class Results:
         return bool(self.end_ns.all())
 
     def raw(self, **extra: Any) -> Raw:
-        """What was measured, once every observer has ended."""
+        """Returns the measurements; call it after every observer has ended."""
         num_rounds = int(self.agent[2])
         return Raw(
             agent_latency_s=self.round_latency_ns[:num_rounds] * 1e-9,
@@ -115,7 +115,7 @@ class Results:
 
 
 class Observer:
-    """Asks the agent for an action for a random state, again and again, and times every answer."""
+    """Requests actions for random states, and measures the latency of every reply."""
 
     def __init__(self, setting: RpcSetting, results: Results, index: int) -> None:
         self.setting, self.results, self.index = setting, results, index
@@ -128,12 +128,12 @@ class Observer:
         return WARM_UP if self.num_asked < self.setting.num_warm_up else MEASURE
 
     def observe(self, phase: int, state: Array, ask: Callable[[], object]) -> None:
-        """All episodes of `phase`."""
+        """Runs all episodes of `phase`."""
         while self.phase == phase and not self.finished:
             self.episode(state, ask)
 
     def episode(self, state: Array, ask: Callable[[], object]) -> None:
-        """The requests of one episode: `ask` sends `state`, which is new each time, and waits for the action."""
+        """Runs the requests of one episode: `ask` sends `state`, new for each request, and waits for the action."""
         setting, results, index, first = self.setting, self.results, self.index, self.num_asked
         num_answered, random, latencies = results.num_answered, self.rng.random, []
         if first == setting.num_warm_up:
@@ -154,13 +154,13 @@ class Observer:
 
 
 def layout_of(setting: RpcSetting) -> ActLayout:
-    """The act board of a run: one state per observer, one agent."""
+    """Returns the layout of the act board of a run: one state per observer, one agent."""
     state = Leaf("observation", (setting.num_inputs,), np.dtype(np.float32))
     return ActLayout((state,), Leaf("action", (), np.dtype(np.int64)), num_clients=setting.num_observers)
 
 
 class SeatObserver:
-    """The role of an observer with a seat at the agent's board: a step is one episode, or a wait for its phase."""
+    """The role of an observer with a seat on the agent's board: a step is one episode, or a wait for its phase."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.setting, self.folder = RpcSetting(**config["setting"]), Path(config["session"])
@@ -203,20 +203,20 @@ def _ask(seat: Seat | RemoteSeat) -> None:
 
 
 class BenchCoordinator:
-    """One run, from the first process to the last."""
+    """Runs one measurement: starts the processes and drives them through the phases."""
 
-    preload: tuple[str, ...] = (__name__,)  # what the processes find imported
+    preload: tuple[str, ...] = (__name__,)  # modules imported in the fork server
 
     def __init__(self, setting: RpcSetting, session: Path, progress: Progress) -> None:
         self.setting, self.session, self.progress = setting, session, progress
         self.results = Results(session, setting, create=True)
         self.processes = Processes(session, self.preload)
-        self.interrupts = Interrupts(signal.SIGINT)  # raised anywhere else, Python may lose it: inside of a finalizer
+        self.interrupts = Interrupts(signal.SIGINT)  # polled, as Python loses a KeyboardInterrupt raised in a finalizer
 
     def drive(self) -> None:
-        """Starts everybody and lets them go through the phases together, until all have ended."""
+        """Starts all processes and drives them through the phases, until all have ended."""
         setting, results = self.setting, self.results
-        ActBoard(self.session, layout_of(setting))  # made before anybody joins it
+        ActBoard(self.session, layout_of(setting))  # created before any process joins it
         self.start("agent", "echelon.bench.rpc_agent:SeatAgent")
         for index in range(setting.num_observers):
             self.start(f"observer{index + 2}", f"{__name__}:SeatObserver", index=index)
@@ -229,7 +229,7 @@ class BenchCoordinator:
         self.processes.start(name, entry, {"setting": dataclasses.asdict(self.setting), **config})
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for `condition`; raises the error of a process that ended before its work was done."""
+        """Waits for `condition`; raises the error of a process that ended early."""
         while not condition():
             if self.interrupts.came:
                 raise KeyboardInterrupt
@@ -239,7 +239,7 @@ class BenchCoordinator:
 
 
 def run(setting: RpcSetting, progress: Progress, kind: type[BenchCoordinator] = BenchCoordinator) -> Raw:
-    """Measures `setting` with real processes on this machine; `kind` drives them."""
+    """Measures `setting` with processes on this machine; `kind` drives them."""
     if setting.transport == "tcp":
         check_port(setting)
     with session_in(setting.shm_dir) as session:
@@ -250,7 +250,7 @@ def run(setting: RpcSetting, progress: Progress, kind: type[BenchCoordinator] = 
 
 
 class Standstill:
-    """Raises RunError where no request is answered for `STALL_TIMEOUT_S`: a library of others may hang."""
+    """Raises RunError if no request is served for `STALL_TIMEOUT_S`: a third-party library may hang."""
 
     def __init__(self, library: str, results: Results) -> None:
         self.library, self.results = library, results
@@ -263,6 +263,6 @@ class Standstill:
         elif time.monotonic() - self._seen_s > STALL_TIMEOUT_S:
             raise RunError(
                 f"{self.library} made no progress for {STALL_TIMEOUT_S:g} s, after {answered} of "
-                f"{setting.num_requests} requests. Fewer observers may do: lower --world_size (it is "
+                f"{setting.num_requests} requests. Use fewer observers: lower --world_size (it is "
                 f"{setting.world_size})."
             )

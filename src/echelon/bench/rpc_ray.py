@@ -1,12 +1,12 @@
-"""`--transport ray`: the same workload over Ray actors, in a Ray of its own on this machine.
+"""`--transport ray`: the same workload over Ray actors, in a separate local Ray cluster.
 
-The agent is an async actor: with `batch` a request awaits a future until all observers have asked. Every observer is an
-actor that calls the agent once per state. The driver, this process, is the coordinator; what the actors measure lies in
-memory that they share with it, as with the other transports.
+The agent is an async actor: with `batch` a request awaits a future until all observers have sent one. Every observer is
+an actor that calls the agent once per state. The driver, this process, is the coordinator; the measurements are in
+memory that the actors share with it, as with the other transports.
 
-Who waits: an observer for its action, the driver for the observers, until there is a standstill. If an actor dies, Ray
-says so and the run is over. Ray, its processes and its folder are gone when `run` returns. Needs no torch outside the
-agent.
+An observer waits for its action, and the driver for the observers, until `Standstill` raises. If an actor dies, Ray
+reports it and the run ends. `run` removes Ray's processes and its folder before it returns. Only the agent imports
+torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from echelon.errors import ConfigError, RunError
 
 Array = np.ndarray[Any, Any]
 LOOK_INTERVAL_S = 0.5
-OBJECT_STORE_BYTES = 100 * 2**20  # requests travel inside the calls, so almost nothing lies there
+OBJECT_STORE_BYTES = 100 * 2**20  # calls contain the requests, so the store is almost empty
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
@@ -43,7 +43,9 @@ def run(setting: RpcSetting, progress: Progress) -> Raw:
             "nothing more."
         ) from error
     if ray.is_initialized():
-        raise ConfigError("this process has a Ray already; the benchmark starts its own: call ray.shutdown() first.")
+        raise ConfigError(
+            "Ray is already initialized in this process; the benchmark starts its own: call ray.shutdown() first."
+        )
     with session_in(setting.shm_dir) as folder, local_ray(ray, setting, folder):
         try:
             return measure(ray, setting, folder, progress)
@@ -53,7 +55,7 @@ def run(setting: RpcSetting, progress: Progress) -> Raw:
 
 @contextlib.contextmanager
 def local_ray(ray: Any, setting: RpcSetting, folder: Path) -> Iterator[None]:
-    """A Ray that is only this run's: one core per actor in its books, no dashboard, no reports, quiet."""
+    """Starts a local Ray cluster for this run: one logical core per actor, no dashboard, no usage reports, no logs."""
     before = {name: os.environ.get(name) for name in QUIET}
     os.environ.update(QUIET)
     try:
@@ -74,10 +76,10 @@ def local_ray(ray: Any, setting: RpcSetting, folder: Path) -> Iterator[None]:
 
 
 def measure(ray: Any, setting: RpcSetting, folder: Path, progress: Progress) -> Raw:
-    """Makes the actors and has them go through the phases together."""
+    """Creates the actors and drives them through the phases."""
     on_gpu = setting.device != "cpu"
-    if on_gpu and not ray.cluster_resources().get("GPU"):  # it would wait for one forever
-        raise ConfigError(f"device={setting.device} is not there: Ray sees no GPU. Use --device cpu.")
+    if on_gpu and not ray.cluster_resources().get("GPU"):  # Ray would wait for one forever
+        raise ConfigError(f"device={setting.device} does not exist: Ray sees no GPU. Use --device cpu.")
     results = Results(folder, setting, create=True)
     options = {"num_cpus": 1, "num_gpus": 1 if on_gpu else 0, "max_concurrency": setting.num_observers + 1}
     agent = ray.remote(AgentActor).options(**options).remote(setting, folder)
@@ -88,7 +90,7 @@ def measure(ray: Any, setting: RpcSetting, folder: Path, progress: Progress) -> 
     def wait(pending: list[Any]) -> None:
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=LOOK_INTERVAL_S)
-            ray.get(done)  # a call that failed ends the run now, not after the others
+            ray.get(done)  # raises the error of a failed call immediately
             progress(int(results.num_answered.sum()), setting.num_requests)
             standstill.check()
 
@@ -100,7 +102,7 @@ def measure(ray: Any, setting: RpcSetting, folder: Path, progress: Progress) -> 
 
 
 class AgentActor:
-    """Answers requests, all of a round together or each alone, on one event loop."""
+    """Serves requests, all of a round together or each alone, on one event loop."""
 
     def __init__(self, setting: RpcSetting, folder: Path) -> None:
         from echelon.bench.rpc_agent import CallAgent

@@ -1,13 +1,13 @@
-"""`--transport torch-rpc`: the same workload over torch.distributed.rpc, as an experienced user of it would write it.
+"""`--transport torch-rpc`: the same workload over torch.distributed.rpc, written as its experienced users would.
 
-One role holds the ranks: the coordinator (0), the agent (1) and the observers. Every rank has PyTorch's public
-defaults: TensorPipe, and 16 threads that answer calls. The coordinator calls every observer, and an observer calls the
-agent once per state. With `batch` the agent keeps a request's future until all observers have asked. There is no RRef:
-one in the arguments of every call costs about a third of the throughput.
+One role starts the ranks: the coordinator (0), the agent (1) and the observers. Every rank uses PyTorch's public
+defaults: TensorPipe, and 16 threads that serve calls. The coordinator calls every observer, and an observer calls the
+agent once per state. With `batch` the agent keeps a request's future until all observers have sent one. There is no
+RRef: one in the arguments of every call costs about a third of the throughput.
 
-Who waits: an observer for the agent's reply, at most `CALL_TIMEOUT_S`; the coordinator for the observers. Whoever fails
-or dies ends the run, and so does a standstill. At the end all are killed, once what they measured is safe: the shutdown
-of torch.distributed.rpc fails at times, where rank 0 leaves before the others.
+An observer waits for the agent's reply, at most `CALL_TIMEOUT_S`; the coordinator waits for the observers. A rank that
+fails or dies ends the run, and so does a standstill. At the end all ranks are killed, after their measurements are
+stored: the shutdown of torch.distributed.rpc sometimes fails, if rank 0 leaves before the others.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from echelon.bench.rpc_agent import CallAgent
 
 CALL_TIMEOUT_S = 120.0
-NUM_THREADS = 16  # PyTorch's default; none of them waits in a call, so they are enough for any number of observers
-# More than about 18 ranks may meet at rank 0 faster than TensorPipe's shared memory transport takes them in
-# (pytorch/pytorch#85607). Its TCP transport takes any number, at some three quarters of the throughput.
+NUM_THREADS = 16  # PyTorch's default; no thread waits in a call, so 16 are enough for any number of observers
+# More than about 18 ranks can connect to rank 0 faster than TensorPipe's shared-memory transport accepts them
+# (pytorch/pytorch#85607). Its TCP transport accepts any number, at about three quarters of the throughput.
 CROWDED = "connect: Resource temporarily unavailable"
 
 
@@ -62,7 +62,7 @@ def run(setting: RpcSetting, progress: Progress) -> Raw:
 
 
 def check_available(remedy: str) -> None:
-    """Raises ConfigError where this PyTorch has no RPC."""
+    """Raises ConfigError if this build of PyTorch has no RPC."""
     if not (rpc.is_available() and hasattr(rpc, "TensorPipeRpcBackendOptions")):
         raise ConfigError(
             f"this build of PyTorch ({torch.__version__}) has no torch.distributed.rpc. Install one that has it, or "
@@ -71,7 +71,7 @@ def check_available(remedy: str) -> None:
 
 
 class TorchCoordinator(BenchCoordinator):
-    """Starts the ranks and watches over them; what coordinates the run is rank 0."""
+    """Starts and monitors the ranks; rank 0 coordinates the run."""
 
     preload = (__name__, "echelon.bench.rpc_agent")
     over_tcp = False
@@ -88,17 +88,17 @@ class TorchCoordinator(BenchCoordinator):
 
 
 class TorchCoordinatorOverTcp(TorchCoordinator):
-    """The same with TensorPipe's TCP transport alone."""
+    """The same with TensorPipe's TCP transport only."""
 
     over_tcp = True
 
 
 class Ranks:
-    """The role that holds the ranks: they are its children, in its session and its process group.
+    """The role that starts the ranks: they are its children, in its session and its process group.
 
-    One session matters: TensorPipe spins, giving way by sched_yield, and where the kernel shares out processor time by
-    session (autogroups) that gives way only inside it. With a session each, the ranks had a fourth of the throughput.
-    The group matters too: should this process be killed, the engine ends its group.
+    The shared session matters: TensorPipe spins and yields with sched_yield. If the kernel schedules by session
+    (autogroups), a process yields only to others of its session; with separate sessions the ranks had a quarter of the
+    throughput. The group matters, too: if this process is killed, the engine ends its group.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ class Ranks:
             process.start()
 
     def step(self, timeout_s: float) -> bool:
-        """Waits until a rank ends: the coordinator because all is done, any other because it failed."""
+        """Waits until a rank ends: the coordinator at the end of the run, any other rank because it failed."""
         wait([process.sentinel for process in self.processes.values()], timeout_s)
         codes = {rank: process.exitcode for rank, process in self.processes.items() if process.exitcode is not None}
         if codes.get(0) == 0:
@@ -122,7 +122,7 @@ class Ranks:
         return bool(codes)
 
     def _error(self, codes: dict[int, int]) -> EchelonError:
-        """The cause: a rank that was killed, or the first that failed; the others only found their connection cut."""
+        """Returns the cause: a rank that was killed, or the first that failed; the others only lost a connection."""
         paths = {rank: failure_path(self.folder, rank) for rank in codes}
         silent = [rank for rank, path in paths.items() if not path.exists()]
         if silent:
@@ -142,12 +142,12 @@ def name_of(rank: int) -> str:
 
 
 def failure_path(folder: Path, rank: int) -> Path:
-    """Where a rank says what ended it."""
+    """Returns the file in which a rank stores its error."""
     return folder / f"failure-{rank}"
 
 
 def work(rank: int, config: dict[str, Any], parent: int) -> None:
-    """The life of one rank: joins the others; then the coordinator measures, and the others answer calls."""
+    """Runs one rank: joins the others; then the coordinator measures, and the others serve calls."""
     die_with_parent(parent)
     folder = Path(config["session"])
     try:
@@ -164,8 +164,8 @@ def work(rank: int, config: dict[str, Any], parent: int) -> None:
         if rank == 0:
             coordinate(setting, results)
         else:
-            threading.Event().wait()  # calls are answered by threads of torch.distributed.rpc
-    except BaseException as error:  # the last frame of the process: whatever ended it is told
+            threading.Event().wait()  # threads of torch.distributed.rpc serve the calls
+    except BaseException as error:  # the outermost frame of the process: every error is stored
         path = failure_path(folder, rank)
         temporary = path.with_suffix(".new")
         temporary.write_bytes(pack_failure(failure_of(error)))
@@ -175,7 +175,7 @@ def work(rank: int, config: dict[str, Any], parent: int) -> None:
 
 
 def join(rank: int, setting: RpcSetting, *, over_tcp: bool) -> None:
-    """Becomes `rank` of the world; returns when all have come."""
+    """Joins the world as `rank`; returns when all ranks have joined."""
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=NUM_THREADS,
         rpc_timeout=CALL_TIMEOUT_S,
@@ -188,23 +188,23 @@ def join(rank: int, setting: RpcSetting, *, over_tcp: bool) -> None:
 
 
 def coordinate(setting: RpcSetting, results: Results) -> None:
-    """Has all observers go through both phases together."""
+    """Runs both phases in all observers."""
     for phase in (WARM_UP, MEASURE):
         results.begin(phase)
         observers = [name_of(rank) for rank in range(2, setting.world_size)]
-        calls = [rpc.rpc_async(name, observe, args=(phase,), timeout=0) for name in observers]  # 0: without a limit
+        calls = [rpc.rpc_async(name, observe, args=(phase,), timeout=0) for name in observers]  # 0: no timeout
         torch.futures.wait_all(calls)
 
 
 class Here:
-    """What calls find in this process: a call names a function, and a function has no other way to it."""
+    """The process-wide objects that called functions use."""
 
     agent: CallAgent
     observer: Observer
 
 
 def observe(phase: int) -> None:
-    """Called by the coordinator in an observer."""
+    """Runs a phase in an observer; called by the coordinator."""
     observer = Here.observer
     state = torch.zeros(observer.setting.num_inputs)
     ask = ask_in_round if observer.setting.batch else ask_alone
@@ -214,12 +214,12 @@ def observe(phase: int) -> None:
 
 @async_execution  # type: ignore[untyped-decorator]
 def ask_in_round(index: int, state: torch.Tensor) -> Future[int]:
-    """Called by an observer in the agent."""
+    """Adds a request to the round of the agent; called by an observer."""
     future: Future[int] = Future()
     Here.agent.join_round(index, state.numpy(), future)
     return future
 
 
 def ask_alone(index: int, state: torch.Tensor) -> int:
-    """Called by an observer in the agent."""
+    """Serves a single request in the agent; called by an observer."""
     return Here.agent.answer(state.numpy())

@@ -1,4 +1,4 @@
-"""The three stages of a training alone: stepping environments, acting, learning, each with the run's own classes.
+"""Measures the three stages of a training separately, with the run's classes: stepping environments, acting, learning.
 
 Shapes: T steps of a trajectory, K environments of a group.
 """
@@ -39,14 +39,14 @@ from echelon.roles.source import Source
 from echelon.roles.update import LocalUpdate, LossAccount, make_learning
 
 Array = np.ndarray[Any, Any]
-LATE = 1 << 40  # environment steps: after those that only explore
-BENCH_ACTOR = 1 << 21  # an actor number that no actor has: the stages share no seed with training
-RATE = 1e-12  # hardly a learning rate: the same data again would drive the weights to where arithmetic is slow
+LATE = 1 << 40  # environment steps: beyond the initial exploration
+BENCH_ACTOR = 1 << 21  # an actor index that no actor has, so that the stages share no seed with the training
+RATE = 1e-12  # almost 0: repeating the same data would drive the weights to values where arithmetic is slow
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What one environment step costs in a stage: the medians over the chunks, in microseconds."""
+    """The cost of one environment step in a stage: medians over the chunks, in microseconds."""
 
     cpu_us: float
     wall_us: float
@@ -54,16 +54,16 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A piece of work, and how many environment steps it stands for."""
+    """A unit of work, and the number of environment steps it corresponds to."""
 
     work: Callable[[], object]
     num_steps: float
 
 
 def measure(stages: Mapping[str, Stage], *, num_chunks: int, chunk_s: float) -> dict[str, StepCost]:
-    """The cost of every stage.
+    """Returns the cost of every stage.
 
-    The stages take turns, chunk by chunk, so that a slow moment of the machine falls on all of them alike.
+    The stages alternate, chunk by chunk, so that a slow phase of the machine affects all of them.
     """
     chunks: dict[str, list[StepCost]] = {name: [] for name in stages}
     for stage in stages.values():
@@ -80,9 +80,9 @@ def measure(stages: Mapping[str, Stage], *, num_chunks: int, chunk_s: float) -> 
 
 
 class Stages:
-    """Everything that is measured, made as `config` says, in the memory of `session`; learning happens on `device`.
+    """The stages of `config`, in the memory of `session`; the learner runs on `device`.
 
-    Where experience is replayed, `samples_per_step` are drawn for every environment step; nobody is held back here.
+    With replay, `samples_per_step` transitions are sampled per environment step; the rate limiter does not block.
     """
 
     def __init__(self, config: TrainConfig, session: Path, device: str, samples_per_step: float = 0.0) -> None:
@@ -110,7 +110,7 @@ class Stages:
 
 
 def stage_context(config: TrainConfig, session: Path) -> Context:
-    """The context of a run whose roles never start: what the memory and the model are made of."""
+    """Returns the context of a run whose roles never start, to create its memory and model."""
     context = Context(
         name="bench",
         index=0,
@@ -128,7 +128,7 @@ def stage_context(config: TrainConfig, session: Path) -> Context:
 
 
 class Collecting:
-    """One group of environments and the policy that acts in it, over one slot."""
+    """One group of environments with its policy, writing to one slot."""
 
     def __init__(self, plan: Plan) -> None:
         config = plan.context.train
@@ -148,50 +148,52 @@ class Collecting:
         self.is_masked = action_mask(self.questions[0].observation) is not None
         self.random_actions = [] if self.is_masked else self._draw_actions()
         shape = (schema.num_steps, schema.num_envs, self.distribution.num_params)
-        self.scores = torch.rand(shape, generator=torch.Generator().manual_seed(seeds[-1]))  # of masked actions
+        self.scores = torch.rand(
+            shape, generator=torch.Generator().manual_seed(seeds[-1])
+        )  # for choosing among allowed actions
         views["first"][0] = True
         self.group.reset([views[name][0] for name in names])
         self._roll_out()
 
     def _draw_actions(self) -> list[Array]:
-        """Random actions of all environments for every step."""
+        """Returns random actions of all environments for every step."""
         space, schema = self.group.spaces.action, self.schema
         return [np.stack([space.sample() for _ in range(schema.num_envs)]) for _ in range(schema.num_steps)]
 
     def _roll_out(self) -> None:
-        """Fills the slot as an actor does."""
+        """Fills the slot, as an actor does."""
         for t, row in enumerate(self.rows):
             self.group.step(self._act(t), row)
             np.logical_not(row.valid, out=self.views["first"][t + 1])
 
     def _act(self, t: int) -> Array:
-        """The actions for row `t`, written down; returns what the environments receive."""
+        """Computes and stores the actions of row `t`; returns them in the environments' units."""
         self.acting.submit(0, self.questions[t])
         answer = self.acting.collect(0)
-        assert answer is not None, "local acting answers at once"
+        assert answer is not None, "local acting replies immediately"
         self.views["action"][t] = answer.action
         self.views["log_prob"][t] = answer.log_prob
         return self.distribution.to_env(answer.action)
 
     def step(self) -> None:
-        """T steps of every environment under random actions, resets included.
+        """Makes T steps of every environment with random actions, including resets.
 
-        Where the environments mask actions, drawing allowed ones is part of it: some 20 us for all of them together.
+        If the environments mask actions, choosing allowed ones is included: about 20 us for all of them together.
         """
         if self.is_masked:
             for name in self.schema.observation_names:
-                self.views[name][0] = self.views[name][-1]  # the masks of the first step: go on where they stand
+                self.views[name][0] = self.views[name][-1]  # the masks of the first step continue from the last row
         for t, row in enumerate(self.rows):
             self.group.step(self._allowed(t) if self.is_masked else self.random_actions[t], row)
         self.group.failures.clear()
 
     def _allowed(self, t: int) -> Array:
-        """Random actions that the masks of row `t` allow: those whose scores are highest."""
+        """Returns random actions that the masks of row `t` allow: those with the highest scores."""
         mask = action_mask(self.questions[t].observation)
         return self.distribution.to_env(self.distribution.mode(self.scores[t], mask).numpy())
 
     def act(self) -> None:
-        """T times the actions for every environment, written down and made ready for the environments."""
+        """Computes, stores and converts the actions of every environment T times."""
         for t in range(self.schema.num_steps):
             self._act(t)
 
@@ -200,10 +202,10 @@ class Collecting:
 
 
 class LearnStage:
-    """What a learner does with a batch, again and again: take it, learn from it, publish and admit.
+    """The learner's work on a batch, repeated: take it, learn from it, publish and admit.
 
-    `feed` brings experience for one batch before every turn, so that nobody waits. Where actors bring gradients, it
-    brings those of one rollout, and all batches that they make are learned from.
+    Before every turn `feed` writes the experience of one batch, so that nothing waits. If actors compute gradients, it
+    writes those of one rollout, and the learner uses all batches of them.
     """
 
     def __init__(self, plan: Plan, source: Source, feed: Callable[[], None], num_steps: float) -> None:
@@ -224,7 +226,7 @@ class LearnStage:
             self._learn(batch)
             if self.is_one_batch:
                 return
-        assert not self.is_one_batch, "experience that is always there made no batch"
+        assert not self.is_one_batch, "the experience of `feed` made no batch"
 
     def _learn(self, batch: Any) -> None:
         self.update.schedule(0.0)
@@ -233,7 +235,7 @@ class LearnStage:
         self.account.close_batch(self.num_learned)
         is_publishing = self.num_learned % self.source.publish_every == 0
         self.source.prefetch(self.board.version + is_publishing)
-        # As the learner does: it looks at the losses, which is where it waits for a GPU, but for the newest ones.
+        # As the learner does: it reads all losses but the newest, which is where it waits for a GPU.
         self.account.find_lost(keep=int(self.model.device.type == "cuda" and not is_publishing))
         if is_publishing:
             self.account.take()
@@ -248,7 +250,7 @@ class LearnStage:
 
 
 def make_learning_stage(plan: Plan, views: dict[str, Array], samples_per_step: float) -> LearnStage:
-    """Learning as the run's experience has it, from the trajectory `views`."""
+    """Returns the learning stage for the run's kind of experience, from the trajectory `views`."""
     config, schema = plan.context.train, plan.schema
     plan.make()
     source, num_steps = plan.source(plan.model.device), schema.num_steps * schema.num_envs
@@ -261,18 +263,18 @@ def make_learning_stage(plan: Plan, views: dict[str, Array], samples_per_step: f
             return LearnStage(plan, source, _gradients(plan, views), num_steps)
         case QueueSource():
             return LearnStage(plan, source, _trajectories(plan, source, views), config.batch_trajectories * num_steps)
-    raise AssertionError(f"nothing here brings experience to a {type(source).__name__}")
+    raise AssertionError(f"no feed for a {type(source).__name__}")
 
 
 def _trajectories(plan: Plan, source: QueueSource, views: dict[str, Array]) -> Callable[[], None]:
-    """Slots that all hold the same trajectory."""
+    """Fills all slots with the same trajectory; returns the feed."""
     ring, board = source.ring, plan.board()
     for slot in (slot for stream in ring.slots for slot in stream):
         for name, array in views.items():
             slot[name][...] = array
 
     def feed() -> None:
-        """Commits what the actors would have: all they are admitted to, in the newest version."""
+        """Commits all trajectories that the actors are admitted to, in the newest version."""
         for stream, ahead in enumerate(source.ahead):
             while ring.num_ready(stream) < ring.num_slots - ahead:
                 ring.writable(stream)["version"].fill(board.version)
@@ -283,7 +285,7 @@ def _trajectories(plan: Plan, source: QueueSource, views: dict[str, Array]) -> C
 
 
 def _gradients(plan: Plan, views: dict[str, Array]) -> Callable[[], None]:
-    """Finds the gradients of one rollout, as the actors do in turn."""
+    """Returns a feed that computes the gradients of one rollout, for one actor after the other."""
     config, ring, board = plan.context.train, plan.ring(), plan.board()
     rule = A3c(cast(A3cConfig, config.algorithm), Plan(plan.context).model)
     streams = itertools.cycle(range(ring.num_streams))
@@ -303,7 +305,7 @@ def _gradients(plan: Plan, views: dict[str, Array]) -> Callable[[], None]:
 
 
 def _fill_shard(plan: Plan, index: int, views: dict[str, Array]) -> None:
-    """Appends the steps of a trajectory to a shard as transitions, until its part of the smallest replay is there."""
+    """Appends the steps of a trajectory to a shard as transitions, until its part of `replay.min_size` is filled."""
     config, schema = plan.context.train, plan.schema
     writer, limiter = ShardWriter(plan.replay.shard(index)), plan.replay.limiter()
     leaves = stack_leaves(config, plan.context.spaces)

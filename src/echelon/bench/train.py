@@ -1,8 +1,8 @@
-"""`echelon bench train`: environment steps per second of a training, beside the limit of the machine it ran on.
+"""`echelon bench train`: environment steps per second of a training, compared with the limit of its machine.
 
-The limit is what the cores could do if they did nothing but step environments, act and learn: the processor time of one
-environment step in each of these three, measured alone with the run's own classes and shapes. The efficiency is the
-training's rate over the limit; what is missing to 1 is waiting, handing over data, and keeping the record.
+The limit is the rate of cores that only step environments, act and learn: it follows from the processor time of one
+environment step in each of these stages, measured separately with the run's classes and shapes. The efficiency is the
+training's rate over the limit; the difference to 1 is waiting, data transfer and record keeping.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def bench_train(
     chunk_s: float = CHUNK_S,
     output: TextIO | None = None,
 ) -> dict[str, Any]:
-    """Trains for `seconds` (start included), measures the stages alone and with loaded cores, and reports both."""
+    """Trains for `seconds` (including the start), measures the stages alone and with loaded cores, and reports both."""
     if seconds <= 0:
         raise ConfigError(f"seconds={seconds:g} must be above 0.")
     if config.stop.minutes:
-        raise ConfigError("a benchmark is given its time with --seconds S, not with --minutes.")
+        raise ConfigError("set the time of a benchmark with --seconds S, not with --minutes.")
     out = output or sys.stdout
 
     def print_line(text: str) -> None:
@@ -77,9 +77,9 @@ def bench_train(
 
 
 def limit(costs: Costs, num_cores: int, *, on_gpu: bool) -> float:
-    """Environment steps per second that the stages alone allow.
+    """Returns the environment steps per second that the stages allow.
 
-    Where a GPU learns, the cores step and act, and the GPU's pace (by the clock) is a limit of its own.
+    If the learner uses a GPU, the cores step and act, and the GPU's wall time is a separate limit.
     """
     collect_us = costs["env"].cpu_us + costs["act"].cpu_us
     if on_gpu:
@@ -88,7 +88,7 @@ def limit(costs: Costs, num_cores: int, *, on_gpu: bool) -> float:
 
 
 def _train(config: TrainConfig, seconds: float, num_cores: int, report: Reporter) -> tuple[RunResult, Usage | None]:
-    """The training itself, without evaluation; its folder is kept only where one was named."""
+    """Trains without evaluation; the run folder is kept only if `run.dir` is set."""
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
         run_dir = Path(config.run.dir or f"{folder}/run")
         changes = {"evaluation.interval_s": 0.0, "stop.minutes": seconds / 60, "run.dir": str(run_dir)}
@@ -100,19 +100,19 @@ def _train(config: TrainConfig, seconds: float, num_cores: int, report: Reporter
         finally:
             watch.stop()
     if not result.summary["updates"]:
-        raise ConfigError(f"no batch was learned from within {seconds:g} s, start included. Raise --seconds.")
+        raise ConfigError(f"the learner finished no batch within {seconds:g} s, including the start. Raise --seconds.")
     return result, usage(watch.samples, num_cores, whole_machine=not is_one_process(config))
 
 
 def _samples_per_step(result: RunResult) -> float:
-    """How often a step was learned from; with replay, once it had begun to learn."""
+    """Returns how often a step was used for learning; with replay, since learning started."""
     return float(result.summary["replay"]["samples_per_insert"]) if "replay" in result.summary else 1.0
 
 
 def _costs(
     config: TrainConfig, result: RunResult, num_cores: int, chunks: dict[str, Any], report: Reporter
 ) -> dict[str, Costs]:
-    """The stages' costs, alone and while the other cores are busy."""
+    """Returns the costs of the stages, alone and while the other cores are busy."""
     duration_s = 3 * chunks["num_chunks"] * chunks["chunk_s"]
     with session_in(config.shm_dir) as session, one_thread():
         stages = Stages(config, session, str(result.summary["device"]), _samples_per_step(result))
@@ -129,7 +129,7 @@ def _env_text(config: TrainConfig) -> str:
 
 
 def _setting(config: TrainConfig, seconds: float, device: str, num_cores: int) -> dict[str, Any]:
-    """What was measured, and on what."""
+    """Returns the setting of the measurement and the machine."""
     from echelon import config_io
 
     return {
@@ -142,10 +142,10 @@ def _setting(config: TrainConfig, seconds: float, device: str, num_cores: int) -
 
 
 def _rest(report: dict[str, Any]) -> str:
-    """One sentence: what the cores did besides the three stages, in microseconds per environment step."""
+    """Returns one sentence: the cores' time besides the three stages, in microseconds per environment step."""
     used = report["processor"]
     if used is None:
-        return "where the rest goes: not known, the run was too short to look. Raise --seconds."
+        return "where the rest goes: unknown, because the run was too short. Raise --seconds."
     stages_us = sum(cost["loaded"]["cpu_us"] for cost in report["stages"].values())
     roles = dict(used["roles_us"])
     inline = "learner" not in roles
@@ -163,7 +163,7 @@ def _rest(report: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as people read it."""
+    """Returns the report as a text table."""
     stages, limits, efficiency = report["stages"], report["limit"], report["efficiency"]
     on_gpu = report["device"] != "cpu"
     rows = ["", f"{'µs of processor time a step':<30}{'alone':>10}{'loaded':>10}"]

@@ -1,4 +1,4 @@
-"""What a training uses while it runs: processor time of every role, and of everybody else on its cores."""
+"""Measures the processor time of a training's roles, and of other programs on its cores."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ OWN = "coordinator"
 
 @dataclass(frozen=True, slots=True)
 class UsageSample:
-    """A run at one moment: seconds of processor time since the beginning, by kind of role."""
+    """A sample of a run: seconds of processor time since its start, by kind of role."""
 
     env_steps: int
     wall_s: float
     cpu_s: dict[str, float]
-    busy_s: float  # of all cores together, whoever used them
+    busy_s: float  # of all cores together, by all programs
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Processor time per environment step between two samples, in microseconds; together they make `total_us`."""
+    """Processor time per environment step between two samples, in microseconds; the parts sum to `total_us`."""
 
-    total_us: float  # what the cores had to give
+    total_us: float  # time of all cores
     roles_us: dict[str, float]
     others_us: float  # other programs
     idle_us: float
 
 
 class UsageWatch(threading.Thread):
-    """Looks at the run in `run_dir` whenever it has written a row of metrics; a thread, as the run is in this process.
+    """Samples the run in `run_dir` at every row of its metrics; a thread, as this process runs the training.
 
-    It sleeps nearly always, and no role of a local run lives in this process.
+    It sleeps almost always, and no role of a local run is in this process.
     """
 
     def __init__(self, run_dir: Path, report: Callable[[str], None]) -> None:
@@ -67,7 +67,7 @@ class UsageWatch(threading.Thread):
         self.join()
 
     def _newest_row(self) -> dict[str, Any] | None:
-        """The last whole row of training written since the last look."""
+        """Returns the newest complete training row since the last call."""
         path = self.run_dir / METRICS
         if not path.exists():
             return None
@@ -81,7 +81,7 @@ class UsageWatch(threading.Thread):
     def _sample(self, row: dict[str, Any]) -> None:
         for name, pid in _processes(self.run_dir / PROCESSES).items():
             used_s = cpu_seconds(pid)
-            if used_s is not None:  # a role that just ended keeps what it had
+            if used_s is not None:  # a role that has ended keeps its last value
                 self._cpu_s[name.partition("-")[0], pid] = used_s
         cpu_s = {OWN: time.process_time() - self._own_start_s}
         for (kind, _), used_s in self._cpu_s.items():
@@ -95,9 +95,9 @@ class UsageWatch(threading.Thread):
 
 
 def usage(samples: list[UsageSample], num_cores: int, *, whole_machine: bool) -> Usage | None:
-    """What a step took once the run was warm; None where there was too little to look at.
+    """Returns the usage per step after the warm-up; None if there are too few samples.
 
-    Without `whole_machine` the cores of others are not looked at: a run in one process has one core.
+    Without `whole_machine` the use by other programs is ignored: a run in one process uses one core.
     """
     begun = [sample for sample in samples if sample.env_steps > 0]
     warm = [sample for sample in begun if sample.wall_s >= begun[0].wall_s + WARM_UP_S]
@@ -114,7 +114,7 @@ def usage(samples: list[UsageSample], num_cores: int, *, whole_machine: bool) ->
 
 
 def _processes(path: Path) -> dict[str, int]:
-    """The roles' processes by name; none for a run in one process."""
+    """Returns the pids of the roles by name; empty for a run in one process."""
     try:
         return {name: int(entry["pid"]) for name, entry in json.loads(path.read_bytes()).items()}
     except FileNotFoundError:
@@ -122,7 +122,7 @@ def _processes(path: Path) -> dict[str, int]:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Processor time that process `pid` used so far; None if it is gone."""
+    """Returns the processor time of the process `pid`; None if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -132,7 +132,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def busy_seconds() -> float:
-    """Time that the cores this process may use were not idle, all together, since the machine started."""
+    """Returns the total non-idle time of the cores this process may use, since boot."""
     mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     ticks = 0
     for line in Path("/proc/stat").read_text().splitlines():

@@ -1,7 +1,7 @@
-"""`echelon bench world`: how fast calls between processes are, beside torch.distributed.rpc.
+"""`echelon bench world`: speed of calls between processes, compared with torch.distributed.rpc.
 
-The two libraries take turns, and every turn starts their two processes (`world_pair`) anew: TensorPipe's threads poll
-all the time, also while nothing is called, so a pair that waited for its turn would take the cores from the other.
+The two libraries alternate, and every turn starts two new processes (`world_pair`): TensorPipe's threads poll all the
+time, even without calls, so an idle pair would take the cores from the other.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ TRANSPORTS = ("local", "tcp")
 PEERS = ("torch-rpc", "none")
 OURS = "echelon"
 NAMES = ("caller", "callee")
-ADDRESS = "address"  # the file that says where the two may meet over TCP
+ADDRESS = "address"  # the file with the TCP address of the pair
 PAIR = "echelon.bench.world_pair"  # the module that the two processes run
 START_S = 120.0
-LEAVE_S = {"echelon": 60.0, "torch-rpc": 0.0}  # how long the callee may take; that of torch-rpc would never leave
+LEAVE_S = {
+    "echelon": 60.0,
+    "torch-rpc": 0.0,
+}  # how long the callee may take to exit; that of torch-rpc never exits by itself
 UNITS = {
     "small round trip p50": "us",
     "small round trip p95": "us",
@@ -50,26 +53,26 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class WorldSetting(Setting):
-    """Two processes, of which one calls the other; each library has its own two, and they take turns."""
+    """Two processes, of which one calls the other; each library has its own pair, and the pairs alternate."""
 
     small: int = option(1024, "bytes of the small tensor", least=4)
     large: int = option(4 << 20, "bytes of the large tensor", least=4)
-    in_flight: int = option(64, "calls under way at once, for calls per second", least=1)
-    seconds: float = option(2.0, "time of each figure in a turn", above=0)
-    rounds: int = option(4, "turns of each library; medians are told", least=1)
-    transport: str = option("local", f"what carries the calls of ours: {', '.join(TRANSPORTS)}", choices=TRANSPORTS)
-    peer: str = option("torch-rpc", f"what is measured beside it: {', '.join(PEERS)}", choices=PEERS)
+    in_flight: int = option(64, "concurrent calls, for calls per second", least=1)
+    seconds: float = option(2.0, "duration of each figure in a turn", above=0)
+    rounds: int = option(4, "turns of each library; medians are reported", least=1)
+    transport: str = option("local", f"transport of Echelon's calls: {', '.join(TRANSPORTS)}", choices=TRANSPORTS)
+    peer: str = option("torch-rpc", f"library to compare with: {', '.join(PEERS)}", choices=PEERS)
 
 
 class WorldBenchmark(Benchmark[WorldSetting, Sequence[Measure]]):
-    """One run at a time: nothing is swept."""
+    """A single run, without sweeps."""
 
     name = "world"
     text = """\
-Measure calls between two processes of a world, and of torch.distributed.rpc, which take turns on this machine:
-  small round trip        one call after another, with a tensor that comes back
-  large echo              the same with a large tensor; the bytes of both ways are counted
-  small calls             calls per second with many under way
+Measure calls between two processes of a world, and of torch.distributed.rpc, in alternating turns on this machine:
+  small round trip        sequential calls that return a small tensor
+  large echo              the same with a large tensor; counts the bytes of both directions
+  small calls             calls per second with many calls in flight
 """
     setting = WorldSetting
 
@@ -113,7 +116,7 @@ Measure calls between two processes of a world, and of torch.distributed.rpc, wh
 
 
 def times_better(measure: Measure) -> float | None:
-    """How many times as good ours is, by the medians: less time, or more of anything else."""
+    """Returns how many times better Echelon is, by the medians: less time, or more of any other unit."""
     ours, *peers = (spread.median for spread in measure.by.values())
     if not peers:
         return None
@@ -121,7 +124,7 @@ def times_better(measure: Measure) -> float | None:
 
 
 def take_turn(library: str, setting: WorldSetting) -> dict[str, float]:
-    """What calls of `library` reach: the caller measures, and both leave."""
+    """Runs one turn of `library`: the caller measures, and both processes exit."""
     limit_s = START_S + 10 * setting.seconds
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
@@ -136,13 +139,13 @@ def take_turn(library: str, setting: WorldSetting) -> dict[str, float]:
             if not processes[0].returncode and LEAVE_S[library]:
                 processes[1].communicate(timeout=LEAVE_S[library])
         except subprocess.TimeoutExpired as error:
-            raise RunError(f"{library} was not done within {error.timeout:.0f} s.\n\n{_logs(folder)}") from None
+            raise RunError(f"{library} did not finish within {error.timeout:.0f} s.\n\n{_logs(folder)}") from None
         finally:
             for process in processes:
                 process.kill()
                 process.communicate()
         if processes[0].returncode:
-            raise RunError(f"{library} left with code {processes[0].returncode}.\n\n{_logs(folder)}")
+            raise RunError(f"{library} exited with code {processes[0].returncode}.\n\n{_logs(folder)}")
     return {name: float(value) for name, value in json.loads(told).items()}
 
 

@@ -1,7 +1,7 @@
-"""The two processes of one turn of `echelon bench world`: a caller that measures, and the callee that answers it.
+"""The two processes of one turn of `echelon bench world`: a caller that measures, and a callee that serves its calls.
 
-`python -m echelon.bench.world_pair LIBRARY NAME WORDS`; what the caller measured is printed as JSON. The figures are
-taken the same way whichever library carries the calls: ours, or torch.distributed.rpc with its public defaults.
+`python -m echelon.bench.world_pair LIBRARY NAME WORDS`; the caller prints its measurements as JSON. Both libraries,
+Echelon and torch.distributed.rpc with its public defaults, are measured in the same way.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from echelon.engines.forkserver import die_with_parent
 
 KEY = "echo"
 BARRIER_S, CALL_S = 600.0, 60.0
-WARM_UP_SHARE = 0.2  # of a figure's time, before it is measured
-LEAST_CALLS = 10  # of each figure in a turn, however slow they are
+WARM_UP_SHARE = 0.2  # share of a figure's duration before the measurement
+LEAST_CALLS = 10  # minimum per figure and turn
 
 
 class AnyFuture(Protocol):
-    """A call under way."""
+    """A call in flight."""
 
     def wait(self) -> Any: ...
 
@@ -48,11 +48,11 @@ def echo(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def measure(setting: WorldSetting, caller: Caller) -> dict[str, float]:
-    """The figures of one turn, by name."""
+    """Returns the figures of one turn, by name."""
     small, large = (torch.rand(nbytes // 4) for nbytes in (setting.small, setting.large))
     for tensor in (small, large):
         if not torch.equal(caller.call(tensor), tensor):
-            raise AssertionError("an echo is not what was sent")
+            raise AssertionError("an echo differs from its tensor")
     trips = _times(setting, lambda: caller.call(small))
     echoes = _times(setting, lambda: caller.call(large))
     p50, p95, p99 = np.percentile(trips, (50, 95, 99)).tolist()
@@ -61,7 +61,7 @@ def measure(setting: WorldSetting, caller: Caller) -> dict[str, float]:
 
 
 def _times(setting: WorldSetting, work: Callable[[], object]) -> list[float]:
-    """How long each call took, one after another."""
+    """Returns the durations of sequential calls."""
     times: list[float] = []
     begin = time.perf_counter()
     warm, end = begin + WARM_UP_SHARE * setting.seconds, begin + (1 + WARM_UP_SHARE) * setting.seconds
@@ -76,7 +76,7 @@ def _times(setting: WorldSetting, work: Callable[[], object]) -> list[float]:
 
 
 def _rate(setting: WorldSetting, caller: Caller, tensor: torch.Tensor) -> float:
-    """Calls answered per second, with `in_flight` of them under way all the time."""
+    """Returns the calls per second, with `in_flight` calls in flight all the time."""
     under_way: deque[AnyFuture] = deque(caller.begin(tensor) for _ in range(setting.in_flight))
     begin, count = time.perf_counter(), 0
     while (elapsed_s := time.perf_counter() - begin) < setting.seconds or count < LEAST_CALLS:
@@ -89,7 +89,7 @@ def _rate(setting: WorldSetting, caller: Caller, tensor: torch.Tensor) -> float:
 
 
 def attend_world(name: str, folder: str, setting: WorldSetting) -> dict[str, float]:
-    """Ours: what either of the two does; the callee waits in a barrier while its threads answer."""
+    """Runs caller or callee with Echelon; the callee waits in a barrier while its threads serve calls."""
     from echelon.world import RpcGroup, World
     from echelon.world.watch import NONCE
 
@@ -106,9 +106,9 @@ def attend_world(name: str, folder: str, setting: WorldSetting) -> dict[str, flo
     rank = NAMES.index(name)
     if setting.transport == "local":
         world = World(name, rank, world_size=2)
-    else:  # as if they were on two hosts
+    else:  # as on two hosts
         world = World(name, rank, world_size=2, address=(Path(folder) / ADDRESS).read_text())
-        (Path(world._info.folder) / NONCE).unlink()  # by which the other would see that they share memory
+        (Path(world._info.folder) / NONCE).unlink()  # without it, the other process does not detect shared memory
     try:
         group = world.create_rpc_group("bench", NAMES)
         if name == NAMES[1]:
@@ -124,7 +124,7 @@ def attend_world(name: str, folder: str, setting: WorldSetting) -> dict[str, flo
 
 
 def attend_torch(name: str, folder: str, setting: WorldSetting) -> dict[str, float]:
-    """torch.distributed.rpc: what either of the two does; the callee until it is killed."""
+    """Runs caller or callee with torch.distributed.rpc; the callee runs until it is killed."""
     from torch.distributed import rpc
 
     class TorchCaller:
@@ -135,13 +135,15 @@ def attend_torch(name: str, folder: str, setting: WorldSetting) -> dict[str, flo
             future: AnyFuture = rpc.rpc_async(NAMES[1], echo, args=(tensor,))
             return future
 
-    warnings.filterwarnings("ignore", message="You are using a Backend")  # it warns of its own doing
+    warnings.filterwarnings(
+        "ignore", message="You are using a Backend"
+    )  # torch.distributed.rpc triggers this warning itself
     options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=CALL_S, init_method=f"file://{folder}/meet")
     rpc.init_rpc(  # type: ignore[no-untyped-call]
         name, rank=NAMES.index(name), world_size=2, rpc_backend_options=options
     )
     if name == NAMES[1]:
-        threading.Event().wait()  # calls are answered by threads of torch.distributed.rpc
+        threading.Event().wait()  # threads of torch.distributed.rpc serve the calls
     return measure(setting, TorchCaller())
 
 
@@ -149,14 +151,14 @@ LIBRARIES = {"echelon": attend_world, "torch-rpc": attend_torch}
 
 
 def main(library: str, name: str, words: str) -> None:
-    """The life of one of the two."""
+    """Runs one of the two processes."""
     config = json.loads(words)
     die_with_parent(config["parent"])
     torch.set_num_threads(1)
     figures = LIBRARIES[library](name, config["folder"], WorldSetting(**config["setting"]))
     print(json.dumps(figures), flush=True)
     if not LEAVE_S[library]:
-        os._exit(0)  # its shutdown fails at times
+        os._exit(0)  # its shutdown sometimes fails
 
 
 if __name__ == "__main__":
