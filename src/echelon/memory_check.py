@@ -1,4 +1,4 @@
-"""Whether there is room for what a run is about to make: in memory, in the container's share of it, on a disk."""
+"""Checks before a run allocates: free memory of the machine, the container and a mount, and file descriptors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from echelon.errors import ConfigError
 
-PROCESS_BYTES = 24 << 20  # that an actor of a small environment has for itself
-FIXED_DESCRIPTORS, DESCRIPTORS_PER_PROCESS = 128, 2  # of the coordinator, and of the fork server
+PROCESS_BYTES = 24 << 20  # private memory of an actor with a small environment
+FIXED_DESCRIPTORS, DESCRIPTORS_PER_PROCESS = 128, 2  # of the coordinator and of the fork server
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 class Free(NamedTuple):
-    """What is free somewhere."""
+    """The free memory of one place."""
 
     nbytes: int
     where: str
@@ -25,35 +25,35 @@ class Free(NamedTuple):
 
 
 def check_fits(nbytes: int, what: str, free: Free, lower: str = "replay.capacity") -> None:
-    """Raises ConfigError unless `nbytes` fit, before anything is allocated; `lower` is what needs so many."""
+    """Raises ConfigError unless `nbytes` fit into `free`; allocates nothing. `lower` is the option to lower."""
     if nbytes > free.nbytes:
         raise ConfigError(
-            f"{what} needs {_size(nbytes)} {free.where}, where {_size(free.nbytes)} are free. Lower {lower}, "
+            f"{what} needs {_size(nbytes)} {free.where}, but only {_size(free.nbytes)} are free. Lower {lower}, "
             f"{free.remedy}"
         )
 
 
 def check_processes(count: int, free: Free, lower: str = "--actors") -> None:
-    """Raises ConfigError unless so many processes can be started here; lets this one open as many files as it needs."""
+    """Raises ConfigError unless `count` processes can be started here; raises the limit of open files if needed."""
     nbytes, descriptors = count * PROCESS_BYTES, FIXED_DESCRIPTORS + DESCRIPTORS_PER_PROCESS * count
     if nbytes > free.nbytes:
         raise ConfigError(
-            f"{count:,} processes need {_size(nbytes)} {free.where}, at least {_size(PROCESS_BYTES)} each beside their "
-            f"environments, and {_size(free.nbytes)} are free. Lower {lower}, {free.remedy}"
+            f"{count:,} processes need {_size(nbytes)} {free.where}, at least {_size(PROCESS_BYTES)} each besides "
+            f"their environments, but only {_size(free.nbytes)} are free. Lower {lower}, {free.remedy}"
         )
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors > most:
         raise ConfigError(
-            f"{count:,} processes need {descriptors:,} open files in the one that watches them "
-            f"({DESCRIPTORS_PER_PROCESS} each, and {FIXED_DESCRIPTORS}), and {most:,} are allowed. Lower {lower}, or "
-            "raise the limit (ulimit -Hn)."
+            f"{count:,} processes need {descriptors:,} open files in the process that supervises them "
+            f"({DESCRIPTORS_PER_PROCESS} each, and {FIXED_DESCRIPTORS}), but only {most:,} are allowed. Lower "
+            f"{lower}, or raise the limit (ulimit -Hn)."
         )
     if descriptors > allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, most))
 
 
 def free_memory(folder: Path | None = None) -> Free:
-    """What this process may still take: of the machine, of its container, and of the mount of `folder` if given."""
+    """Returns the memory that this process may still use: of the machine, the container, and the mount of `folder`."""
     lines = (PROC / "meminfo").read_text().splitlines()
     free = [next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), *_left_to_groups()]
     if folder is None:
@@ -64,8 +64,8 @@ def free_memory(folder: Path | None = None) -> Free:
 
 
 def num_out_of_memory() -> int:
-    """How many processes the kernel has ended for lack of memory: in the container, or where it does not count them, on
-    the machine."""
+    """Returns how many processes the kernel has killed for lack of memory (OOM) in the container, or on the machine if
+    the container does not count them."""
     files = [folder / name for folder, _, _ in _groups() for name in ("memory.events", "memory.oom_control")]
     for file in [*files, PROC / "vmstat"]:
         with contextlib.suppress(OSError):
@@ -76,9 +76,9 @@ def num_out_of_memory() -> int:
 
 
 def _groups() -> Iterator[tuple[Path, str, str]]:
-    """The control groups of this process (of either version), the files of their limit and usage; inner ones first.
+    """Yields the control groups of this process (v1 or v2), with the files of their limit and usage, innermost first.
 
-    A container has its own as the root.
+    In a container the root is the container's own group.
     """
     for line in (PROC / "self" / "cgroup").read_text().splitlines():
         _, controllers, place = line.split(":", 2)
@@ -103,7 +103,7 @@ def _left_to_groups() -> Iterator[int]:
 
 
 def _left_to(group: Path, limit: str, usage: str) -> int | None:
-    """What a group may still take, cached files aside; None where it is not limited or not there."""
+    """Returns the memory that a group may still use, not counting cached files; None without a limit or group."""
     try:
         most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

@@ -1,6 +1,6 @@
-"""Train, resume and evaluate: what the command line does, as functions.
+"""The functions behind the command line: train, resume and evaluate.
 
-Nothing heavy is imported at the top: a process that has no role in it never needs torch.
+Heavy modules are imported inside functions: a process without a role that needs torch never imports it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run came to: its summary, and the folder with everything else."""
+    """The result of a run: its summary, and its folder."""
 
     status: str  # solved, finished, stopped
     run_dir: Path
@@ -47,18 +47,18 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What a resumed run has behind it."""
+    """The state of a run before it is resumed."""
 
     generation: int = 0
     wall_s: float = 0.0
-    row: dict[str, Any] = field(default_factory=dict)  # where it stood
+    row: dict[str, Any] = field(default_factory=dict)  # counters and progress at the checkpoint
 
 
 NO_PAST = Past()
 
 
 def train(config: TrainConfig, *, output: TextIO | None = None) -> RunResult:
-    """Trains as `config` says and returns when a stop condition holds or the user interrupts."""
+    """Trains with `config`; returns when a stop condition holds or the user interrupts."""
     return run(config, output=output)
 
 
@@ -75,9 +75,9 @@ def resume(
     user_objects: UserObjects | None = None,
     epochs: int | None = None,
 ) -> RunResult:
-    """Goes on with the run in `run_dir` from its newest checkpoint; what is given replaces the old stop condition.
+    """Resumes the run in `run_dir` from its newest checkpoint; stop conditions that are given replace the old ones.
 
-    With `learners`, that many go on where others were before; with `hosts`, its actors are on that many.
+    `learners` and `hosts` change the number of learners and hosts.
     """
     from echelon.roles.stopping import progress, stop_reason
     from echelon.runs.checkpoint import load_parts, newest_intact
@@ -90,13 +90,13 @@ def resume(
     config = _read_config(folder)
     found = newest_intact(folder.checkpoints)
     if found is None:
-        raise ConfigError(f"{run_dir} has no checkpoint to go on from. Train anew with another --run-dir.")
+        raise ConfigError(f"{run_dir} has no checkpoint to resume from. Start a new run with another --run-dir.")
     tree = load_parts(found[0], ("counters", "wall_s", "generation", "epoch"))
     counters, wall_s = tree["counters"], tree["wall_s"]
     if steps or minutes or episodes or until_return is not None:
         config = replace(config, stop=StopConfig(steps, minutes, until_return, episodes))
     if learners is not None:
-        config = replace(config, learner=replace(config.learner, num_learners=learners, threads=0))  # chosen anew
+        config = replace(config, learner=replace(config.learner, num_learners=learners, threads=0))  # 0: chosen again
     if hosts is not None:
         engine = "hosts" if hosts > 1 else "local"
         config = replace(config, engine=engine, hosts=replace(config.hosts, count=hosts))
@@ -104,8 +104,8 @@ def resume(
     reason = stop_reason(config.stop, counters["env_steps"], counters["returns"], wall_s, past_episodes)
     if reason:
         raise ConfigError(
-            f"{run_dir} has reached its end ({_stop_text(config.stop)}; it has {counters['env_steps']:,} steps and "
-            f"{wall_s / 60:.1f} minutes behind it). Give a larger total with "
+            f"{run_dir} has reached its end ({_stop_text(config.stop)}; it has trained for {counters['env_steps']:,} "
+            f"steps and {wall_s / 60:.1f} minutes). Give a larger total with "
             f"{episodes_option(config)}--steps, --minutes or --until-return."
         )
     config = replace(config, run=replace(config.run, dir=str(run_dir)))
@@ -123,7 +123,7 @@ def _stop_text(stop: StopConfig) -> str:
 
 
 def _read_config(folder: RunFolder) -> TrainConfig:
-    """The configuration of a run; what does not fit is told with the file that it stands in."""
+    """Returns the configuration of a run; an error names the file."""
     from echelon import config_io
 
     try:
@@ -135,9 +135,9 @@ def _read_config(folder: RunFolder) -> TrainConfig:
 def run(
     config: TrainConfig, past: Past = NO_PAST, output: TextIO | None = None, user_objects: UserObjects | None = None
 ) -> RunResult:
-    """The whole life of a run: session, engine, validation, folder, coordinator, summary.
+    """Runs a training from start to end: session, engine, validation, folder, coordinator, summary.
 
-    With what a program has `user_objects`, the learner runs in that program's process.
+    With `user_objects`, the learner runs in the user's process.
     """
     began, output = time.monotonic(), output or sys.stdout
     check_stop(config)
@@ -145,8 +145,8 @@ def run(
     report(f"preparing {title(config)}")
     if constant := _unscheduled(config):
         report(
-            f"--until-return alone gives no length to follow, so {' and '.join(constant)} to the end. Give --steps or "
-            "--minutes as well to have it follow the run."
+            f"--until-return alone does not define the length of the run, so {' and '.join(constant)} to the end. Also "
+            "give --steps or --minutes to enable the schedule."
         )
     session = create_session(config.shm_dir)
     engine: InlineEngine | LocalEngine | None = None
@@ -168,7 +168,7 @@ def run(
 
 
 def _preserved(engine: InlineEngine | LocalEngine) -> contextlib.AbstractContextManager[None]:
-    """Puts the settings of the caller's process back, where a learner changes them."""
+    """Returns a context that restores the settings of this process if the learner runs in it."""
     if not engine.is_here("learner"):
         return contextlib.nullcontext()
     from echelon.process_state import preserve_state
@@ -177,7 +177,7 @@ def _preserved(engine: InlineEngine | LocalEngine) -> contextlib.AbstractContext
 
 
 def _unscheduled(config: TrainConfig) -> list[str]:
-    """What should change with the progress of the run and does not, as nothing says when that ends."""
+    """Returns the schedules that stay constant because the length of the run is unknown."""
     stop, optimizer, replay = config.stop, config.optimizer, config.replay
     if stop.steps or stop.minutes or stop.episodes:
         return []
@@ -205,9 +205,9 @@ def _train_in(
     config = context.train
     config_json = config_io.to_json(config, text_of(config.env.id))
     folder = RunFolder.open(context.run_dir) if past.generation else RunFolder.create(context.run_dir)
-    with folder.held(), Interrupts() as interrupts:  # to the end: a run's record is whole whenever the user stops it
+    with folder.held(), Interrupts() as interrupts:  # to the end: the record is complete whenever the user interrupts
         folder.write_config(config_json)
-        (folder.path / SUMMARY).unlink(missing_ok=True)  # of the part that is being gone on with
+        (folder.path / SUMMARY).unlink(missing_ok=True)  # of the part before the resume
         figures = {**_coordinate(context, engine, world, folder, past, output, interrupts), "acting": acting}
         folder.write_summary(figures)
     final_summary(figures, output)
@@ -223,7 +223,7 @@ def _coordinate(
     output: TextIO,
     interrupts: Interrupts,
 ) -> dict[str, Any]:
-    """Runs the coordinator; returns the summary, and writes it should the run fail."""
+    """Runs the coordinator; returns the summary, and writes it if the run fails."""
     from echelon.roles.coordinator import Coordinator
     from echelon.runs.console import Console
     from echelon.runs.metrics import MetricsWriter
@@ -236,7 +236,7 @@ def _coordinate(
         figures = coordinator.run()
     except BaseException as error:
         if isinstance(error, ConfigError) and folder.is_new and not coordinator.row.get("env_steps"):
-            folder.discard()  # nothing was learned: leave nothing half-written
+            folder.discard()  # no step was learned from: leave no incomplete folder
         elif isinstance(error, EchelonError):
             folder.write_summary({"status": "failed", "error": str(error), **_base(context), **coordinator.row})
         raise
@@ -274,7 +274,7 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
 
 
 def _curve(run_dir: Path) -> str | None:
-    """The learning curve's path; a run is not lost because it could not be drawn."""
+    """Draws the learning curve; returns its path, or None if it cannot be drawn: this does not fail the run."""
     from echelon.runs.report import draw_curve
 
     try:
@@ -284,7 +284,7 @@ def _curve(run_dir: Path) -> str | None:
 
 
 def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1, env: str | None = None) -> dict[str, Any]:
-    """Plays greedy episodes with the newest weights of a run, in its environment or in `env`; returns statistics."""
+    """Plays greedy episodes with a run's newest weights, in its environment or in `env`; returns statistics."""
     import torch
 
     from echelon.algorithms.model import Model
@@ -298,11 +298,11 @@ def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1, env: str
         raise ConfigError(f"episodes={episodes} must be at least 1.")
     config = _read_config(RunFolder.open(Path(run_dir)))
     if config.algorithm.is_users:
-        raise ConfigError(f"{run_dir} trained a policy of its user's own: evaluate it where it is at home.")
+        raise ConfigError(f"{run_dir} trained a user's own policy: evaluate it in the user's program.")
     if env is not None:
         config = replace(config, env=replace(config.env, id=env, kwargs={}, wrappers=()))
     if not config.env.id:
-        raise ConfigError(f"{run_dir} names no environment, as its workers brought theirs: give one with --env (env=).")
+        raise ConfigError(f"{run_dir} names no environment, as its workers had their own: give one with --env (env=).")
     with preserve_state():
         torch.set_num_threads(1)
         model = Model(config.network, probe_spaces(config.env), config.algorithm, seed=config.seed)

@@ -143,7 +143,7 @@ def test_a_run_without_an_environment_is_played_in_another(tmp_path: Path, capsy
     model = Model(config.network, CART_POLE, config.algorithm, seed=0)
     save_weights(tmp_path / "run" / "weights.safetensors", model.weights(), {})
     assert main(["eval", str(tmp_path / "run")]) == 2
-    assert "names no environment, as its workers brought theirs: give one with --env" in capsys.readouterr().err
+    assert "names no environment, as its workers had their own: give one with --env" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "run"), "--env", "CartPole-v1", "--episodes", "2"]) == 0
     assert "over 2 episodes" in capsys.readouterr().out
 

@@ -375,7 +375,7 @@ def test_a_damaged_checkpoint_is_told(
 
 def test_a_run_without_a_checkpoint_is_told(run: Path, command: Command) -> None:
     shutil.rmtree(run / "checkpoints")
-    assert_told(command("resume", "run", "--steps", "200"), 2, "run has no checkpoint to go on from")
+    assert_told(command("resume", "run", "--steps", "200"), 2, "run has no checkpoint to resume from")
     (run / "weights.safetensors").unlink()
     assert_told(command("eval", "run"), 2, "run is neither a weights file nor a run folder with a checkpoint")
 

@@ -235,7 +235,7 @@ WRONG = [
     ("replay --shm-dir /nowhere --writers 1", "shm_dir=/nowhere is not a folder"),
     ("replay --output /nowhere/r.json", "--output /nowhere/r.json cannot be written"),
     ("replay --capacity 1000000000000 --batch 1", "GB are free. Lower --capacity"),
-    ("replay --capacity 1000000000000 --frames 84x84x4", "GB in /dev/shm, where"),
+    ("replay --capacity 1000000000000 --frames 84x84x4", "GB in /dev/shm, but only"),
     ("replay --capacity 1024,1000000000000 --writers 1", "needs 1"),
     ("world --small 3", "small=3 must be at least 4"),
     ("world --small 1024,2048", "small='1024,2048' is not a number"),

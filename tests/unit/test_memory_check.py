@@ -49,7 +49,9 @@ def test_the_tightest_group_above_a_process_counts_and_cached_files_do_not(machi
     limit(root, names, str(2**60), 3 * GB, f"{prefix}inactive_file 0\n")
     assert free_memory().nbytes == 2 * GB and free_memory(machine).nbytes <= 2 * GB
     check_fits(2 * GB, "a buffer", free_memory())
-    with pytest.raises(ConfigError, match=r"a buffer needs 2\.50 GB of memory, where 2\.00 GB are free\. Lower --size"):
+    with pytest.raises(
+        ConfigError, match=r"a buffer needs 2\.50 GB of memory, but only 2\.00 GB are free\. Lower --size"
+    ):
         check_fits(5 * GB // 2, "a buffer", free_memory(), "--size")
 
 

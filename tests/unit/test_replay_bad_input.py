@@ -235,5 +235,5 @@ def test_the_oldest_make_way_first(buffer: Buffer) -> None:
 
 
 def test_private_memory_beyond_the_machine_is_told_before_it_is_taken() -> None:
-    with pytest.raises(ConfigError, match=r"of 10+ items needs [\d.]+ GB of memory, where [\d.]+ GB are free"):
+    with pytest.raises(ConfigError, match=r"of 10+ items needs [\d.]+ GB of memory, but only [\d.]+ GB are free"):
         Shard(item_layout({"x": ((1000,), np.float64)}, 10**12))

@@ -145,7 +145,7 @@ def test_doctor_lists_and_sweeps(shm_dir: Path, dead_pid: int, capsys: pytest.Ca
     dead = forge(shm_dir, dead_pid)
     assert main(["doctor", f"--shm-dir={shm_dir}"]) == 0
     told = capsys.readouterr().out
-    assert f"left behind   {dead} (0.0 MiB, of process {dead_pid})" in told and "doctor --sweep" in told
+    assert f"left behind   {dead} (0.0 MiB, process {dead_pid})" in told and "doctor --sweep" in told
     assert main(["doctor", f"--shm-dir={shm_dir}", "--sweep"]) == 0
     assert f"removed       {dead}" in capsys.readouterr().out
     assert not dead.exists()
@@ -171,7 +171,9 @@ def test_too_small_a_mount_is_told_before_anything_is_made(
     tiny_shm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check_fits(1000, "a run", free_memory(tiny_shm))
-    with pytest.raises(ConfigError, match=r"a run needs 2.1 MB in .*, where [\d.]+ MB are free. Lower --envs, enlarge"):
+    with pytest.raises(
+        ConfigError, match=r"a run needs 2.1 MB in .*, but only [\d.]+ MB are free. Lower --envs, enlarge"
+    ):
         check_fits(2 << 20, "a run", free_memory(tiny_shm), "--envs")
     run_dir = tmp_path / "run"
     options = [f"--shm-dir={tiny_shm}", f"--run-dir={run_dir}", "--actor.envs=2000", "--steps=10"]
