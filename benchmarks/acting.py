@@ -1,15 +1,15 @@
-"""Local against central acting on this machine, side by side, and whether `--acting auto` picks the faster one.
+"""Compares local and central acting on this machine, and checks whether `--acting auto` picks the faster one.
 
     python benchmarks/acting.py [--only cartpole pong sleepy large] [--pairs 2] [--seconds 15] [--json FILE]
     python benchmarks/acting.py --learning [--seeds 5]
 
-A pair is four trainings, local, central, central, local, each alone, so that a machine that gets slower or faster
-favours neither; before each pair `auto` is asked what it picks. Rates are of the second half of a training. Beside them
-stand the processor time of a step, by role, and the cores that other programs used meanwhile: where that is more than
-0.1, run it again on a quiet machine.
+A pair is four trainings in the order local, central, central, local, so that a machine that becomes slower or faster
+favours neither; before each pair the choice of `auto` is recorded. Rates are those of the second half of a training.
+The output includes the processor time per step, by role, and the cores that other programs used: if that is more than
+0.1, repeat the benchmark on an idle machine.
 
-`--learning` trains IMPALA on CartPole-v1 until its last 100 episodes return 475 on average, with several seeds and with
-either acting in turn, and compares the environment steps that takes.
+`--learning` trains IMPALA on CartPole-v1 until the mean return of the last 100 episodes is 475, with several seeds and
+both kinds of acting, and compares the number of environment steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from steady import steady_rate
 
 HERE = Path(__file__).resolve().parent
 MODES = ("local", "central")
-START_ALLOWANCE_S = 180.0  # starting and ending processes, before a training counts as hung
+START_ALLOWANCE_S = 180.0  # for starting and ending processes, before a training counts as hung
 DISTURBED_CORES = 0.1
 CORES = len(os.sched_getaffinity(0))
 TARGET, MAX_STEPS = 475, 3_000_000
@@ -42,18 +42,20 @@ TARGET, MAX_STEPS = 475, 3_000_000
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is trained: IMPALA with two actors on `env`."""
+    """A training: IMPALA with two actors on `env`."""
 
     env: str
-    envs: int  # of an actor
+    envs: int  # per actor
     options: tuple[str, ...] = ()
-    factor: float = 1.0  # of the time of a training: slow ones need more of it
+    factor: float = 1.0  # of the duration: slow trainings need more time
 
 
 TASKS = {
     "cartpole": Task("CartPole-v1", 32),
     "pong": Task("ALE/Pong-v5", 8),
-    "sleepy": Task(f"{HERE / 'sleepy.py'}:Sleepy", 8, ("--actor.trajectory", "5")),  # a batch comes soon
+    "sleepy": Task(
+        f"{HERE / 'sleepy.py'}:Sleepy", 8, ("--actor.trajectory", "5")
+    ),  # short trajectories, for frequent batches
     # 20 M parameters.
     "large": Task("CartPole-v1", 32, ("--network.hidden", "3150,3150", "--actor.trajectory", "10"), 3.0),
 }
@@ -61,7 +63,7 @@ TASKS = {
 
 @dataclass(slots=True)
 class Row:
-    """What the trainings of one task came to, in the order they ran."""
+    """The results of the trainings of one task, in order."""
 
     picks: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -76,13 +78,13 @@ class Row:
 
     @property
     def loss(self) -> float:
-        """What the worst pick loses against the better acting, as a share of its rate."""
+        """Returns the loss of the worst pick relative to the faster acting, as a share of its rate."""
         rates = self.medians
         return 1.0 - min(rates[pick] for pick in self.picks) / max(rates.values())
 
 
 def train(task: Task, mode: str, options: list[str], run: Path, seconds: float) -> str:
-    """One training; returns what it printed."""
+    """Runs one training; returns its output."""
     command = [
         *[sys.executable, "-m", "echelon.cli.main", "train", "impala", task.env, "--acting", mode],
         *["--actors", "2", "--envs-per-actor", str(task.envs), "--run-dir", str(run)],
@@ -96,7 +98,7 @@ def train(task: Task, mode: str, options: list[str], run: Path, seconds: float) 
 
 
 def pick(task: Task, row: Row) -> None:
-    """What `auto` takes, and why."""
+    """Records the choice of `auto` and its reason."""
     with tempfile.TemporaryDirectory(prefix="echelon-acting-") as folder:
         printed = train(task, "auto", ["--steps", "1"], Path(folder, "run"), 0.0)
     [line] = [line for line in printed.splitlines() if line.startswith("acting: ")]
@@ -131,12 +133,12 @@ def measure(task: Task, mode: str, seconds: float, row: Row) -> None:
 
 
 def advances(points: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """The points at which there were new steps: batches come seldom where steps are slow."""
+    """Returns the points with new steps: batches are rare if steps are slow."""
     return [point for point, (_, before) in zip(points[1:], points, strict=False) if point[1] > before]
 
 
 def told(used: Usage | None) -> str:
-    """Where the processors' time went, of a step."""
+    """Returns the processor time per step, by role, as text."""
     if used is None:
         return ""
     roles = ", ".join(f"{kind} {us:.1f}" for kind, us in used.roles_us.items() if us >= 0.1)
@@ -158,7 +160,7 @@ def table(rows: dict[str, Row]) -> str:
 
 
 def compare_rates(names: list[str], pairs: int, seconds: float) -> dict[str, Any]:
-    """Pairs of trainings for every task; the table, as data."""
+    """Runs the pairs of trainings of every task; returns the table as data."""
     rows = {name: Row() for name in names}
     for number in range(pairs):
         for name, row in rows.items():
@@ -172,7 +174,7 @@ def compare_rates(names: list[str], pairs: int, seconds: float) -> dict[str, Any
 
 
 def steps_to_target(mode: str, seed: int) -> int:
-    """Environment steps until CartPole counts as solved."""
+    """Returns the environment steps until CartPole counts as solved."""
     with tempfile.TemporaryDirectory(prefix="echelon-acting-") as folder:
         options = ["--seed", str(seed), "--until-return", str(TARGET), "--steps", str(MAX_STEPS)]
         train(TASKS["cartpole"], mode, options, Path(folder, "run"), 600.0)
@@ -184,7 +186,7 @@ def steps_to_target(mode: str, seed: int) -> int:
 
 
 def compare_learning(seeds: int) -> dict[str, Any]:
-    """Steps to the target with either acting."""
+    """Compares the steps to the target with both kinds of acting."""
     steps: dict[str, list[int]] = {mode: [] for mode in MODES}
     for seed, mode in in_turns(MODES, seeds):
         steps[mode].append(steps_to_target(mode, seed))
@@ -197,12 +199,16 @@ def compare_learning(seeds: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(TASKS), default=list(TASKS), help="leave the others out")
-    parser.add_argument("--pairs", type=int, default=2, help="pairs a task, four trainings each (default 2)")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each training, start included (default 15)")
-    parser.add_argument("--learning", action="store_true", help="compare steps to a return, not steps per second")
-    parser.add_argument("--seeds", type=int, default=5, help="of --learning (default 5)")
-    parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--only", nargs="+", choices=list(TASKS), default=list(TASKS), help="run only these")
+    parser.add_argument("--pairs", type=int, default=2, help="pairs per task, four trainings each (default 2)")
+    parser.add_argument(
+        "--seconds", type=float, default=15.0, help="duration of each training, including the start (default 15)"
+    )
+    parser.add_argument(
+        "--learning", action="store_true", help="compare the steps to a target return, not steps per second"
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="seeds of --learning (default 5)")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
     options = parser.parse_args()
     if options.pairs < 1 or options.seeds < 1 or options.seconds < 5:
         parser.error("--pairs and --seeds must be at least 1, and --seconds at least 5.")

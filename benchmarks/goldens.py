@@ -1,20 +1,20 @@
-"""Compares two checkouts of this project on one machine, so that a change that should change nothing is seen to:
+"""Compares two checkouts of this project on one machine, to verify that a change does not affect behaviour:
 
     python benchmarks/goldens.py OLD NEW [--only hashes,names,folders,examples,figures,kills] [--figures NAME,...]
         [--kills NAME,...] [--pairs 4] [--json FILE]
 
-OLD and NEW are folders with `src`. One Python runs both: this one, with their `src` on its path. Sections:
+OLD and NEW are folders with `src`. This Python runs both, with their `src` on its path. Sections:
 
-    hashes    the weights of short runs of every preset, inline and in lock-step, are equal to the last bit
+    hashes    the weights of short runs of every preset, inline and in lock-step, are bit-identical
     names     public names with their signatures, commands and options with type and default; NEW may add some
-    folders   run folders that OLD wrote are evaluated and resumed by NEW
-    examples  OLD's programs run under NEW
-    figures   processor time for an environment step, summed over all roles, is at most 1 / 0.97 of OLD's; the median
-              round trip of a call with 1 KB is at most 110 %. Needs an otherwise idle machine.
-    kills     a process of each kind is killed: the run goes on, or ends, as it did; recovery times of both sides
+    folders   NEW evaluates and resumes run folders that OLD wrote
+    examples  OLD's example programs run under NEW
+    figures   the processor time per environment step, summed over all roles, is at most 1 / 0.97 of OLD's; the median
+              round trip of a call with 1 KB is at most 110 % of OLD's. Needs an otherwise idle machine.
+    kills     a process of each kind is killed: the run continues or ends as with OLD; recovery times of both sides
 
-Prints a line for every comparison as it is made, then a table of what differs, and exits with 1 if anything does. All
-sections take about half an hour on two cores; `figures` with four pairs is most of it.
+Prints a line for every comparison, then a table of the differences, and exits with 1 if there are any. All sections
+take about half an hour on two cores, most of it for `figures` with four pairs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from golden import examples, figures, folders, hashes, kills, names
 from golden.checkout import Checkout, Row
 
 SECTIONS = ("hashes", "names", "folders", "examples", "figures", "kills")
-COMPARISONS = {  # of the sections without options
+COMPARISONS = {  # sections without options
     "hashes": hashes.compare,
     "names": names.compare,
     "folders": folders.compare,
@@ -48,15 +48,15 @@ REMIND_S = 20.0
 
 
 def chosen(text: str, known: tuple[str, ...], option: str) -> list[str]:
-    """The names of a comma-separated list."""
+    """Returns the names of a comma-separated list; exits if one is unknown."""
     words = [word for word in text.split(",") if word]
     if unknown := [word for word in words if word not in known]:
-        raise SystemExit(f"{option}: there is no {unknown[0]!r}; there are {', '.join(known)}.")
+        raise SystemExit(f"{option}: {unknown[0]!r} is unknown; use one of {', '.join(known)}.")
     return words
 
 
 class Progress:
-    """Prints lines with the time since the section began, and one of its own where nothing was printed for a while."""
+    """Prints lines with the time since the start of the section, and a reminder after a while without output."""
 
     def __init__(self, section: str) -> None:
         self._section = section
@@ -95,7 +95,7 @@ def compare(section: str, old: Checkout, new: Checkout, options: argparse.Namesp
 
 
 def excerpts(old: str, new: str) -> list[str]:
-    """Both texts, or the part of long ones in which they begin to differ."""
+    """Returns both texts, or for long texts the parts where they start to differ."""
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
     start = max(same - WIDTH // 2, 0) if max(len(old), len(new)) > WIDTH else 0
     cut = [f"{'...' if start else ''}{text[start : start + WIDTH]}" for text in (old, new)]
@@ -103,7 +103,7 @@ def excerpts(old: str, new: str) -> list[str]:
 
 
 def table(rows: list[Row]) -> str:
-    """Every row of the small sections; of the names only those that are not the same."""
+    """Returns the table: all rows of the small sections, and only the differing names."""
     lines = [f"{'section':<9} {'verdict':<8} {'item':<44} OLD | NEW | note"]
     for row in rows:
         cells = excerpts(row.old, row.new)
@@ -117,18 +117,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0].rstrip(":"), formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("old", metavar="OLD", type=Path, help="the checkout that is right")
-    parser.add_argument("new", metavar="NEW", type=Path, help="the checkout in question")
+    parser.add_argument("old", metavar="OLD", type=Path, help="the reference checkout")
+    parser.add_argument("new", metavar="NEW", type=Path, help="the checkout to compare")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated (all)")
     parser.add_argument("--figures", default=",".join(figures.FIGURES), help="figures, comma-separated (all)")
     parser.add_argument("--kills", default=",".join(kills.NAMES), help="processes to kill, comma-separated (all)")
     parser.add_argument("--pairs", type=int, default=4, help="runs of each side for a figure (4)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows to FILE")
     options = parser.parse_args()
     sections = chosen(options.only, SECTIONS, "--only")
     chosen(options.figures, figures.FIGURES, "--figures")
     chosen(options.kills, kills.NAMES, "--kills")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that runs are ended, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that its runs end, too
     folder = Path(tempfile.mkdtemp(prefix="goldens-"))
     old = Checkout("OLD", options.old.resolve(), folder / "old")
     new = Checkout("NEW", options.new.resolve(), folder / "new")
@@ -136,7 +136,7 @@ def main() -> int:
     try:
         for section in sections:
             for row in compare(section, old, new, options):
-                rows.append(row)  # one by one: those of a section that is interrupted are shown, too
+                rows.append(row)  # one by one, so that an interrupted section shows its rows, too
     finally:
         if options.json:
             options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

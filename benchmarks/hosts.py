@@ -1,10 +1,10 @@
-"""A run on two hosts beside the same run on one, on the same cores: steps a second, processor time, bytes on the link.
+"""Compares a run on two hosts with the same run on one, on the same cores: steps/s, processor time, bytes on the link.
 
     python benchmarks/hosts.py [PRESET ENV] [--pairs 4] [--seconds 15] [--loopback] [-- --actors 2 --envs-per-actor 32]
 
-The two hosts are network namespaces with a cable between them; each run is read while it trains, and one host and two
-take turns (A-B-B-A). That needs unshare, nsenter and ip, and a kernel that lets a user make namespaces; with --loopback
-both hosts are this one.
+The two hosts are network namespaces connected by a veth pair. Each run is measured while it trains, and runs on one and
+two hosts alternate (A-B-B-A). This needs unshare, nsenter and ip, and a kernel that allows users to create namespaces.
+With --loopback both hosts are this machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Reading:
-    """A run at a moment."""
+    """A sample of a run."""
 
     at: float
     env_steps: int
@@ -44,7 +44,7 @@ class Reading:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Words, Words]]:
-    """What to put before a command to run it on either host."""
+    """Yields the command prefixes that run a command on either host."""
     holders = [subprocess.Popen(["unshare", "-rn", "sleep", "3600"])]
     try:
         head = _entered(holders[0])
@@ -67,7 +67,7 @@ def _entered(holder: subprocess.Popen[bytes]) -> Words:
     deadline = time.monotonic() + 10.0
     while Path(f"/proc/{holder.pid}/comm").read_text().strip() != "sleep":
         if time.monotonic() > deadline:
-            raise SystemExit("namespaces cannot be made here")
+            raise SystemExit("namespaces cannot be created on this machine; use --loopback")
         time.sleep(0.01)
     return ("nsenter", "-t", str(holder.pid), "-U", "--preserve-credentials", "-n")
 
@@ -78,12 +78,12 @@ def _run(*words: str) -> None:
 
 @contextmanager
 def loopback() -> Iterator[tuple[Words, Words]]:
-    """Both hosts are this one."""
+    """Yields empty prefixes: both hosts are this machine."""
     yield (), ()
 
 
 def measure(options: Sequence[str], hosts: tuple[Words, Words] | None, seconds: float) -> tuple[Reading, Reading]:
-    """A run at two moments, `seconds` apart."""
+    """Returns two samples of a run, `seconds` apart."""
     folder = Path(tempfile.mkdtemp(prefix="echelon-hosts-"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ECHELON_SECRET": SECRET}
     echelon = (sys.executable, "-m", "echelon.cli.main")
@@ -115,7 +115,7 @@ def measure(options: Sequence[str], hosts: tuple[Words, Words] | None, seconds: 
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether every actor is at work."""
+    """Returns whether every actor is running."""
     rows = _rows(folder)
     if not rows:
         return False
@@ -147,12 +147,12 @@ def _read(folder: Path, started: dict[str, subprocess.Popen[str]], hosts: tuple[
         device = "cable0" if hosts[0] else "lo"
         shown = subprocess.run([*hosts[0], "cat", "/proc/net/dev"], capture_output=True, text=True, timeout=10.0)
         counts = next(line for line in shown.stdout.splitlines() if line.strip().startswith(f"{device}:")).split()
-        count = int(counts[1]) + (int(counts[9]) if hosts[0] else 0)  # the loopback counts each byte both ways
+        count = int(counts[1]) + (int(counts[9]) if hosts[0] else 0)  # the loopback counts each byte in both directions
     return Reading(time.monotonic(), _rows(folder)[-1]["env_steps"], dict(used), count)
 
 
 def _family(pid: int) -> list[int]:
-    """A process and its descendants."""
+    """Returns a process and its descendants."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
@@ -186,7 +186,7 @@ def main() -> None:
                 link = (last.link_bytes - first.link_bytes) / wall_s / 1e6
                 print(
                     f"{count} host{'s' * (count > 1)}: {rates[count][-1]:>9,.0f} steps/s, {costs[count][-1]:.2f} us of "
-                    f"processor time a step ({shares})" + (f", {link:.1f} MB/s on the link" if count > 1 else ""),
+                    f"processor time per step ({shares})" + (f", {link:.1f} MB/s on the link" if count > 1 else ""),
                     flush=True,
                 )
     paired = [two / one for one, two in zip(rates[1], rates[2], strict=True)]

@@ -1,8 +1,8 @@
-"""How many updates a second several learners make where one has to compute without a pause.
+"""Compares the updates per second of one and of several learners, for a learner-bound training.
 
-The same training by one learner on one core, by one on every core, and by several with a core each, in turns; medians
-are told. Every update is of the same whole batch, so the figures compare directly. Actors need cores too: a learner
-that waits for them, or for the others, says so in the last columns.
+The same training runs with one learner on one core, with one learner on all cores, and with several learners on one
+core each, alternating; medians are reported. Every update uses the same whole batch, so the figures are comparable.
+Actors need cores, too: the last columns show how long a learner waits for actors or for other learners.
 
     python benchmarks/learners.py                                     # 3 rounds of 20 s each
     python benchmarks/learners.py --preset ppo --envs 8               # 80 small steps for each update in place of one
@@ -31,7 +31,7 @@ PHASES = ("learn", "exchange", "transfer", "wait")  # of a learner's time
 
 
 def settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """A network that takes long enough to learn from a batch that everything else hides behind it."""
+    """Returns settings with a network so large that learning dominates everything else."""
     return {
         "run.dir": str(folder / "run"),
         "stop.minutes": options.seconds / 60,
@@ -48,7 +48,7 @@ def settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def measured(options: argparse.Namespace, learners: int, threads: int) -> dict[str, float]:
-    """Updates a second over the second half of one run, and the shares of the learners' time."""
+    """Returns the updates per second over the second half of one run, and the shares of the learners' time."""
     with tempfile.TemporaryDirectory() as folder:
         changes = {**settings(options, Path(folder)), "learner.num_learners": learners, "learner.threads": threads}
         result = echelon.train(replace(echelon.preset(options.preset, options.env), **changes), output=io.StringIO())

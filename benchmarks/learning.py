@@ -1,19 +1,19 @@
-"""Does it learn? Every preset on every task over several seeds, in one command:
+"""Trains every preset on every task with several seeds, and reports which runs solve their task:
 
     python benchmarks/learning.py [--presets dqn,sac] [--tasks cartpole,...] [--seeds 5] [--jobs 2] [--out FILE]
 
-Presets that learn from what their newest weights did (ppo, impala, a3c) solve a task when the mean return of their last
-100 training episodes (stochastic policy) reaches the threshold within the step budget; there they stop. Presets with
-replay explore beside their policy, on a ladder some actors hardly follow it, so training returns say little: they train
-for the whole budget, and have solved the task if 100 greedy episodes with the last weights, on seeds that nobody saw
-before, reach the threshold on average. Their steps and seconds are those of the first evaluation that reached it: 20
-greedy episodes, begun every other second beside training. When evaluations fall depends on the clock, what is learned
-does not. Seconds count from the run's start, evaluations included.
+On-policy presets (ppo, impala, a3c) solve a task when the mean return of their last 100 training episodes (stochastic
+policy) reaches the threshold within the step budget; the run stops there. Presets with replay add exploration to their
+policy, and on a ladder some actors explore almost always, so their training returns mean little. They train for the
+whole budget and have solved the task if the mean return of 100 greedy episodes with the last weights, on unused seeds,
+reaches the threshold. Their steps and seconds are those of the first evaluation that reached it: 20 greedy episodes,
+started every two seconds during training. The time of an evaluation depends on the clock; what is learned does not.
+Seconds count from the start of the run, including evaluations.
 
-Thresholds: CartPole-v1 475 and Acrobot-v1 -100 are gymnasium's own (reward_threshold); LunarLander's is its 200,
-discrete for dqn, else continuous; Pendulum-v1 has none: -200 is what the field counts as solved, and off-policy rules
-are held to -180; HalfCheetah-v5 3,000; Recall's best is 1 and chance is 0. `recall-feedforward` is the control: without
-memory nothing beats chance. A preset without a budget for a task is passed over.
+Thresholds: 475 for CartPole-v1, -100 for Acrobot-v1 and 200 for LunarLander (discrete for dqn, else continuous) are
+gymnasium's (reward_threshold). Pendulum-v1 has none: -200 usually counts as solved, and off-policy algorithms must
+reach -180. HalfCheetah-v5 has 3,000. Recall's best return is 1 and chance is 0. `recall-feedforward` is the control:
+without memory no policy beats chance. Presets without a budget for a task are skipped.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ FINAL_EPISODES = 100
 
 @dataclass(frozen=True)
 class Task:
-    """An environment, what counts as solved, and what each preset sets for it."""
+    """An environment, the return that counts as solved, and the options of each preset."""
 
     env: str
     threshold: float
     steps: dict[str, int]  # budget by preset
     options: dict[str, list[str]]  # by preset
-    replay_threshold: float | None = None  # where presets with replay are held to another
+    replay_threshold: float | None = None  # a different threshold for presets with replay
     solvable: bool = True
 
     def wanted(self, preset: str) -> float:
-        """The return that counts as solved."""
+        """Returns the return that counts as solved."""
         if preset in REPLAY_PRESETS and self.replay_threshold is not None:
             return self.replay_threshold
         return self.threshold
 
 
-LONG = "halfcheetah"  # a quarter of an hour and more for every seed: only if named
+LONG = "halfcheetah"  # 15 minutes or more per seed, so it runs only if named
 CONTINUOUS = ["--env-kwargs", '{"continuous": true}']
 SMALL = ["--actors", "1", "--envs-per-actor", "16"]
 NORMALIZED = ["--algorithm.normalize-reward", "true", "--algorithm.normalize-advantage", "true"]
@@ -130,7 +130,7 @@ TASKS = {
 
 
 def run(preset: str, name: str, seed: int, engine: str) -> dict[str, Any]:
-    """One training; what it came to."""
+    """Runs one training; returns its result."""
     task, replayed = TASKS[name], preset in REPLAY_PRESETS
     criterion = ["--until-return", str(task.wanted(preset)), "--evaluation.interval-s", "0"]
     if replayed:
@@ -148,7 +148,7 @@ def run(preset: str, name: str, seed: int, engine: str) -> dict[str, Any]:
 
 
 def judge(run_dir: Path, threshold: float) -> dict[str, Any]:
-    """How the last weights of a run play, and where it first reached the threshold."""
+    """Returns the greedy return of a run's last weights, and when it first reached the threshold."""
     score = json.loads(echelon("eval", str(run_dir), "--episodes", str(FINAL_EPISODES), "--json"))
     found = {"return": score["return_mean"], "status": "solved" if score["return_mean"] >= threshold else "missed"}
     for text in (run_dir / "metrics.jsonl").read_text().splitlines():
@@ -159,7 +159,7 @@ def judge(run_dir: Path, threshold: float) -> dict[str, Any]:
 
 
 def echelon(*arguments: str) -> str:
-    """What a command of ours prints."""
+    """Runs an echelon command; returns its output."""
     command = [sys.executable, "-m", "echelon.cli.main", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -169,7 +169,7 @@ def echelon(*arguments: str) -> str:
 
 
 def row(preset: str, name: str, results: list[dict[str, Any]]) -> str:
-    """One line of the table: how many solved it, and the median and worst of their steps and seconds."""
+    """Returns one line of the table: how many runs solved the task, and the median and worst steps and seconds."""
     solved = [result for result in results if result["status"] == "solved"]
     returns = ", ".join(f"{result['return']:.4g}" for result in results)
     if not TASKS[name].solvable:
@@ -190,8 +190,8 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(name for name in TASKS if name != LONG), help=f"all but {LONG}")
     parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="runs side by side")
-    parser.add_argument("--engine", default="inline", help="inline repeats exactly; local uses processes")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="concurrent runs")
+    parser.add_argument("--engine", default="inline", help="inline is reproducible; local uses processes")
     parser.add_argument("--out", default="", help="JSON lines with every run")
     known = parser.parse_args()
     pairs = [

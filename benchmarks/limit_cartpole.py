@@ -1,4 +1,4 @@
-"""Count how fast two processes can step CartPole-v1 with no policy and no learning: the limit of any trainer."""
+"""Measures how fast two processes step CartPole-v1 without policy and learning: the limit of any trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_PROCESSES = 2
 
 
 def step_alone(seconds: float) -> float:
-    """Steps per second of one environment under alternating actions, resets included."""
+    """Returns the steps per second of one environment with alternating actions, including resets."""
     environment = gym.make("CartPole-v1")
     environment.reset(seed=0)
     num_steps, started_s = 0, time.monotonic()

@@ -1,12 +1,12 @@
-"""A map of the sources: how large they are, and how much of them one has to know.
+"""A map of the sources: their size, and how many files a reader needs to know.
 
     make map                                                          # or, with options:
     python benchmarks/map.py [CHECKOUT] [--static] [--verbose] [--json FILE]
 
-CHECKOUT is this one unless another is named, so that before and after can be compared. Printed are lines and files of
+CHECKOUT is by default this one; with another one, before and after can be compared. It prints the lines and files of
 each folder of `src/echelon`, the modules behind `echelon train`, the files on the walk of one environment step through
-three runs, the mode switches outside `Plan`, and the class names that are used twice. The runs take a minute and
-are traced in their own processes; `--static` leaves them out. `--verbose` lists what is counted.
+three runs, the mode switches outside `Plan`, and the class names that are used twice. The runs take a minute and are
+traced in separate processes; `--static` skips them. `--verbose` lists what is counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def lines_of(file: Path) -> int:
 
 
 def folders(package: Path) -> dict[str, tuple[int, int]]:
-    """Folder -> lines and files, with those below it."""
+    """Returns the lines and files of each folder, including its subfolders."""
     found: dict[str, tuple[int, int]] = {}
     for file in sorted(package.rglob("*.py")):
         parts = file.relative_to(package).parts
@@ -105,10 +105,12 @@ def show_classes(package: Path, report: Report, *, verbose: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     here = Path(__file__).resolve().parent.parent
-    parser.add_argument("checkout", metavar="CHECKOUT", nargs="?", type=Path, default=here, help="default: this one")
-    parser.add_argument("--static", action="store_true", help="without the runs")
+    parser.add_argument(
+        "checkout", metavar="CHECKOUT", nargs="?", type=Path, default=here, help="the checkout (default: this one)"
+    )
+    parser.add_argument("--static", action="store_true", help="skip the runs")
     parser.add_argument("--verbose", action="store_true", help="list what is counted")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write it all here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     options = parser.parse_args()
     checkout = options.checkout.resolve()
     package = checkout / "src" / "echelon"

@@ -1,7 +1,7 @@
-"""Train the same task with Echelon and its peers in turn on this machine, and compare their speed.
+"""Trains the same task with Echelon and its peers on this machine, and compares their speed.
 
-Every peer runs alone, for the same time, in interleaved rounds (A B C, C B A, ...), so that a machine that gets
-slower or faster while the comparison runs favours nobody. Only the standard library is needed to start it.
+Every peer runs alone, for the same time, in interleaved rounds (A B C, C B A, ...), so that a machine that becomes
+slower or faster during the comparison favours none of them. The script needs only the standard library.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from steady import steady_rate
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PEERS_HOME = ROOT / ".venv-peers"
-DISTURBED_CORES = 0.1  # what other programs may use of the machine while a peer runs, before its round is marked
-START_ALLOWANCE_S = 180.0  # starting and ending processes, before a run counts as hung
+DISTURBED_CORES = 0.1  # a round in which other programs use more is marked
+START_ALLOWANCE_S = 180.0  # for starting and ending processes, before a run counts as hung
 
 
 class PeerError(Exception):
@@ -37,7 +37,7 @@ class PeerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One row of the table: which environment runs which command."""
+    """One row of the table: a command and its virtual environment."""
 
     name: str
     home: str = ""  # folder under .venv-peers and the name of the requirements file; "": Echelon's own .venv
@@ -50,11 +50,11 @@ class Peer:
 
 @dataclass(slots=True)
 class Score:
-    """What a peer reached, one entry a round."""
+    """The results of a peer, one entry per round."""
 
     rates: list[float] = field(default_factory=list)
     returns: list[float | None] = field(default_factory=list)
-    foreign_cores: list[float] = field(default_factory=list)  # used by other programs meanwhile
+    foreign_cores: list[float] = field(default_factory=list)  # used by other programs during the round
     limit: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ PEERS = (
 
 
 def install(peer: Peer) -> None:
-    """Make the peer's virtual environment unless it already holds exactly its requirements file."""
+    """Creates the peer's virtual environment unless it already matches its requirements file."""
     if not peer.home:
         if not (ROOT / ".venv" / "bin" / "echelon").exists():
             raise PeerError(f"{ROOT / '.venv'} has no echelon command. Run `make demo` or `make test` once first.")
@@ -95,18 +95,18 @@ def install(peer: Peer) -> None:
 
 
 def foreign_cpu_s() -> float:
-    """CPU seconds this machine has spent on anything but the processes we started and waited for."""
+    """Returns the CPU seconds of this machine, except those of this script's processes."""
     user, nice, system = (int(ticks) for ticks in Path("/proc/stat").read_text().split()[1:4])
     ours = resource.getrusage(resource.RUSAGE_CHILDREN)
     return (user + nice + system) / os.sysconf("SC_CLK_TCK") - ours.ru_utime - ours.ru_stime
 
 
 def run_alone(name: str, command: list[str], seconds: float, log: Path) -> float:
-    """Run `command` in its own process group to its end; returns how many cores other programs used meanwhile.
+    """Runs `command` in its own process group; returns how many cores other programs used during the run.
 
     Raises PeerError with the end of its log if it fails or does not end.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # measured on two cores: faster than the default for both peers
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # on two cores faster than the default for both peers
     started_s, foreign_s = time.monotonic(), foreign_cpu_s()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -130,7 +130,7 @@ def run_alone(name: str, command: list[str], seconds: float, log: Path) -> float
 
 
 def train_command(peer: Peer, seconds: float, seed: int, folder: Path) -> list[str]:
-    """The command that trains `peer` and leaves its result in `folder`/summary.json."""
+    """Returns the command that trains `peer` and writes its result to `folder`/summary.json."""
     if peer.home:
         script, *fixed = peer.command
         common = ["--seconds", str(seconds), "--seed", str(seed), "--result", str(folder / "summary.json")]
@@ -141,13 +141,13 @@ def train_command(peer: Peer, seconds: float, seed: int, folder: Path) -> list[s
 
 
 def progress_points(run: Path) -> list[tuple[float, int]]:
-    """Seconds and steps of an Echelon run as it recorded them, so that its speed is read as the peers' are."""
+    """Returns the recorded seconds and steps of an Echelon run, to compute its speed in the same way as the peers'."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(row["wall_s"], row["env_steps"]) for row in rows if row["kind"] == "train"]
 
 
 def measure(peer: Peer, seconds: float, seed: int, score: Score) -> None:
-    """Train `peer` once and add what it reached to `score`."""
+    """Trains `peer` once and adds the result to `score`."""
     with tempfile.TemporaryDirectory(prefix=f"peers-{peer.name}-") as scratch:
         folder = Path(scratch) / "run"
         if peer.home:
@@ -164,11 +164,11 @@ def measure(peer: Peer, seconds: float, seed: int, score: Score) -> None:
     shown = "unknown" if mean_return is None else f"{mean_return:.0f}"
     print(f"  {peer.name}: {rate:,.0f} steps/s, last mean return {shown} ({summary['status']})", flush=True)
     if foreign_cores > DISTURBED_CORES:
-        print(f"  {peer.name}: DISTURBED: other programs used {foreign_cores:.2f} cores meanwhile", flush=True)
+        print(f"  {peer.name}: DISTURBED: other programs used {foreign_cores:.2f} cores", flush=True)
 
 
 def measure_limit(peer: Peer) -> float:
-    """How fast two processes step the task in the peer's own packages with no policy and no learning."""
+    """Returns how fast two processes step the task with the peer's packages, without policy and learning."""
     with tempfile.TemporaryDirectory(prefix="peers-limit-") as scratch:
         result = Path(scratch) / "limit.json"
         command = [str(peer.python), str(HERE / "limit_cartpole.py"), "--seconds", "5", "--result", str(result)]
@@ -177,7 +177,7 @@ def measure_limit(peer: Peer) -> float:
 
 
 def table(scores: dict[str, Score]) -> str:
-    """The comparison as text; the ratio says how many times faster Echelon is than the row."""
+    """Returns the comparison as text; the ratio is how many times faster Echelon is than the row."""
     own = scores.get("echelon")
     lines = [f"{'':16}{'steps/s':>10}{'lowest':>10}{'highest':>10}{'echelon is':>12}{'limit':>10}{'of limit':>10}"]
     lines[0] += f"{'disturbed':>11}"
@@ -191,7 +191,7 @@ def table(scores: dict[str, Score]) -> str:
 
 
 def report(scores: dict[str, Score], seconds: float, load: float) -> dict[str, Any]:
-    """Everything the JSON file says."""
+    """Returns the content of the JSON file."""
     rows = {
         name: {
             "env_steps_per_s": median(score.rates),
@@ -212,15 +212,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=4, help="rounds; an even number balances the order (default 4)")
     parser.add_argument("--seconds", type=float, default=60.0, help="training time of each peer in a round")
-    parser.add_argument("--only", nargs="+", choices=[peer.name for peer in PEERS], help="leave the others out")
-    parser.add_argument("--out", type=Path, default=HERE / "peers.json", help="where the JSON goes")
+    parser.add_argument("--only", nargs="+", choices=[peer.name for peer in PEERS], help="run only these")
+    parser.add_argument("--out", type=Path, default=HERE / "peers.json", help="the JSON file")
     options = parser.parse_args()
     if options.rounds < 1 or options.seconds < 10:
         parser.error(f"--rounds={options.rounds} must be at least 1 and --seconds={options.seconds} at least 10.")
     peers = [peer for peer in PEERS if not options.only or peer.name in options.only]
     load = os.getloadavg()[0]
     if load > 0.5:
-        print(f"warning: the load of this machine is {load:.1f}; other programs take part in the comparison.")
+        print(f"warning: the load of this machine is {load:.1f}; other programs affect the comparison.")
     scores = {peer.name: Score() for peer in peers}
     try:
         for peer in peers:

@@ -1,12 +1,12 @@
-"""How long a learner stands still while its replay is part of the checkpoints.
+"""Measures how long a learner pauses when checkpoints include the replay.
 
     python3 benchmarks/replay_checkpoint.py                         # 1,000,000 transitions, 8 checkpoints
     python3 benchmarks/replay_checkpoint.py --items 200000 --rounds 3
 
-A learner of `apex-dqn` (observations of 8 floats) learns in this process, and two others write its shards. Turn by turn
-it learns without a checkpoint, then through one, `Learner.checkpoint` and its fsync included, until the content of the
-replay is on the disk. Every step is timed; what counts is the longest of all. `--often` writes another checkpoint of
-the weights while the replay is being written, when the disk is busiest.
+A learner of `apex-dqn` (observations of 8 floats) runs in this process, and two other processes write its shards. It
+alternates between learning without a checkpoint and learning during one, including `Learner.checkpoint` and its fsync,
+until the content of the replay is on disk. Every step is timed; the result is the longest step. `--often` writes
+another checkpoint of the weights while the replay is being written, when the disk is busiest.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def make_context(folder: Path, session: Path, items: int) -> Context:
 
 
 def write(config: dict[str, Any], index: int, rate: float, full: Any, stop: Any) -> None:
-    """Another process: fills its shard, says so, then appends `rate` items a second."""
+    """Runs a writer process: fills its shard, reports it, then appends `rate` items per second."""
     plan = Plan(Context.from_config(config)).replay
     writer, limiter, rng = ShardWriter(plan.shard(index)), plan.limiter(), np.random.default_rng(index)
     fields = {
@@ -77,17 +77,17 @@ def write(config: dict[str, Any], index: int, rate: float, full: Any, stop: Any)
 
 
 class Timed:
-    """A learner whose steps are timed."""
+    """A learner with timed steps."""
 
     def __init__(self, context: Context, world: Node) -> None:
         self.world, self.learner = world, Learner(context)
         assert isinstance(self.learner.source, ReplaySource) and self.learner.source.archive is not None
         self.archive = self.learner.source.archive
-        self.calls: list[float] = []  # seconds of `Learner.checkpoint`, and of the processor's
+        self.calls: list[float] = []  # wall and processor seconds of `Learner.checkpoint`
         self.processor: list[float] = []
 
     def step(self, does_checkpoint: bool = False) -> float:
-        """Seconds of one step."""
+        """Makes one step; returns its seconds."""
         start, spent = time.perf_counter(), time.thread_time()
         if does_checkpoint:
             self.learner.record.checkpoint()
@@ -105,7 +105,7 @@ class Timed:
         return steps
 
     def saved(self, is_often: bool) -> tuple[list[float], float]:
-        """Steps from a checkpoint until all of it is on the disk, and the seconds that took."""
+        """Returns the steps from a checkpoint until it is on disk, and the seconds until then."""
         start = time.perf_counter()
         steps = [self.step(does_checkpoint=True)]
         while self.archive.is_writing:
@@ -176,9 +176,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--items", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=10_000.0, help="items that the writers append in a second")
-    parser.add_argument("--folder", type=Path, default=Path("."), help="on the disk that is written to")
-    parser.add_argument("--often", action="store_true", help="checkpoints of the weights meanwhile, too")
+    parser.add_argument("--rate", type=float, default=10_000.0, help="items per second that the writers append")
+    parser.add_argument("--folder", type=Path, default=Path("."), help="folder on the disk to measure")
+    parser.add_argument(
+        "--often", action="store_true", help="also write checkpoints of the weights during the write of the replay"
+    )
     options = parser.parse_args()
     run = Path(tempfile.mkdtemp(prefix="replay-checkpoint-", dir=options.folder))
     try:

@@ -1,9 +1,9 @@
-"""What a learner draws per second through a shard server on TCP, beside the same shards read in place.
+"""Compares the samples per second of a learner through a shard server on TCP and directly in shared memory.
 
-Another process serves the shards over the loopback, with CURVE as always; this one draws batches, copies them out and
-gives back priorities, with 0, 1, 2 and 4 batches under way, and in place. A learner does something with a batch
-(`--learn-ms`, spent asleep as if on a GPU, or computing with `--busy`): prefetching hides the way behind it. Rounds of
-all settings take turns, and medians are told, so a noisy machine is noisy for all of them.
+Another process serves the shards over the loopback, encrypted with CURVE as always. This process samples batches,
+copies them and returns priorities, with 0, 1, 2 and 4 batches in flight, and directly. A learner spends time on a batch
+(`--learn-ms`, asleep as if on a GPU, or computing with `--busy`), and prefetching hides the latency behind it. Rounds
+of all settings alternate, and medians are reported, so that noise affects all of them.
 
     python benchmarks/replay_tcp.py                     # 8 floats an observation
     python benchmarks/replay_tcp.py --frames 84x84x4    # stacked images, each frame stored once
@@ -52,7 +52,7 @@ def layout_of(frames: str, capacity: int) -> ShardLayout:
 
 
 def fill(shard: Shard, rng: np.random.Generator) -> None:
-    """Random items, as many as there is room for."""
+    """Fills a shard with random items."""
     layout, writer, n = shard.layout, ShardWriter(shard), 64
     stacked = next((f for f in layout.fields if f.stack), None)
     frames = FrameWriter(writer, "frames", n) if stacked else None
@@ -77,7 +77,7 @@ def serve(folder: Path, wire: ReplayWire, rule: LimiterRule) -> None:
 
 
 class Setting:
-    """A replay and so many batches under way."""
+    """A replay with `num_ahead` batches in flight."""
 
     def __init__(self, name: str, replay: Replay, num_ahead: int, arguments: argparse.Namespace) -> None:
         self.name, self.replay, self.num_ahead = name, replay, num_ahead
@@ -151,22 +151,22 @@ def report(settings: list[Setting], arguments: argparse.Namespace, per_server_s:
         rate, cost = statistics.median(setting.rates), statistics.median(setting.costs)
         rows[setting.name] = {"samples_per_s": rate, "samples_per_learner_cpu_s": cost}
         print(f"  {setting.name:14} {rate:12,.0f} samples/s  {rate / base:5.2f}  {cost:12,.0f} per learner-CPU-second")
-    print(f"  the server gives {per_server_s:,.0f} samples per second of its processor")
+    print(f"  the server serves {per_server_s:,.0f} samples per second of its processor time")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps({"settings": rows, "per_server_cpu_s": per_server_s}, indent=2))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--frames", default="", help="HEIGHTxWIDTHxSTACK; without it 8 floats an observation")
+    parser.add_argument("--frames", default="", help="HEIGHTxWIDTHxSTACK; default: 8 floats per observation")
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--shards", type=int, default=4)
     parser.add_argument("--capacity", type=int, default=40_960, help="items over all shards")
     parser.add_argument("--learn-ms", type=float, default=0.0)
-    parser.add_argument("--busy", action="store_true", help="learning takes the processor, not only time")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of one round of one setting")
+    parser.add_argument("--busy", action="store_true", help="learning uses the processor instead of sleeping")
+    parser.add_argument("--seconds", type=float, default=0.5, help="duration of one round of one setting")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", default="", help="a file to write the figures to")
+    parser.add_argument("--json", default="", help="write the figures to this file")
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:

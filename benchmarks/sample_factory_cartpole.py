@@ -1,4 +1,4 @@
-"""Train CartPole-v1 with Sample Factory (APPO) for a fixed time; run by `peers.py` in Sample Factory's environment."""
+"""Trains CartPole-v1 with Sample Factory (APPO) for a fixed time; run by `peers.py` in Sample Factory's environment."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SETTINGS: dict[str, object] = {
 
 
 class Watch(AlgoObserver):  # type: ignore[misc]
-    """Hands the steps the learner has consumed to `Progress` after every training step."""
+    """Reports the steps that the learner has consumed to `Progress` after every training step."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -57,7 +57,7 @@ def make_env(full_env_name: str, cfg: Any = None, env_config: Any = None, render
 
 
 def arguments(seed: int, folder: str) -> list[str]:
-    """Sample Factory's command line: SETTINGS, and what keeps it from writing or talking more than it must."""
+    """Returns Sample Factory's command line: SETTINGS, and options that reduce its output."""
     argv = ["--env=CartPole-v1", "--algo=APPO", "--experiment=peer", f"--train_dir={folder}", f"--seed={seed}"]
     argv += ["--save_every_sec=100000", "--save_best_every_sec=100000", "--log_to_file=False"]
     argv += ["--with_wandb=False", "--restart_behavior=overwrite"]

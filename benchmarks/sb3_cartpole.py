@@ -1,4 +1,4 @@
-"""Train CartPole-v1 with stable-baselines3 (PPO) for a fixed time; run by `peers.py` in its own environment."""
+"""Trains CartPole-v1 with stable-baselines3 (PPO) for a fixed time; run by `peers.py` in its own environment."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
 from steady import Progress
 
-# 64 environments, as the others have. One torch thread is nearly three times faster than two on two cores: the
-# batches are too small to share.
+# 64 environments, as for the other peers. On two cores one torch thread is nearly three times as fast as two: the
+# batches are too small to split.
 SETTINGS: dict[str, object] = {"n_steps": 32, "learning_rate": 1e-3, "device": "cpu"}
 NUM_ENVS = 64
 BATCH_BY_EPOCHS = {1: 1024, 4: 512}
 
 
 class Watch(BaseCallback):  # type: ignore[misc]
-    """Hands the steps PPO has learned from to `Progress` after every update, and ends the run on time."""
+    """Reports the steps that PPO has learned from to `Progress` after every update, and ends the run on time."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, choices=sorted(BATCH_BY_EPOCHS), default=4, help="passes over the data")
-    parser.add_argument("--vector", choices=("dummy", "subprocess"), default="dummy", help="dummy is the faster one")
+    parser.add_argument("--vector", choices=("dummy", "subprocess"), default="dummy", help="dummy is faster")
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)

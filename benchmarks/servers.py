@@ -1,9 +1,9 @@
-"""What pushing, pulling, appending and sampling cost between processes, beside a bare call of the same group.
+"""Measures push, pull, append and sample between processes, compared with a bare call of the same group.
 
-Three processes: 0 is the home of the models and the primary reducer, 0 and 1 hold transitions, 2 does what is measured.
-All measures take turns, each after a bare call that is not counted, and medians are told, so a noisy machine is noisy
-for all of them. `own` is processor time of the thread that calls. The networks are those of the examples: 4 inputs, 16
-and 16 hidden units, 2 outputs.
+There are three processes: 0 hosts the models and is the primary reducer, 0 and 1 store transitions, 2 is measured. All
+measurements alternate, each after an uncounted bare call, and medians are reported, so that noise affects all of them.
+`own` is the processor time of the calling thread. The networks are those of the examples: 4 inputs, 16 and 16 hidden
+units, 2 outputs.
 
     python benchmarks/servers.py
     python benchmarks/servers.py --busy          # while 0 and 1 compute and append without a pause
@@ -49,7 +49,7 @@ def transition() -> dict[str, Any]:
 
 
 def measured(world: World, rounds: int, is_busy: bool, hidden: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds, and those of its own processor time, of every measure in member 2; the others serve."""
+    """Returns wall and own processor seconds of every measurement in member 2; the other members serve."""
     (gradient_server,) = grad_server_helper([lambda: network(hidden)])
     (model_server,) = model_server_helper(1)
     group = world.create_rpc_group("benchmark", world.members)
@@ -88,7 +88,7 @@ def measured(world: World, rounds: int, is_busy: bool, hidden: int) -> dict[str,
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in measures}
     for _ in range(rounds):
         for name, measure in measures.items():
-            group.registered_sync("nothing")  # so that nobody has just fallen asleep
+            group.registered_sync("nothing")  # so that no thread has just gone to sleep
             begin, own_begin = time.perf_counter(), time.thread_time()
             measure()
             seconds[name].append((time.perf_counter() - begin, time.thread_time() - own_begin))
@@ -98,7 +98,7 @@ def measured(world: World, rounds: int, is_busy: bool, hidden: int) -> dict[str,
 
 
 def serve(world: World, buffer: DistributedPrioritizedBuffer, model: nn.Module | None) -> None:
-    """Until member 2 has measured: asleep, or acting with `model` and appending."""
+    """Serves until member 2 has finished: asleep, or acting with `model` and appending."""
     finished: list[bool] = []
     buffer.group.register(f"finish/{world.name}", lambda: finished.append(True))
     item = transition()
@@ -115,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=1000, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=1000, help="rounds of each measurement")
     parser.add_argument("--busy", action="store_true", help="members 0 and 1 compute and append all the time")
     parser.add_argument("--hidden", type=int, default=16, help="units of the two hidden layers")
     options = parser.parse_args()

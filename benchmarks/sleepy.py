@@ -1,4 +1,4 @@
-"""An environment that sleeps: what a step costs is time, not work, as with a simulator elsewhere or a device.
+"""An environment that sleeps: a step costs time but no work, like a remote simulator or a device.
 
 echelon train impala benchmarks/sleepy.py:Sleepy --envs-per-actor 8 --minutes 1
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Sleepy(gym.Env[Any, Any]):
-    """Rewards the action that names the sign of the first number it shows; every step sleeps `sleep_s`."""
+    """Rewards the action that equals the sign of the observation's first number; every step sleeps `sleep_s`."""
 
     def __init__(self, sleep_s: float = 0.005, length: int = 100, size: int = 4) -> None:
         """An episode has `length` steps, an observation `size` numbers."""

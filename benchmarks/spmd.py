@@ -1,15 +1,15 @@
-"""Do the programs of examples/spmd learn? Episodes per worker until each is solved, in one command:
+"""Runs the programs of examples/spmd, and counts the episodes per worker until each is solved:
 
     python benchmarks/spmd.py [--algorithm all|a3c,dqn_apex,...] [--seeds 0-4] [--jobs 1] [--timeout-s 900] [--out FILE]
         [--plot FILE] [--examples spmd|ported|FOLDER]
 
-Every program runs as a user runs it, with `--seed N`. It counts as solved when it ends by itself with exit code 0 after
-printing so, and none of its processes is left. CartPole (limit of 200 steps): the smoothed reward (0.9 of the old, 0.1
-of the new one) was above 190 five times running; Pendulum: the smoothed return, exploration included, above -200. The
-number of updates that learners make for a round of episodes is fixed in each program, so the episodes that it takes do
-not depend on how fast the machine is; the seconds do. A3C alone has no rounds: which gradient comes first is up to the
-machine, so its figures differ a little from run to run. `--plot` draws the smoothed rewards. `--examples ported` runs
-those of examples/ported instead, in which nobody waits for anybody, held to the same goals; a FOLDER, variants of them.
+Every program runs with `--seed N`. It counts as solved when it prints so, exits with code 0, and leaves no process.
+CartPole (limit of 200 steps) is solved when the smoothed reward (0.9 of the old, 0.1 of the new one) is above 190 five
+times in a row; Pendulum when the smoothed return, including exploration, is above -200. Each program fixes the number
+of updates per round of episodes, so the number of episodes does not depend on the speed of the machine; the seconds do.
+Only A3C has no rounds: the order of gradients depends on timing, so its figures vary slightly. `--plot` draws the
+smoothed rewards. `--examples ported` runs the programs of examples/ported, in which processes do not wait for each
+other, with the same goals; `--examples FOLDER` runs variants of them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from typing import Any
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SOLVED = re.compile(r"Environment solved! Process (\d+), (\d+) episodes\.")
 EPISODE = re.compile(r"Process (\d+) Episode (\d+) total reward=(-?[\d.]+)")
-MARK = "ECHELON_SPMD_RUN"  # in the environment of every process of a program
+MARK = "ECHELON_SPMD_RUN"  # environment variable of every process of a program
 
 
 @dataclass(frozen=True)
 class Program:
-    """What is held to what."""
+    """A program and its goals."""
 
     title: str
     processes: str
-    updates: str  # the name of the constant that says how many, or the number
-    median: int  # episodes per worker, at most
-    worst: int  # the same for every seed
+    updates: str  # name of the constant with the updates per round, or the number
+    median: int  # maximum of the median episodes per worker
+    worst: int  # maximum for every seed
     solved_reward: int
 
 
@@ -55,12 +55,12 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run came to."""
+    """The result of one run."""
 
     algorithm: str
     seed: int
     seconds: float
-    curve: list[float]  # smoothed rewards of the worker that solved it, or of the one that came furthest
+    curve: list[float]  # smoothed rewards of the worker that solved it, or of the one with the most episodes
     failure: str = ""  # why it does not count as solved
 
     @property
@@ -80,7 +80,7 @@ def run(program: Path, seed: int, timeout_s: float) -> Outcome:
         output, errors = process.communicate(timeout=timeout_s)
         failure = "" if process.returncode == 0 else f"exit code {process.returncode}: {errors.strip()[-300:]}"
     except subprocess.TimeoutExpired:
-        process.terminate()  # its members end with it
+        process.terminate()  # its members end, too
         output, errors = process.communicate()
         failure = f"not done within {timeout_s:.0f} s"
     left = processes_marked(mark)
@@ -90,13 +90,13 @@ def run(program: Path, seed: int, timeout_s: float) -> Outcome:
 
 
 def processes_marked(mark: str) -> list[int]:
-    """Who has `mark` in its environment; zombies have none."""
+    """Returns the processes with `mark` in their environment; zombies have none."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             is_marked = wanted in path.read_bytes().split(b"\0")
-        except OSError:  # it has just ended, or is not ours to look at
+        except OSError:  # it has just ended, or belongs to another user
             continue
         if is_marked:
             found.append(int(path.parent.name))
@@ -104,7 +104,7 @@ def processes_marked(mark: str) -> list[int]:
 
 
 def outcome(algorithm: str, seed: int, output: str, seconds: float, failure: str) -> Outcome:
-    """What the lines that a program printed or logged say."""
+    """Parses the output of a program."""
     curves: dict[int, list[float]] = {}
     for rank, _, smoothed in EPISODE.findall(output):
         curves.setdefault(int(rank), []).append(float(smoothed))
@@ -119,14 +119,14 @@ def outcome(algorithm: str, seed: int, output: str, seconds: float, failure: str
 
 
 def updates_of(path: Path) -> str:
-    """The number of updates per round of episodes, as the program states it."""
+    """Returns the number of updates per round of episodes that the program defines."""
     name = PROGRAMS[path.stem].updates
     stated = re.search(rf"^{name}.*?= (\d+)", path.read_text(), re.MULTILINE)
     return stated[1] if stated else name.replace("updates_per_round", "any number")
 
 
 def row(path: Path, outcomes: list[Outcome]) -> str:
-    """A line of the table."""
+    """Returns a line of the table."""
     algorithm, program = path.stem, PROGRAMS[path.stem]
     each = ", ".join(f"{x.episodes}{'' if not x.failure else ' (failed)'}" for x in outcomes)
     median = statistics.median(x.episodes for x in outcomes)
@@ -138,7 +138,7 @@ def row(path: Path, outcomes: list[Outcome]) -> str:
 
 
 def draw(chosen: list[str], outcomes: list[Outcome], path: Path) -> None:
-    """The smoothed rewards of every run, a panel for each program."""
+    """Draws the smoothed rewards of every run, one panel per program."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 2.6 * ((len(chosen) + 1) // 2)), dpi=120, layout="constrained")
@@ -159,7 +159,7 @@ def draw(chosen: list[str], outcomes: list[Outcome], path: Path) -> None:
 
 
 def numbers(text: str) -> list[int]:
-    """Seeds as `0-4` or `1,5,7`."""
+    """Parses seeds such as `0-4` or `1,5,7`."""
     first, dash, last = text.partition("-")
     return list(range(int(first), int(last) + 1)) if dash else [int(x) for x in text.split(",")]
 
@@ -168,13 +168,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", default="all")
     parser.add_argument("--seeds", type=numbers, default=numbers("0-4"))
-    parser.add_argument("--jobs", type=int, default=1, help="programs at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="concurrent programs")
     parser.add_argument("--timeout-s", type=float, default=900.0)
     parser.add_argument("--out", type=Path, help="a JSON file for every run's outcome")
     parser.add_argument("--plot", type=Path, help="a picture of the learning curves")
-    parser.add_argument(
-        "--examples", type=Path, default=Path("spmd"), help="a folder in examples, or the path of another"
-    )
+    parser.add_argument("--examples", type=Path, default=Path("spmd"), help="a folder in examples, or a path")
     options = parser.parse_args()
     chosen = list(PROGRAMS) if options.algorithm == "all" else options.algorithm.split(",")
     unknown = [name for name in chosen if name not in PROGRAMS]

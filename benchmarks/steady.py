@@ -1,4 +1,4 @@
-"""The one way every peer's speed is read: environment steps per second over the second half of a run."""
+"""The speed of a peer: environment steps per second over the second half of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Progress:
-    """Collects (seconds, environment steps) while a peer trains, and writes what `peers.py` reads."""
+    """Collects (seconds, environment steps) while a peer trains, and writes the result file for `peers.py`."""
 
     def __init__(self, peer: str, seconds: float, result: Path) -> None:
         self.peer, self.seconds, self.result = peer, seconds, result
@@ -18,7 +18,7 @@ class Progress:
         self._printed_s = 0.0
 
     def record(self, env_steps: int, mean_return: float) -> None:
-        """Note that the learner has consumed `env_steps` so far; prints a line every five seconds."""
+        """Records that the learner has consumed `env_steps`; prints a line every five seconds."""
         elapsed_s = time.monotonic() - self._started_s
         if self.points and env_steps == self.points[-1][1]:
             return
@@ -33,7 +33,7 @@ class Progress:
         return time.monotonic() - self._started_s >= self.seconds
 
     def write(self, settings: dict[str, object]) -> None:
-        """Write the result file: the steady rate, the last mean return, and the settings that gave them."""
+        """Writes the result file: the steady rate, the last mean return, and the settings."""
         result = {
             "env_steps_per_s": steady_rate(self.points),
             "mean_return": self.mean_return if self.mean_return == self.mean_return else None,
@@ -44,7 +44,7 @@ class Progress:
 
 
 def steady_rate(points: list[tuple[float, int]]) -> float:
-    """Steps per second between the first point after half of the time and the last point."""
+    """Returns the steps per second between the first point after half of the time and the last point."""
     if len(points) < 2:
         raise ValueError(f"only {len(points)} progress points: the run is too short for a rate. Give it more seconds.")
     half_s = points[-1][0] / 2

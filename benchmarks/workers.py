@@ -1,13 +1,13 @@
-"""Many workers against one learner on one machine: is the learner kept busy, how fast is an episode dealt with?
+"""Runs many workers against one learner on one machine; measures the learner's load and the handling time of episodes.
 
 python benchmarks/workers.py --workers 32 --seconds 120
 python benchmarks/workers.py --learner HOST:PORT --workers 32      # workers alone, for a learner elsewhere
 
-Every worker is a process with one environment that sleeps 10 ms a step, as a simulator elsewhere would, and sends
-episodes of 1,000 steps of 164 numbers; the learner has a network of 256 and 256. Measured as in "Extending
-Learn-to-Race with distributed deep RL" (64 workers there: 1,420,000 interactions an hour, learner utilisation 42 %,
-mean handling time 280 ms). Handling is from a message's receipt to its answer, told by the learner; the round trip is
-what a worker sees. Every episode that a worker has an answer for must be among those that the learner counted.
+Every worker is a process with one environment that sleeps 10 ms per step, like a remote simulator, and sends episodes
+of 1,000 steps of 164 numbers; the learner has a network of 256 and 256 units. The figures are those of "Extending
+Learn-to-Race with distributed deep RL" (64 workers there: 1,420,000 interactions per hour, learner utilisation 42 %,
+mean handling time 280 ms). The handling time, measured by the learner, is from the receipt of a message to its reply;
+the round trip is measured by a worker. The learner must have counted every episode that was acknowledged to a worker.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAPER = {"workers": 64, "interactions_per_hour": 1_420_000, "utilisation": 0.42,
 
 
 def fork_worker(address: str, index: int) -> tuple[int, int]:
-    """A worker in a process of its own: its number, and where its account can be read when it is done."""
+    """Forks a worker; returns its pid, and the descriptor of the pipe from which its account can be read."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid:
@@ -42,7 +42,7 @@ def fork_worker(address: str, index: int) -> tuple[int, int]:
         return pid, reader
     code = 1
     try:
-        os.nice(10)  # it stands for a machine elsewhere, whose work takes no time from the learner's
+        os.nice(10)  # it simulates another machine, which takes no time from the learner
         os.close(reader)
         with open(os.devnull, "w") as quiet:
             worker = AsyncWorker(address, seed=index, trust_learner=True, output=quiet)
@@ -52,11 +52,11 @@ def fork_worker(address: str, index: int) -> tuple[int, int]:
             json.dump(account, pipe)
         code = 0
     finally:
-        os._exit(code)  # nothing of the parent's is this process's to end
+        os._exit(code)  # skips the parent's cleanup
 
 
 def read_accounts(children: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """What the workers tell when they are done; one that failed told nothing."""
+    """Returns the accounts of the workers after they have ended; a failed worker has none."""
     texts = {reader: b"" for _, reader in children}
     waiting = set(texts)
     while waiting:
@@ -89,7 +89,9 @@ def make_node(options: argparse.Namespace, run_dir: Path) -> AsyncLearningNode:
 def report(summary: dict[str, Any], accounts: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
     workers, shares = summary["workers"], summary["time"]["learner"]
     sent = sum(account["episodes"] for account in accounts)
-    trips = np.array([1e3 * trip for account in accounts for trip in account["round_trips_s"][2:]])  # 2: to arrive
+    trips = np.array(
+        [1e3 * trip for account in accounts for trip in account["round_trips_s"][2:]]
+    )  # without the first two, of the registration
     p50, p95 = np.percentile(trips, (50, 95)) if len(trips) else (0.0, 0.0)
     return {
         "workers": options.workers,
@@ -116,9 +118,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workers", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--length", type=int, default=1000, help="steps of an episode")
-    parser.add_argument("--sleep-s", type=float, default=0.01, help="what a step takes")
-    parser.add_argument("--learner", default="", help="HOST:PORT of a learner elsewhere: only the workers run here")
+    parser.add_argument("--length", type=int, default=1000, help="steps per episode")
+    parser.add_argument("--sleep-s", type=float, default=0.01, help="duration of a step")
+    parser.add_argument("--learner", default="", help="HOST:PORT of a remote learner: only the workers run here")
     parser.add_argument("--output", default="", help="write the figures to this file as JSON")
     options = parser.parse_args()
     if options.learner:

@@ -1,14 +1,14 @@
-"""Processes that call each other for long, in every way there is: is anything lost, doubled, reordered, or kept?
+"""A soak test: processes call each other in every way; checks that nothing is lost, duplicated, reordered or leaked.
 
     python3 benchmarks/world_soak.py                                  # 3 processes, 100,000 calls each
     python3 benchmarks/world_soak.py --calls 3000 --json out.json
 
-Each process calls the others from two threads: functions and services, waited for at once, later, or never; results
-that stay remote; paired values; calls that fail; tensors from none to 8 MB, filled with a byte that the callee checks.
-Every call of a thread to a process carries the next number, and the callee notes what came out of turn. Memory,
-threads, descriptors and segments are counted after each fifth of the calls, while nothing is called; the last two
-counts must not both lie above the first two. Shorter runs than 20,000 calls end before there is a level to keep, and
-are not judged by it. Exit code 1 says that something was wrong.
+Each process calls the others from two threads: functions and services, awaited immediately, later, or never; results
+that stay remote; paired values; failing calls; tensors from none to 8 MB, filled with a byte that the callee verifies.
+Every call of a thread to a process has the next number, and the callee records calls out of order. Memory, threads,
+descriptors and segments are counted after each fifth of the calls, while no call is in flight; the last two counts must
+not both exceed the first two. Runs of fewer than 20,000 calls end before memory has settled, so it is not checked. Exit
+code 1 means that a check failed.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ import torch
 from echelon.world import RpcException, RpcGroup, World, launch
 
 NUM_SAMPLES, NUM_EARLY, NUM_LATE = 5, 2, 2
-SETTLED = 20_000  # calls of a process
-IN_FLIGHT = 32  # calls of a thread that it has not waited for
-SECOND_THREAD = 0.1  # of the calls are made by the second thread
+SETTLED = 20_000  # calls per process after which memory has settled
+IN_FLIGHT = 32  # calls of a thread that it has not awaited
+SECOND_THREAD = 0.1  # share of the calls made by the second thread
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [(0.45, 0, 0), (0.3, 1, KIB), (0.17, KIB, 64 * KIB), (0.06, 64 * KIB, MIB), (0.02, MIB, 8 * MIB)]
 SHARED = " /dev/shm/"
 SIZED = ("in_use", "memory", "segment_bytes")
-MAY_GROW = {  # by a share of it, and by so much more
+MAY_GROW = {  # allowed growth: a share, plus a constant
     "in_use": (0.0, 2 * MIB),
     "memory": (0.05, 8 * MIB),  # malloc leaves holes between blocks of all sizes
     "segment_bytes": (0.05, 8 * MIB),
@@ -51,12 +51,12 @@ MAY_GROW = {  # by a share of it, and by so much more
 
 
 class OnPurpose(Exception):
-    """What a call that shall fail raises."""
+    """The exception of calls that must fail."""
 
 
 @dataclass
 class Notes:
-    """What a process has seen of its callers; each caller's calls run one after another, so one thread writes each."""
+    """The calls that a process has received. Calls of one caller run sequentially, so each entry has one writer."""
 
     last: dict[str, int] = field(default_factory=dict)  # caller -> the number of its last call
     wrong: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Notes:
     def take(self, caller: str, number: int, payload: torch.Tensor | None) -> int:
         expected = self.last.get(caller, 0) + 1
         if number != expected:
-            self.wrong.append(f"call {number} of {caller} came where {expected} was next")
+            self.wrong.append(f"call {number} of {caller} arrived instead of {expected}")
         self.last[caller] = number
         return 0 if payload is None else check(self.wrong, payload, number, caller)
 
@@ -73,9 +73,9 @@ NOTES = Notes()
 
 
 def check(wrong: list[str], payload: torch.Tensor, number: int, whose: str) -> int:
-    """How long `payload` is; notes it if a byte of it is not the one that belongs to `number`."""
+    """Returns the length of `payload`; records an error if one of its bytes does not match `number`."""
     if payload.numel() and not bool((payload == number % 251).all()):
-        wrong.append(f"the tensor of call {number} of {whose} changed on its way")
+        wrong.append(f"the tensor of call {number} of {whose} changed in transit")
     return payload.numel()
 
 
@@ -127,7 +127,7 @@ class Caller:
         self._pending.popleft()()
 
     def _next(self, member: str) -> tuple[str, int, torch.Tensor | None]:
-        """The arguments of the next numbered call to `member`."""
+        """Returns the arguments of the next numbered call to `member`."""
         self.num[member] += 1
         number = self.num[member]
         _, low, high = self._random.choices(SIZES, [weight for weight, _, _ in SIZES])[0]
@@ -140,7 +140,7 @@ class Caller:
         if isinstance(answer, torch.Tensor):
             answer = check(self.wrong, answer, number, "an answer")
         if (answer or 0) != size:
-            self.wrong.append(f"call {number} of {self.name} was answered {answer!r}, not {size}")
+            self.wrong.append(f"call {number} of {self.name} returned {answer!r}, not {size}")
 
     def _sync(self, member: str) -> None:
         args = self._next(member)
@@ -171,7 +171,7 @@ class Caller:
     def _paired(self, member: str) -> None:
         of, payload = self._group.get_paired(f"value of {member}").to_here()
         if of != member or check(self.wrong, payload, 7, f"the value of {member}") != 5000:
-            self.wrong.append(f"the value of {member} says it is that of {of}")
+            self.wrong.append(f"the value of {member} is that of {of}")
 
     def _pair(self, _: str) -> None:
         key = f"another of {self.name}"
@@ -195,7 +195,7 @@ KINDS = ("sync", "later", "never", "remote", "service", "service_later", "paired
 
 
 class MallocInfo(ctypes.Structure):
-    """What glibc tells of malloc; `uordblks` and `hblkhd` are the bytes that it has given out."""
+    """glibc's statistics of malloc; `uordblks` and `hblkhd` are the allocated bytes."""
 
     _fields_ = (
         *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
@@ -208,7 +208,7 @@ LIBC.mallinfo2.restype = MallocInfo
 
 
 def measure() -> dict[str, int]:
-    """What this process holds now, without the pages that malloc can do without; segments are those it has mapped."""
+    """Returns the resources of this process, without pages that malloc can release; segments are mapped ones."""
     gc.collect()
     LIBC.malloc_trim(0)
     malloc = LIBC.mallinfo2()
@@ -225,7 +225,7 @@ def measure() -> dict[str, int]:
 
 
 def member(world: World, num_calls: int, seed: int) -> dict[str, Any]:
-    """What one process did and saw."""
+    """Runs one process; returns its report."""
     group = world.create_rpc_group("soak", world.members)
     group.register(f"take of {world.name}", take)
     group.pair(f"value of {world.name}", (world.name, torch.full((5000,), 7, dtype=torch.uint8)))
@@ -263,7 +263,7 @@ def member(world: World, num_calls: int, seed: int) -> dict[str, Any]:
 
 
 def judge(reports: list[dict[str, Any]], num_calls: int) -> list[str]:
-    """What was wrong, in words; nothing if all is well."""
+    """Returns the failed checks as text; empty if all passed."""
     wrong = [text for report in reports for text in report["wrong"]]
     for rank, report in enumerate(reports):
         for what, (share, more) in MAY_GROW.items() if num_calls >= SETTLED else ():
@@ -286,15 +286,15 @@ def show(reports: list[dict[str, Any]], wrong: list[str], num_calls: int) -> Non
     for text in wrong[:20]:
         print(f"WRONG: {text}")
     memory = "memory flat" if num_calls >= SETTLED else "too short to judge memory"
-    print(f"{len(wrong)} wrong" if wrong else f"nothing lost, doubled, reordered or changed; {memory}")
+    print(f"{len(wrong)} wrong" if wrong else f"nothing lost, duplicated, reordered or changed; {memory}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=3)
-    parser.add_argument("--calls", type=int, default=100_000, help="of each process")
+    parser.add_argument("--calls", type=int, default=100_000, help="calls per process")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     reports = launch(member, options.processes, args=(options.calls, options.seed))
     wrong = judge(reports, options.calls)

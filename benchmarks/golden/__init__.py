@@ -1,1 +1,1 @@
-"""What `benchmarks/goldens.py` compares between two checkouts: a module for each section."""
+"""The comparisons of `benchmarks/goldens.py` between two checkouts: one module per section."""

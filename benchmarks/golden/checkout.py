@@ -1,4 +1,4 @@
-"""A checkout of the project under comparison, and the commands that run in it."""
+"""A checkout to compare, and the commands that run in it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from typing import Any, Literal, TypeVar
 TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.01
-LIVE: dict[Path, subprocess.Popen[str]] = {}  # what runs now, by the file that it prints to
+LIVE: dict[Path, subprocess.Popen[str]] = {}  # running commands, by their output file
 INTERRUPTED = threading.Event()
-MARK = "ECHELON_GOLDENS_RUN"  # in the environment of every process of a command
+MARK = "ECHELON_GOLDENS_RUN"  # environment variable of every process of a command
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. Only `differs` fails."""
+    """One comparison. Only the verdict `differs` fails."""
 
     section: str
     item: str
@@ -42,7 +42,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that has ended: its exit code (None: it ran out of time), and all that it printed."""
+    """A command that has ended: its exit code (None: timeout) and its output."""
 
     code: int | None
     output: str
@@ -54,7 +54,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Checkout:
-    """One side of the comparison: its sources, and a folder for all that its commands write."""
+    """One side of the comparison: its sources, and a folder for all files of its commands."""
 
     label: str
     path: Path
@@ -66,22 +66,22 @@ class Checkout:
         self.folder.mkdir(parents=True, exist_ok=True)
         found = self.python("-c", "import echelon; print(echelon.__file__)").output.strip()
         if not found.startswith(str(self.path / "src")):
-            raise SystemExit(f"{self.path} is no checkout of echelon: its src was not imported but {found!r}.")
+            raise SystemExit(f"{self.path} is not a checkout of echelon: {found!r} was imported instead of its src.")
 
     @property
     def command(self) -> list[str]:
-        """What `echelon` runs, as the project file names it."""
+        """The command `echelon`, as defined in pyproject.toml."""
         project = tomllib.loads((self.path / "pyproject.toml").read_text())
         return [sys.executable, "-m", project["project"]["scripts"]["echelon"].partition(":")[0]]
 
     def environment(self, mark: str) -> dict[str, str]:
-        threads = {"OMP_NUM_THREADS": "1", "COLUMNS": "1000"}  # wide: no line of a help text is broken
-        own = os.environ.get("PYTHONPATH", "")  # packages that this interpreter finds there, the checkouts need as well
+        threads = {"OMP_NUM_THREADS": "1", "COLUMNS": "1000"}  # wide, so that help texts are not wrapped
+        own = os.environ.get("PYTHONPATH", "")  # the checkouts need the packages on it, too
         path = os.pathsep.join(map(str, [*self.extra_path, self.path / "src", *filter(None, [own])]))
         return {**os.environ, **threads, **self.variables, "PYTHONPATH": path, MARK: mark}
 
     def start(self, command: Sequence[str], output: Path) -> subprocess.Popen[str]:
-        """Starts a command in the folder of this side; what it prints goes to `output`."""
+        """Starts a command in the folder of this side; its output goes to the file `output`."""
         if INTERRUPTED.is_set():
             raise RuntimeError("interrupted")
         with output.open("w") as file:
@@ -121,9 +121,9 @@ class Checkout:
 
 
 def end_all(process: subprocess.Popen[str], output: Path) -> None:
-    """Kills what is left of the command that prints to `output`, wherever in the process tree."""
+    """Kills all remaining processes of the command that prints to `output`."""
     for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if folder.name.isdigit() and f"{MARK}={output}".encode() in (folder / "environ").read_bytes().split(b"\0"):
                 os.kill(int(folder.name), signal.SIGKILL)
     process.wait()
@@ -134,11 +134,11 @@ T = TypeVar("T")
 
 
 def both(old: Checkout, new: Checkout, work: Callable[[Checkout], T]) -> tuple[T, T]:
-    """What `work` returns for each side; they run at the same time, so nothing may be timed."""
+    """Runs `work` for both sides concurrently, so it must not measure time; returns both results."""
     with ThreadPoolExecutor(2) as pool:
         try:
             first, second = pool.map(work, (old, new))
-        except BaseException:  # above all an interrupt: the threads wait for commands that do not notice it
+        except BaseException:  # mainly an interrupt, which the commands that the threads wait for do not receive
             INTERRUPTED.set()
             for output, process in list(LIVE.items()):
                 end_all(process, output)
@@ -147,7 +147,7 @@ def both(old: Checkout, new: Checkout, work: Callable[[Checkout], T]) -> tuple[T
 
 
 class Run:
-    """A training in the background: what its run folder tells while it runs."""
+    """A training in the background, observed through its run folder."""
 
     def __init__(self, side: Checkout, name: str, *words: str) -> None:
         self.folder = side.folder / name
@@ -157,7 +157,7 @@ class Run:
         self._read = 0
 
     def look(self) -> list[dict[str, Any]]:
-        """The rows of training that were recorded since the last look."""
+        """Returns the training rows recorded since the last call."""
         file = self.folder / "metrics.jsonl"
         if not file.exists():
             return []
@@ -171,7 +171,7 @@ class Run:
         return fresh
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> bool:
-        """Waits until `condition` holds; False if the run ended or the time passed before."""
+        """Waits until `condition` holds; returns False if the run ended or the timeout passed first."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -180,13 +180,13 @@ class Run:
         return True
 
     def until_learning(self) -> bool:
-        """Waits for learned steps beyond those recorded so far."""
+        """Waits until the learner has made steps beyond those recorded so far."""
         self.look()
         before = self.rows[-1]["env_steps"] if self.rows else 0
         return self.until(lambda: any(row["env_steps"] > before for row in self.look()))
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        """What the run says of its processes, by role."""
+        """Returns the pids that the run has recorded, by role."""
         with contextlib.suppress(OSError, ValueError):  # not written yet, or just being replaced
             record: dict[str, dict[str, Any]] = json.loads((self.folder / "processes.json").read_text())
             return record
@@ -208,7 +208,7 @@ class Run:
             return None
 
     def close(self) -> None:
-        """Ends the run as a user does, so that it removes its shared memory; if that takes too long, by force."""
+        """Interrupts the run, so that it removes its shared memory; kills it after a timeout."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             self.wait(STOP_TIMEOUT_S)
@@ -217,7 +217,7 @@ class Run:
 
 @contextlib.contextmanager
 def running(side: Checkout, name: str, *words: str) -> Iterator[Run]:
-    """A training that is gone afterwards, whatever happens."""
+    """Yields a training, and ends it in any case."""
     run = Run(side, name, *words)
     try:
         yield run

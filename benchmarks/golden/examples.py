@@ -1,4 +1,4 @@
-"""The programs of OLD's `examples/`, unchanged, under NEW: each must end with exit code 0."""
+"""Runs the unchanged programs of OLD's `examples/` under NEW: each must exit with code 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from golden.checkout import Checkout, Row, Tell
 
 TIMEOUT_S = 1200.0
-# Where a program has options, the shortest run they allow; the others run to their own end.
+# The shortest run of programs with options; the others run to their end.
 ARGUMENTS = {"racing.py": ("local", "--workers=2", "--epochs=1", "--update-steps=1")}  # 5,000 steps of a simulator
 NEEDS = {"racing.py": "Box2D"}
 

@@ -1,7 +1,7 @@
-"""What an environment step costs: processor time of all roles, start and end left out, both sides in turns.
+"""Measures the cost of an environment step: processor time of all roles, without start and end.
 
-A run is read while it trains: at two of its recorded rows, the processor time of its whole process tree, ended children
-included. Sides alternate (OLD NEW, NEW OLD, ...), so that a slow moment of the machine falls on both.
+A run is sampled while it trains, at two of its recorded rows: the processor time of its whole process tree, including
+ended children. The sides alternate (OLD NEW, NEW OLD, ...), so that a slow phase of the machine affects both.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from pathlib import Path
 
 from golden.checkout import POLL_S, TIMEOUT_S, Checkout, Row, Tell, running
 
-WARM_UP = 0.3  # the part of a run that is not measured
+WARM_UP = 0.3  # share of a run that is not measured
 COST_GATE = 0.97  # cost of OLD / cost of NEW, at least
 CALL_GATE = 1.10  # p50 of NEW / p50 of OLD, at most
-QUIET_LOAD = 1.5 * len(os.sched_getaffinity(0))  # beyond it others use the machine; a run of ours fills it
+QUIET_LOAD = 1.5 * len(
+    os.sched_getaffinity(0)
+)  # above it other programs use the machine; a run alone reaches about this load
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 # 97.5 % quantiles of Student's t by degrees of freedom.
 STUDENT = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -30,7 +32,7 @@ QUIET = ("--device=cpu", "--learner.threads=1", "--evaluation.interval-s=0", "--
 
 @dataclass(frozen=True)
 class Training:
-    """A training whose steps are paid for."""
+    """A measured training."""
 
     preset: str
     env: str
@@ -50,7 +52,7 @@ FIGURES = (*TRAININGS, "world-call")
 
 
 def tree_seconds(root: int) -> float:
-    """Processor time of a process and all its descendants, and of those of their children that have ended."""
+    """Returns the processor time of a process and its descendants, including ended children."""
     parents: dict[int, int] = {}
     used: dict[int, float] = {}
     for entry in os.listdir("/proc"):
@@ -71,7 +73,7 @@ def tree_seconds(root: int) -> float:
 
 
 def step_cost(side: Checkout, name: str, number: int) -> float:
-    """Microseconds of processor time for an environment step of the training called `name`."""
+    """Returns the microseconds of processor time per environment step of the training `name`."""
     training = TRAININGS[name]
     words = ("train", training.preset, training.env, *QUIET, *training.options, f"--steps={training.steps}")
     marks: list[tuple[int, float]] = []  # environment steps, seconds used
@@ -89,7 +91,7 @@ def step_cost(side: Checkout, name: str, number: int) -> float:
 
 
 def call_time(side: Checkout, number: int) -> float:
-    """Median round trip of a call with 1 KB, in microseconds."""
+    """Returns the median round trip of a call with 1 KB, in microseconds."""
     report = side.folder / f"world-{number}.json"
     words = ("--peer=none", "--rounds=3", "--seconds=0.7", "--small=1024", "--large=65536", f"--output={report}")
     finished = side.echelon("bench", "world", *words)
@@ -100,7 +102,7 @@ def call_time(side: Checkout, number: int) -> float:
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """95 % for the mean of the logarithms (Student's t)."""
+    """Returns the 95 % confidence interval of the mean of the logarithms (Student's t)."""
     if len(ratios) < 2:
         return 0.0, math.inf
     logs = [math.log(ratio) for ratio in ratios]
@@ -112,7 +114,9 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
 def compare(old: Checkout, new: Checkout, tell: Tell, names: Sequence[str], pairs: int) -> Iterator[Row]:
     for name in names:
         if (load := os.getloadavg()[0]) > QUIET_LOAD:
-            tell(f"figures: the load is {load:.1f}: other programs run, and small differences mean nothing")
+            tell(
+                f"figures: the load is {load:.1f}: other programs are running, so small differences are not significant"
+            )
         yield _compared(old, new, tell, name, pairs)
 
 

@@ -1,4 +1,4 @@
-"""Run folders that OLD wrote: NEW goes on with them and plays their weights."""
+"""Run folders that OLD wrote: NEW resumes them and evaluates their weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Case:
     env: str
     steps: int
     options: tuple[str, ...]
-    repeats: bool  # both sides must go on to the same weights
+    repeats: bool  # both sides must reach the same weights
 
 
 KEPT = ("--replay.checkpoint=true", "--replay.min-size=300")
@@ -40,7 +40,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a side made of a folder: the greedy returns before it goes on, and the weights at the end."""
+    """The result of a side: the greedy returns before the resume, and the weights at the end."""
 
     played: str
     weights: str
@@ -68,7 +68,7 @@ def compare(old: Checkout, new: Checkout, tell: Tell) -> Iterator[Row]:
         words = ("train", case.preset, case.env, *ALWAYS, f"--steps={case.steps}", *case.options)
         written = old.echelon(*words, f"--run-dir={old.folder / name}")
         if written.code != 0:
-            yield Row("folders", case.name, "skipped", note=f"OLD does not write it: {written.tail}")
+            yield Row("folders", case.name, "skipped", note=f"OLD cannot write it: {written.tail}")
             continue
         shutil.copytree(old.folder / name, new.folder / name)
         row = _judged(case, *both(old, new, partial(go_on, case=case, name=name)))

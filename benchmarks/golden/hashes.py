@@ -1,6 +1,6 @@
-"""The weights that short runs end with, by their SHA-256: equal on both sides to the last bit.
+"""Compares the SHA-256 of the final weights of short runs: both sides must be bit-identical.
 
-They depend on the processor and the build of torch, so they are compared on one machine and never stored.
+The hashes depend on the processor and the build of torch, so they are compared on one machine and never stored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SMALL_REPLAY = ("--replay.min-size=300", "--replay.capacity=2000")
 
 @dataclass(frozen=True)
 class Case:
-    """A run whose weights are compared. Those of one `twins` group must have the same weights on each side, too."""
+    """A run whose weights are compared. Runs of one `twins` group must have equal weights within a side, too."""
 
     name: str
     preset: str
@@ -34,7 +34,7 @@ class Case:
 
 
 def cases(presets: list[str]) -> list[Case]:
-    """Every preset, and what presets do not switch on."""
+    """Returns a case for every preset, and for features that no preset enables."""
     rows = [Case(name, name, "Pendulum-v1" if name in PENDULUM else "CartPole-v1", _short(name)) for name in presets]
     quick = ("--steps=4000", "--algorithm.epochs=2")
     one = ("--actors=1", *quick)
@@ -58,7 +58,7 @@ def cases(presets: list[str]) -> list[Case]:
 
 
 def _short(preset: str) -> tuple[str, ...]:
-    """A short run: with replay a few hundred updates, and actions of the policy itself."""
+    """Returns options for a short run: with replay a few hundred updates, and actions of the policy."""
     if preset in PENDULUM:
         return ("--steps=800", "--replay.min-size=300", "--algorithm.random-steps=300")
     if preset in ("impala", "ppo", "async-ppo", "a3c"):
@@ -67,7 +67,7 @@ def _short(preset: str) -> tuple[str, ...]:
 
 
 def weights(side: Checkout, case: Case) -> str:
-    """The hash at the end of the run, or why there is none."""
+    """Returns the hash at the end of the run, or why there is none."""
     folder = side.folder / f"hash-{case.name.replace(', ', '-').replace(' ', '-')}"
     words = ("train", case.preset, case.env, f"--engine={case.engine}", *ALWAYS, *case.options)
     finished = side.echelon(*words, f"--run-dir={folder}")
@@ -78,7 +78,7 @@ def weights(side: Checkout, case: Case) -> str:
 
 def compare(old: Checkout, new: Checkout, tell: Tell) -> Iterator[Row]:
     before, after = old.presets(), new.presets()
-    yield from (Row("hashes", name, "added", note="a preset of NEW alone") for name in after if name not in before)
+    yield from (Row("hashes", name, "added", note="a preset of NEW only") for name in after if name not in before)
     twins: dict[str, str] = {}
     for case in cases(before):
         first, second = both(old, new, partial(weights, case=case))

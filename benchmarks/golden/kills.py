@@ -1,8 +1,8 @@
-"""A process of each kind is killed while a run trains: what becomes of the run, and how soon it learns again.
+"""Kills a process of each kind during a run, and compares the outcome and the recovery time of both sides.
 
-A run is killed three times (beyond that, replacements are delayed on purpose) and every case is repeated, so that there
-are percentiles. Recovery is the time from the signal until a row of metrics shows newly learned steps; rows are written
-about once a second. Both sides run simultaneously: use a machine with cores to spare.
+The process is killed three times per run (beyond that, replacements are delayed deliberately), and every case is
+repeated, for percentiles. The recovery time is from the signal until a row of metrics shows newly learned steps; rows
+are written about once per second. Both sides run simultaneously: use a machine with spare cores.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from golden.checkout import Checkout, Row, Run, Tell, both, end_all, running
 
 COMMON = ("--device=cpu", "--learner.threads=1", "--seed=1", "--run.checkpoint-interval-s=0.2", "--steps=1000000000")
 NO_EVALUATION = "--evaluation.interval-s=0"
-WORKER, AGENT = "worker", "agent"  # processes of ours, not of the run: nobody starts them again
+WORKER, AGENT = "worker", "agent"  # processes of this script, not of the run: they are not restarted
 NUM_KILLS, NUM_RUNS = 3, 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """Who is killed; a role may go by one of several names, as those changed."""
+    """The role to kill; it may have one of several names, as names have changed."""
 
     name: str
     roles: tuple[str, ...]
     words: tuple[str, ...]
     with_workers: bool = False
-    with_host: bool = False  # a second host joins the run; checkouts from before there were hosts skip it
+    with_host: bool = False  # a second host joins the run; skipped for checkouts without hosts
 
     @property
     def num_kills(self) -> int:
@@ -84,13 +84,13 @@ NAMES = tuple(case.name for case in CASES)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the user sees."""
+    """The outcome for the user."""
 
     learned_on: bool
     code: int | None
     status: str
     restarts: int | None
-    left: int  # entries of the run's shared memory folder afterwards
+    left: int  # remaining entries of the run's shared-memory folder
     recovery_s: tuple[float, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class Outcome:
 
 
 def outcomes(side: Checkout, case: Case) -> list[Outcome]:
-    """Trains until it learns, kills the process and lets it learn again, a few times; stops it as a user does."""
+    """Trains until it learns, kills the process and waits until it learns again, a few times; then interrupts it."""
     if case.with_host and not (side.path / "src" / "echelon" / "hosts").exists():
         return []
     name = f"kill-{case.name.replace(' ', '-')}"
@@ -147,7 +147,7 @@ def _outcome(side: Checkout, case: Case, name: str, memory: Path) -> Outcome:
 
 
 def _kill(run: Run, case: Case, other: int) -> bool:
-    """Kills the process; returns when its successor runs, or the run or the time is over."""
+    """Kills the process; returns when its successor runs, the run ends, or the timeout has passed."""
     if case.roles == (AGENT,):  # until its lease has passed, the rest of the run learns without its actors
         os.kill(other, signal.SIGKILL)
         return run.until(lambda: not _has_other_host(run), 60.0)
@@ -184,7 +184,7 @@ def _free_port() -> int:
 
 
 def recovery(found: list[Outcome]) -> str:
-    """Median and largest of the recovery times."""
+    """Returns the median and the largest recovery time as text."""
     times = [seconds for outcome in found for seconds in outcome.recovery_s]
     return f"{statistics.median(times):.1f} s, at most {max(times):.1f} ({len(times)} kills)" if times else "-"
 

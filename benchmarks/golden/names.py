@@ -1,4 +1,4 @@
-"""Public names, and the commands with their options: what users and their programs rely on."""
+"""Compares public names, and the commands with their options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Names = dict[str, str]
 
 
 def python_names(side: Checkout) -> tuple[Names, Names]:
-    """The names that the checkout promises, and all that it has."""
+    """Returns the public names of the checkout, and all its names."""
     finished = side.python("-P", str(SCRIPT))
     if finished.code != 0:
         raise SystemExit(f"the names of {side.path} cannot be read: {finished.tail}")
@@ -28,12 +28,12 @@ def python_names(side: Checkout) -> tuple[Names, Names]:
 
 
 def commands(text: str) -> list[str]:
-    """The commands that an overview lists."""
+    """Returns the commands listed in an overview."""
     return [match[1] for line in text.splitlines() if (match := COMMAND.match(line))]
 
 
 def options(command: str, text: str) -> Names:
-    """`COMMAND --option` -> what its value looks like and its default; the text that explains it does not count."""
+    """Maps `COMMAND --option` to its metavar and default; the help text is ignored."""
     found: Names = {}
     lines = text.splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
@@ -44,13 +44,13 @@ def options(command: str, text: str) -> Names:
         default = DEFAULT.search(told) or (TRAILING.search(told) if " bench " in f"{command} " else None)
         value = (match[2] or "").split(", --")[0]  # an option with a second name
         shown = f" = {default[1].partition(';')[0]}" if default else ""
-        name = f"{command} {match[1]}"  # an everyday option may be listed again, as a field with its default
+        name = f"{command} {match[1]}"  # a short option can be listed again, as a field with its default
         found[name] = " | ".join(filter(None, [found.get(name, ""), f"{value}{shown}".strip()]))
     return found
 
 
 def command_line(side: Checkout, presets: list[str], tell: Tell) -> Names:
-    """Every command and every option of every command, with the values of every one of `presets`."""
+    """Returns all commands and their options, with the defaults of all `presets`."""
     overview = commands(side.echelon("--help").output)
     benches = commands(side.echelon("bench", "--help").output)
     found: Names = {f"echelon {name}": "" for name in overview}
@@ -68,7 +68,7 @@ def command_line(side: Checkout, presets: list[str], tell: Tell) -> Names:
 
 
 def differences(section: str, old: Names, new: Names, there: Names) -> list[Row]:
-    """A name that is gone or changed differs; one of NEW alone is added."""
+    """Returns the rows: a missing or changed name differs; a name of NEW only is added."""
     rows = []
     for name, text in sorted(old.items()):
         if name not in there:
@@ -85,6 +85,6 @@ def compare(old: Checkout, new: Checkout, tell: Tell) -> Iterator[Row]:
     after, there = python_names(new)
     tell(f"names: {len(before)} public names of OLD, {len(after)} of NEW")
     yield from differences("names", before, after, there)
-    presets = old.presets()  # those of NEW alone are listed with the hashes
+    presets = old.presets()  # `hashes` lists the presets of NEW only
     first, second = both(old, new, partial(command_line, presets=presets, tell=tell))
     yield from differences("options", first, second, second)

@@ -1,4 +1,4 @@
-"""An environment with image observations that costs next to nothing: `pictures.py:Dot`."""
+"""A cheap environment with image observations: `pictures.py:Dot`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIZE, LIMIT = 12, 40
 
 
 class Dot(gym.Env[np.ndarray[Any, Any], np.int64]):
-    """A dot on a dark image moves left or right; every step nearer to the middle earns more."""
+    """A dot on a dark image moves left or right; the closer to the middle, the higher the reward."""
 
     observation_space = gym.spaces.Box(0, 255, (1, SIZE, SIZE), np.uint8)
     action_space = gym.spaces.Discrete(2)

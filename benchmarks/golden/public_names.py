@@ -1,7 +1,7 @@
-"""Prints the public names of the echelon that is imported here, as JSON: run by `names.py` once in each checkout.
+"""Prints the public names of the imported echelon as JSON; `names.py` runs it once in each checkout.
 
-Signatures are told by the names, kinds and defaults of their parameters, not by annotations: how a type is written down
-is no part of what a caller relies on.
+A signature consists of the names, kinds and defaults of its parameters, without annotations: callers do not depend on
+how a type is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PREFIXES: dict[Any, str] = {
 
 
 def signature(thing: Any) -> str:
-    """How it is called; "" for what is not called."""
+    """Returns the signature of a callable; "" for other objects."""
     try:
         parameters = inspect.signature(thing).parameters.values()
     except (TypeError, ValueError):
@@ -38,12 +38,12 @@ def _parameter(parameter: inspect.Parameter) -> str:
     if parameter.default is inspect.Parameter.empty:
         return text
     default = repr(parameter.default)
-    made = default.startswith("<") or re.match(r"[A-Z]\w*Config\(", default)  # by a factory, or an instance of a class
+    made = default.startswith("<") or re.match(r"[A-Z]\w*Config\(", default)  # a factory, or an instance of a class
     return f"{text}={'...' if made else default}"
 
 
 def described(name: str, thing: Any) -> dict[str, str]:
-    """A name and, for a class of ours, its public members."""
+    """Returns a name and, for a class of Echelon, its public members."""
     found = {name: signature(thing) if callable(thing) else ""}
     if not inspect.isclass(thing):
         return found
@@ -59,7 +59,7 @@ def described(name: str, thing: Any) -> dict[str, str]:
 
 
 def public(module: ModuleType) -> set[str]:
-    """`__all__`, or what the module defines or passes on (`import X as X`)."""
+    """Returns `__all__`, or the names that the module defines or re-exports (`import X as X`)."""
     if hasattr(module, "__all__"):
         return set(module.__all__)
     tree = ast.parse(inspect.getsource(module))
@@ -82,7 +82,7 @@ def _targets(node: ast.stmt) -> list[ast.expr]:
 
 
 def main() -> None:
-    """`public`: what this checkout promises. `there`: all that its modules have, promised or not."""
+    """Prints `public`, the public names, and `there`, all names of the modules."""
     names: dict[str, str] = {}
     there: dict[str, str] = {}
     for suffix in MODULES:

@@ -1,1 +1,1 @@
-"""What `benchmarks/map.py` counts: the sources themselves, and what runs of them touch."""
+"""The counts of `benchmarks/map.py`: of the sources, and of the files that runs use."""

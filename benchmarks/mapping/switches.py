@@ -1,4 +1,4 @@
-"""Where the sources ask for the mode of a run, and which class names they use twice."""
+"""Finds the mode switches in the sources, and class names that are used twice."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-EXCLUDED = ("roles/plan.py", "roles/plan/")  # the one place that may ask
+EXCLUDED = ("roles/plan.py", "roles/plan/")  # the one place that may switch
 MODE_FIELDS = ("engine", "transport", "mode", "experience", "slots")
 MODES = ("shm", "tcp", "inline", "local", "central", "queue", "replay", "trajectories", "gradients")
-FLAGS = ("has_workers",)  # a question by itself, wherever it is read
+FLAGS = ("has_workers",)  # every read is a switch
 COUNTS = ("num_learners",)  # of a configuration
 COUNTED = ("learner_names",)  # by len()
-KINDS = ("Config", "Engine")  # ends of class names
-OTHERS = ("setting", "run")  # what has a `mode` or `transport` of its own: the setting of a benchmark
-WHOLE = ("TrainConfig", "EnvConfig")  # told apart from other arguments, not from each other
+KINDS = ("Config", "Engine")  # suffixes of class names
+OTHERS = ("setting", "run")  # settings of benchmarks, which have their own `mode` or `transport`
+WHOLE = ("TrainConfig", "EnvConfig")  # not kinds: an isinstance distinguishes them from other arguments
 DEFINITION = """\
 A mode switch is a comparison of .engine, .transport, .mode, .experience or .slots with the name of a mode (==, !=, in,
 match, or a table subscripted by it), a read of .has_workers, a comparison of num_learners, an isinstance or match-case
@@ -25,7 +25,7 @@ that only refuse a configuration (in `require(...)`, or the condition of a lone 
 
 @dataclass(frozen=True, order=True)
 class Switch:
-    """A place that asks for the mode of a run."""
+    """A place in the code that depends on the mode of a run."""
 
     file: str
     line: int
@@ -35,7 +35,7 @@ class Switch:
 
 
 def named(node: ast.AST) -> str:
-    """The last name of an expression: `c` of `a.b.c`."""
+    """Returns the last name of an expression: `c` of `a.b.c`."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
@@ -70,7 +70,7 @@ def _tests_class(node: ast.Call) -> bool:
 
 
 def kind_of(node: ast.AST) -> str:
-    """What kind of switch a node is; "" if none."""
+    """Returns the kind of switch of a node; "" if it is none."""
     match node:
         case ast.Compare() if _compares_mode(node):
             return "mode"
@@ -90,7 +90,7 @@ def kind_of(node: ast.AST) -> str:
 
 
 def _checks(tree: ast.Module) -> set[ast.AST]:
-    """All nodes that belong to a condition which only refuses."""
+    """Returns all nodes of conditions that only refuse a configuration."""
     found: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and named(node.func) == "require":
@@ -101,7 +101,7 @@ def _checks(tree: ast.Module) -> set[ast.AST]:
 
 
 def switches(package: Path) -> list[Switch]:
-    """All of them outside `EXCLUDED`, in the order of the files."""
+    """Returns all switches outside `EXCLUDED`, in the order of the files."""
     found = []
     for file in sorted(package.rglob("*.py")):
         name = str(file.relative_to(package))
@@ -118,7 +118,7 @@ def switches(package: Path) -> list[Switch]:
 
 
 def repeated_classes(package: Path) -> dict[str, list[str]]:
-    """Class names that are defined more than once, and where."""
+    """Returns class names that are defined more than once, with their places."""
     places: dict[str, list[str]] = defaultdict(list)
     for file in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,4 +1,4 @@
-"""What runs touch: the modules behind a training, and the files of one step of its data path."""
+"""Traces runs: the modules that a training imports, and the files on the path of one environment step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from golden.checkout import Checkout, Run, running
 
 HOOK = Path(__file__).with_name("hook")
 WARM_UPDATES = 20
-TRACED_UPDATES, TRACED_S = 200, 20.0  # the window; the first that is reached
-EVERY = 0.6  # of the cycles in which a role's busiest file is entered; on two busy cores the others stay below 0.35
+TRACED_UPDATES, TRACED_S = 200, 20.0  # the window ends at whichever is reached first
+EVERY = 0.6  # share of the cycles of a role's busiest file; on two busy cores files off the walk stay below 0.35
 COLD_ROLES = ("evaluator", "forkserver", "coordinator")  # on no step's path
 COMMON = ("--engine=local", "--actors=1", "--device=cpu", "--evaluation.interval-s=0", "--steps=1000000000", "--seed=1")
 QUEUE = ("--envs-per-actor=2", "--actor.trajectory=1", "--learner.max-lag=0")
@@ -35,7 +35,7 @@ of the cycles are enough; the rest (heartbeats, metrics, ends of episodes) is co
 
 @dataclass(frozen=True)
 class Walk:
-    """The files of one step, by the kind of role that enters them, and those that are entered at times."""
+    """The files of one step, by the kind of role that enters them, and the files entered at times."""
 
     cycles: int
     by_role: dict[str, list[str]]
@@ -47,13 +47,13 @@ class Walk:
 
 
 def watched(checkout: Path, folder: Path) -> Checkout:
-    """The checkout with the hook in its processes."""
+    """Returns the checkout with the hook installed in its processes."""
     variables = {"MAP_FOLDER": str(folder), "MAP_SOURCES": str(checkout / "src" / "echelon")}
     return Checkout("map", checkout, folder, extra_path=(HOOK,), variables=variables)
 
 
 def modules_behind_train(checkout: Path, folder: Path) -> list[str]:
-    """Our own modules that any process of a short training imports."""
+    """Returns the modules of Echelon that the processes of a short training import."""
     side = watched(checkout, folder)
     finished = side.echelon(
         *("train", "impala", "CartPole-v1", "--engine=local", "--acting=local", "--steps=20000", "--device=cpu"),
@@ -65,7 +65,7 @@ def modules_behind_train(checkout: Path, folder: Path) -> list[str]:
 
 
 def walk(checkout: Path, folder: Path, words: tuple[str, ...]) -> Walk:
-    """Trains in lock-step, counts entered files for a while, keeps those of every cycle."""
+    """Trains in lock-step, counts entered files for a while, and returns those of every cycle."""
     folder.mkdir(parents=True, exist_ok=True)
     window = folder / "window"
     window.write_bytes(bytes(16))

@@ -54,7 +54,7 @@ class TestATurn:
 
     def test_what_a_process_fails_with_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(world, "PAIR", "echelon.bench.nowhere")
-        with pytest.raises(RunError, match=r"echelon left with code 1(.|\n)*caller: (.|\n)*No module named"):
+        with pytest.raises(RunError, match=r"echelon exited with code 1(.|\n)*caller: (.|\n)*No module named"):
             take_turn("echelon", WorldSetting())
 
 

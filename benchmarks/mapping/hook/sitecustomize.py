@@ -1,9 +1,9 @@
-"""Watches the processes of a run from inside: this folder is put on their path, and Python imports this file first.
+"""Traces the processes of a run from inside: this folder is on their path, and Python imports this file first.
 
-Every module of ours that a process asks for is appended to `modules.txt`. A role, which the fork server forks, notes
-for each file of ours in which cycles one of its functions is entered, and writes their number to `calls-PID.json`. The
-file `window` has two numbers that all processes share: the state, which says when to note and when to write, and the
-environment steps so far, by which cycles are told apart. All files are in the folder MAP_FOLDER.
+Every module of Echelon that a process imports is appended to `modules.txt`. A role, which the fork server forks,
+records for each file of Echelon in which cycles one of its functions is entered, and writes their number to
+`calls-PID.json`. The file `window` has two numbers that all processes share: the state, which controls recording and
+writing, and the environment steps so far, which separate the cycles. All files are in the folder MAP_FOLDER.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS_PER_CYCLE = 2  # an actor with two environments
 
 
 class Imports:
-    """A finder that finds nothing and notes what is looked for."""
+    """An import finder that finds nothing and records the requested modules."""
 
     def __init__(self) -> None:
         self._file = os.open(os.path.join(FOLDER, "modules.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -47,7 +47,7 @@ class Calls:
         self._cycles: dict[str, set[int]] = collections.defaultdict(set)
         self._is_written = False
         threading.settrace(self._on_call)
-        sys.settrace(self._on_call)  # called for entered Python functions alone, as it returns None
+        sys.settrace(self._on_call)  # called only on function entry, as it returns None
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> None:
         state = self._window[STATE]
