@@ -1,4 +1,4 @@
-"""Train on an environment of your own: `python examples/own_environment.py`, or from the command line
+"""Trains on your own environment: `python examples/own_environment.py`, or from the command line
 `echelon train ppo examples/own_environment.py:Corridor --until-return 0.9 --minutes 1`.
 """
 
@@ -15,7 +15,7 @@ from echelon.presets import ppo
 
 
 class Corridor(gym.Env[np.ndarray[Any, Any], np.int64]):
-    """Walk `length` steps to the right; every step costs a little, the end earns 1."""
+    """Walk `length` steps to the right; every step has a small cost, the end a reward of 1."""
 
     def __init__(self, length: int = 8) -> None:
         self.length = length

@@ -1,13 +1,13 @@
-"""SAC on CarRacing-v3 with a learner and workers anywhere, on the interface that learn-to-race has.
+"""SAC on CarRacing-v3 with a learner and remote workers, with the interface of learn-to-race.
 
-python examples/racing.py learner --address 0.0.0.0:4444         # where the GPU is; needs no environment
-python examples/racing.py worker --learner learner-host:4444     # wherever the simulator is, as often as you like
+python examples/racing.py learner --address 0.0.0.0:4444         # on the GPU machine; needs no environment
+python examples/racing.py worker --learner learner-host:4444     # on any number of simulator machines
 python examples/racing.py worker --learner learner-host:4444 --pool 8      # 8 cars in an EnvPool
-python examples/racing.py local --workers 2                      # all of it on this machine
+python examples/racing.py local --workers 2                      # everything on this machine
 
 Between machines set ECHELON_SECRET to the same value on both sides. The learner takes its spaces from the first worker:
-with `--camera` those of learn-to-race (`pose` and one camera, made small by a wrapper), else four grey images of the
-road ahead, which learn faster. Needs box2d (`pip install "gymnasium[box2d]"`) or, with --pool, envpool.
+with `--camera` those of learn-to-race (`pose` and one camera, reduced by a wrapper), otherwise four grey images of the
+road ahead, which train faster. Needs box2d (`pip install "gymnasium[box2d]"`) or, with --pool, envpool.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from echelon.envs.racing import PixelPool, Pixels, Racing, grey
 
 
 class SmallCamera(gym.ObservationWrapper[Any, Any, Any]):
-    """The wrapper that an agent sees learn-to-race through: `pose`, and the road ahead as a grey image of 42 x 42."""
+    """Reduces the observation of learn-to-race to `pose` and a grey image of 42 x 42 of the road ahead."""
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         super().__init__(env)
@@ -41,7 +41,7 @@ class SmallCamera(gym.ObservationWrapper[Any, Any, Any]):
 
 
 def policy(*, camera: bool) -> TrainConfig:
-    """What is trained; only workers make the environment, and `echelon eval`."""
+    """Returns the configuration; only workers and `echelon eval` create the environment."""
     changes: dict[str, Any] = {"workers.spaces": "worker"}
     if camera:
         changes |= {"env.id": "echelon.envs.racing:Racing", "env.wrappers": (f"{__file__}:SmallCamera",)}
@@ -90,13 +90,13 @@ def work(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("learner", "worker", "local"))
-    parser.add_argument("--address", default="127.0.0.1:0", help="where the learner listens")
-    parser.add_argument("--learner", default="127.0.0.1:4444", help="where a worker goes")
+    parser.add_argument("--address", default="127.0.0.1:0", help="address the learner listens on")
+    parser.add_argument("--learner", default="127.0.0.1:4444", help="address of the learner, for a worker")
     parser.add_argument("--workers", type=int, default=2, help="of `local`")
-    parser.add_argument("--pool", type=int, default=0, help="cars of a worker, in an EnvPool")
-    parser.add_argument("--camera", action="store_true", help="learn-to-race's observation; both sides must agree")
+    parser.add_argument("--pool", type=int, default=0, help="cars per worker, in an EnvPool")
+    parser.add_argument("--camera", action="store_true", help="learn-to-race's observation; use it on both sides")
     parser.add_argument("--epochs", type=int, default=500)
     parser.add_argument("--update-steps", type=int, default=64)
     options = parser.parse_args()
-    with contextlib.suppress(KeyboardInterrupt):  # a worker says goodbye by itself
+    with contextlib.suppress(KeyboardInterrupt):  # a worker leaves its learner properly
         work(options) if options.what == "worker" else learn(options)

@@ -1,8 +1,7 @@
-"""DDPGApex on Pendulum in a script that was written for Machin: `python examples/ported/ddpg_apex.py [--seed N]`.
+"""DDPGApex on Pendulum, ported from a script for Machin: `python examples/ported/ddpg_apex.py [--seed N]`.
 
-The tutorial has no program for it: this is its loop for DQNApex with the frame's default settings.
-examples/spmd/ddpg_apex.py is how we would write it. Comments that begin with `was:` show what stood in the line, or in
-its place, before.
+Machin's tutorial has no program for it: this is the tutorial's loop for DQNApex with the frame's default settings.
+examples/spmd/ddpg_apex.py is the idiomatic version. Comments that begin with `was:` show the original line.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""DQNApex on CartPole in a script that was written for Machin: `python examples/ported/dqn_apex.py [--seed N]`.
+"""DQNApex on CartPole, ported from a script for Machin: `python examples/ported/dqn_apex.py [--seed N]`.
 
-Loop, networks and settings are those of Machin's tutorial; examples/spmd/dqn_apex.py is how we would write it. Comments
-that begin with `was:` show what stood in the line, or in its place, before.
+Loop, networks and settings are those of Machin's tutorial; examples/spmd/dqn_apex.py is the idiomatic version. Comments
+that begin with `was:` show the original line.
 """
 
 import argparse
@@ -32,7 +32,7 @@ class QNet(nn.Module):
             nn.Linear(observe_dim, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, action_num)
         )
 
-    def forward(self, some_state):  # under Machin it must be called as the key is: state
+    def forward(self, some_state):  # under Machin the argument must have the name of the key: state
         return self.layers(some_state)
 
 

@@ -1,7 +1,7 @@
-"""IMPALA on CartPole in a script that was written for Machin: `python examples/ported/impala.py [--seed N]`.
+"""IMPALA on CartPole, ported from a script for Machin: `python examples/ported/impala.py [--seed N]`.
 
-Loop, networks and settings are those of Machin's tutorial; examples/spmd/impala.py is how we would write it. Comments
-that begin with `was:` show what stood in the line, or in its place, before.
+Loop, networks and settings are those of Machin's tutorial; examples/spmd/impala.py is the idiomatic version. Comments
+that begin with `was:` show the original line.
 """
 
 import argparse

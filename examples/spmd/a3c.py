@@ -1,7 +1,8 @@
 """A3C on CartPole with 3 processes: `python examples/spmd/a3c.py [--seed N]`.
 
 Every process plays, and pushes one gradient of actor and critic for each of its episodes; every gradient is one step of
-the optimizers, which live with the first process. Nobody waits for anybody. The first to solve it ends the world.
+the optimizers, which are in the first process. Processes do not wait for each other. The first process to solve the
+task ends the world.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def main(world: World, seed: int) -> None:
         reward_fulfilled = reward_fulfilled + 1 if smoothed_total_reward > solved_reward else 0
         if reward_fulfilled >= solved_repeat:
             print(f"Environment solved! Process {world.rank}, {episode} episodes.")
-            sys.exit(0)  # ends the world: what the others wait for raises WorldStopped
+            sys.exit(0)  # ends the world: pending calls of the others raise WorldStopped
     sys.exit(f"not solved within {max_episodes} episodes")
 
 

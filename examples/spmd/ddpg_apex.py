@@ -1,9 +1,9 @@
 """DDPGApex on Pendulum with 2 workers and 2 learners: `python examples/spmd/ddpg_apex.py [--seed N]`.
 
-Both workers play an episode, then the learners make `updates_per_round` updates together, each on transitions that it
-draws from those of both workers, and so on in turn: so what is learned does not depend on how fast the machine is.
-Without the barriers nobody would wait for anybody. The first worker to solve it ends the world: to have a smoothed
-return above -200 five times running, with the noise that it explores by.
+Both workers play an episode, then the learners make `updates_per_round` updates together, each on transitions sampled
+from both workers, and so on. The result therefore does not depend on the speed of the machine. Without the barriers no
+process would wait for another. The first worker to solve the task ends the world; it is solved when the smoothed
+return, including exploration noise, is above -200 five times in a row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from echelon.world import RpcGroup, World, launch
 observe_dim, action_dim, action_range = 3, 1, 2.0
 max_episodes = 500
 solved_reward, solved_repeat = -200, 5
-exploration = 0.4  # the deviation of the noise on actions
+exploration = 0.4  # standard deviation of the noise on actions
 updates_per_round, learn_from = 200, 800  # updates begin when that many transitions are stored
 
 
@@ -55,7 +55,7 @@ class Critic(nn.Module):
 
 
 def work(ddpg_apex: DDPGApex, group: RpcGroup, env: gym.Env, rank: int) -> None:
-    """Plays an episode at a time, until it is solved."""
+    """Plays episodes until the task is solved."""
     smoothed_total_reward, reward_fulfilled = None, 0
     for episode in range(1, max_episodes + 1):
         ddpg_apex.manual_sync()
@@ -86,9 +86,9 @@ def work(ddpg_apex: DDPGApex, group: RpcGroup, env: gym.Env, rank: int) -> None:
         reward_fulfilled = reward_fulfilled + 1 if smoothed_total_reward > solved_reward else 0
         if reward_fulfilled >= solved_repeat:
             print(f"Environment solved! Process {rank}, {episode} episodes.")
-            sys.exit(0)  # ends the world: what the others wait for raises WorldStopped
+            sys.exit(0)  # ends the world: pending calls of the others raise WorldStopped
         group.barrier()  # both episodes are stored
-        group.barrier()  # they were learned from
+        group.barrier()  # the learners have updated
     sys.exit(f"not solved within {max_episodes} episodes")
 
 

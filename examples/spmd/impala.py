@@ -1,8 +1,8 @@
 """IMPALA on CartPole with 2 workers and 2 learners: `python examples/spmd/impala.py [--seed N]`.
 
-Both workers play an episode, then the learners make `updates_per_round` updates together, each on episodes that it
-draws from those of both workers, and so on in turn: so what is learned does not depend on how fast the machine is.
-Without the barriers nobody would wait for anybody. The first worker to solve it ends the world.
+Both workers play an episode, then the learners make `updates_per_round` updates together, each on episodes sampled from
+both workers, and so on. The result therefore does not depend on the speed of the machine. Without the barriers no
+process would wait for another. The first worker to solve the task ends the world.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Critic(nn.Module):
 
 
 def work(impala: IMPALA, group: RpcGroup, env: gym.Env, rank: int) -> None:
-    """Plays an episode at a time, until it is solved."""
+    """Plays episodes until the task is solved."""
     smoothed_total_reward, reward_fulfilled = 0.0, 0
     for episode in range(1, max_episodes + 1):
         impala.manual_sync()
@@ -86,9 +86,9 @@ def work(impala: IMPALA, group: RpcGroup, env: gym.Env, rank: int) -> None:
         reward_fulfilled = reward_fulfilled + 1 if smoothed_total_reward > solved_reward else 0
         if reward_fulfilled >= solved_repeat:
             print(f"Environment solved! Process {rank}, {episode} episodes.")
-            sys.exit(0)  # ends the world: what the others wait for raises WorldStopped
+            sys.exit(0)  # ends the world: pending calls of the others raise WorldStopped
         group.barrier()  # both episodes are stored
-        group.barrier()  # they are learned from
+        group.barrier()  # the learners have updated
     sys.exit(f"not solved within {max_episodes} episodes")
 
 
