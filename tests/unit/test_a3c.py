@@ -1,4 +1,4 @@
-"""A3C by itself: its gradients against plain A2C, their pieces and statistics, and what the server makes of them."""
+"""A3C alone: its gradients against plain A2C, minibatches, statistics, and the server's steps."""
 
 from __future__ import annotations
 

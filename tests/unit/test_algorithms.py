@@ -1,4 +1,4 @@
-"""The learning rules against their equations, worked out lane by lane in float64 numpy."""
+"""The on-policy algorithms against their equations, computed lane by lane in float64 numpy."""
 
 from __future__ import annotations
 

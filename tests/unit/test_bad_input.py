@@ -1,4 +1,4 @@
-"""Mistakes: each ends with one clear message and the right exit code, and leaves nothing half-made behind."""
+"""User errors: each ends with one clear message and the right exit code, and leaves no incomplete files."""
 
 from __future__ import annotations
 

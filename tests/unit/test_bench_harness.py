@@ -1,4 +1,4 @@
-"""What all benchmarks share: settings and their options, sweeps, turns, tables, and the report as a file."""
+"""The shared parts of all benchmarks: settings and options, sweeps, turns, tables, and the report file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`echelon bench replay`: its arguments, and what it measures in each mode."""
+"""`echelon bench replay`: its arguments, and its measurements in each mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`echelon bench rpc` without its processes: settings, policy, agent and observer, percentiles, report and lines."""
+"""`echelon bench rpc` without its processes: settings, policy, agent, observer, percentiles, report and output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`echelon bench train`: the report is whole, the limit is arithmetic, the command line says what is wrong."""
+"""`echelon bench train`: the report is complete, the limit is arithmetic, and invalid options are refused."""
 
 from __future__ import annotations
 

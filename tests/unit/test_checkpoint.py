@@ -1,4 +1,4 @@
-"""Checkpoints: trees survive exactly, writes are whole or absent, damage is found and named."""
+"""Checkpoints: trees round-trip exactly, writes are atomic, damage is found and named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line and the Python functions behind it, doing what they promise."""
+"""The command line, and the Python functions behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The console: a live panel on a terminal, plain lines elsewhere, and never the end of a run."""
+"""The console: a live panel on a terminal, plain lines elsewhere; it never ends a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of environments: the rows they write, their seeds, and what they do when an environment raises."""
+"""Groups of environments: the rows they write, their seeds, and their behaviour when an environment raises."""
 
 from __future__ import annotations
 

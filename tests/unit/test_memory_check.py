@@ -1,4 +1,4 @@
-"""Room: the least of what the machine, the container and the mount leave."""
+"""Free memory: the minimum of the machine, the container and the mount."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model: one flat tensor under every parameter, and how weights travel."""
+"""The model: one flat tensor behind every parameter, and how weights are published."""
 
 from __future__ import annotations
 

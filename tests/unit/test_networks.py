@@ -1,4 +1,4 @@
-"""Networks: every space encodes, memory resets, statistics merge, misfits are named."""
+"""Networks: every space encodes, recurrent state resets, statistics merge, invalid spaces are refused."""
 
 from __future__ import annotations
 

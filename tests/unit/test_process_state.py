@@ -1,4 +1,4 @@
-"""A run in the caller's process leaves that process as it was: torch's settings, and the global random generators."""
+"""A run in the caller's process restores torch's settings and the global random generators."""
 
 from __future__ import annotations
 

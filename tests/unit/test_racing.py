@@ -1,4 +1,4 @@
-"""CarRacing in the shapes that learn-to-race has and that learn fast."""
+"""CarRacing with learn-to-race's interface, and as small images."""
 
 from __future__ import annotations
 

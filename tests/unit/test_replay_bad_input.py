@@ -1,4 +1,4 @@
-"""Mistakes with replay: each is told with its remedy, and leaves the buffer as it was, bit by bit."""
+"""User errors with replay: each message has a remedy, and the buffer stays unchanged, bit by bit."""
 
 from __future__ import annotations
 

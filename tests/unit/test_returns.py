@@ -1,4 +1,4 @@
-"""Returns against their definitions, written as sums over each episode's own future."""
+"""Returns against their definitions, written as sums over each episode's future."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward scaling against a running computation of every environment on its own."""
+"""Reward scaling against a running computation per environment."""
 
 from __future__ import annotations
 

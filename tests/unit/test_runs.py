@@ -1,4 +1,4 @@
-"""The record of a run: configuration, metrics, events, folder, curve and the sentence on its bottleneck."""
+"""The record of a run: configuration, metrics, events, folder, curve and bottleneck."""
 
 from __future__ import annotations
 

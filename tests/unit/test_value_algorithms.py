@@ -1,4 +1,4 @@
-"""DQN, DDPG and SAC as learning rules: their losses, networks, targets, acting and what a checkpoint holds."""
+"""DQN, DDPG and SAC: losses, networks, targets, acting and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Action values against closed forms and worked examples; the distributions of rules that learn them."""
+"""Action values against closed forms and worked examples; the distributions of value-based algorithms."""
 
 from __future__ import annotations
 
