@@ -11,7 +11,7 @@ ALLOWED = {"numpy", "echelon", *sys.stdlib_module_names}
 
 
 class Refusal:
-    """Stands first among the finders of modules."""
+    """The first of the module finders; refuses other packages."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         if name.partition(".")[0] not in ALLOWED:

@@ -50,7 +50,7 @@ def first_priority(number: Array) -> Array:
 
 
 def learned_priority(number: Array) -> Array:
-    """One that no actor gives."""
+    """A priority that no actor assigns."""
     priority: Array = 100.0 + number % 10
     return priority
 
@@ -61,7 +61,7 @@ def checksum(fields: dict[str, Array]) -> Array:
 
 
 def write(folder: Path, index: int, head: int) -> None:
-    """Appends chunks of all sizes up to `head` items, or for ever."""
+    """Appends chunks of various sizes up to `head` items, or forever."""
     writer, limiter = ShardWriter(Shard.at(folder, index, layout())), Limiter.at(folder, RULE)
     rng = np.random.default_rng([index, writer.head])
     while writer.head < head or not head:
@@ -76,7 +76,7 @@ def write(folder: Path, index: int, head: int) -> None:
 
 
 def learn_once(limiter: Limiter, replay: Replay, rng: np.random.Generator, is_learned: bool = False) -> bool:
-    """Draws a batch, once it may; every item in it must be whole. Gives it back the priorities it had, or others."""
+    """Samples a batch when the limiter allows, checks every item, and sets the same or new priorities."""
     if not limiter.wait_for_items(lambda: limiter.may_sample(BATCH), 0.05):
         return False
     replay.advance()

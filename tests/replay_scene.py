@@ -1,4 +1,4 @@
-"""Shards that a hand writes, and the source of a learner that draws from them."""
+"""Shards that a test writes, and the source of a learner that samples from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIELDS |= {"replay.min_size": MIN_SIZE, "replay.capacity": 2 * CAPACITY, "replay
 
 
 class Scene:
-    """A source over shards that a hand writes; item n of a shard has n in every field, the second shard's from 1000."""
+    """A source over shards that the test writes; item n has n in every field (1000 + n in the second shard)."""
 
     def __init__(self, folder: Path, **fields: Any) -> None:
         session = folder / "session"

@@ -1,4 +1,4 @@
-"""Any process of a run with replay may be killed: shards, priorities and counts outlive it."""
+"""Any process of a run with replay may be killed: shards, priorities and counts survive."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ FIELDS: dict[str, Any] = {
     "replay.capacity": 20_000,
     "run.checkpoint_interval_s": 0.2,
 }
-# Twice a batch and what both actors store at once (4 environments, 3 steps): those who look together pass together.
+# Twice a batch plus one append of both actors (4 environments, 3 steps): simultaneous checks may both pass.
 BAND = 2 * (32 + 4 * 2 * 12)
 
 
 def until_learning(run: Running) -> int:
-    """Waits for more updates than were reported so far; returns the steps by then."""
+    """Waits until further updates are reported; returns the env steps at that point."""
     seen = len(run.rows())
     before = run.rows()[-1]["replay"]["sampled"] if seen else 0
     run.until(lambda: any(row["replay"]["sampled"] > before for row in run.rows()[seen:]), "the learner learns")
@@ -40,7 +40,7 @@ def until_learning(run: Running) -> int:
 
 
 def checked(run: Running, restarts: int) -> None:
-    """Ends the run as a user does, once it is long enough for its ratio, and looks at its record."""
+    """Interrupts the run once it is long enough for its sampling ratio, and checks its record."""
     enough = 200 + BAND * 100 / 4
     run.until(lambda: run.rows()[-1]["replay"]["inserted"] > enough, "there is enough to count", 2 * DEADLINE_S)
     run.process.send_signal(signal.SIGINT)
@@ -82,10 +82,10 @@ def test_killed_coordinator_leaves_a_run_that_goes_on_with_its_replay(runs: Runs
     until_learning(run)
     run.process.kill()
     run.code()
-    (run.run_dir / "processes.json").unlink()  # nobody is left to do so
+    (run.run_dir / "processes.json").unlink()  # no process is left to remove it
     run.assert_nothing_left()
     newest = max(run.run_dir.glob("replay/step_????????????"))
-    done = max(int(newest.name.removeprefix("step_")), run.rows()[-1]["env_steps"])  # it may have learned on, unheard
+    done = max(int(newest.name.removeprefix("step_")), run.rows()[-1]["env_steps"])  # it may have run on, unreported
     kept = sum(read_header(newest)["limiter"]["inserted"])
     again = runs.resume(done + 2_000)
     assert again.code() == 0, again.text()
@@ -97,17 +97,17 @@ def test_killed_coordinator_leaves_a_run_that_goes_on_with_its_replay(runs: Runs
     ("name", "env"), [("dqn", "CartPole-v1"), pytest.param("sac", "Pendulum-v1", marks=pytest.mark.full)]
 )
 def test_killed_by_turns_while_snapshots_are_written(runs: Runs, name: str, env: str) -> None:
-    """Whenever the learner dies, a whole snapshot is there; and the ratio is kept."""
+    """Whenever the learner dies, a complete snapshot exists, and the sampling ratio is kept."""
     often = {"replay.checkpoint": "true", "run.checkpoint_interval_s": 0.1, "replay.n_step": 3}
     run = runs.train(name, env=env, **{**FIELDS, **often})
     archive = Archive(run.run_dir / "replay")
     run.until(archive.newest_first, "there is a snapshot")
     for victim in ("learner", "actor-0", "learner"):
         until_learning(run)
-        run.process.send_signal(signal.SIGSTOP)  # so that nobody replaces it yet
+        run.process.send_signal(signal.SIGSTOP)  # so that the victim is not replaced yet
         pid = run.kill(victim)
         wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"{victim} is dead")  # type: ignore[misc]
-        if victim == "learner":  # else it goes on writing
+        if victim == "learner":  # otherwise it keeps writing
             assert read_header(archive.newest_first()[0])["shards"]
         run.process.send_signal(signal.SIGCONT)
         assert run.pid(victim, besides=pid)
@@ -123,13 +123,13 @@ def test_killed_by_turns_while_snapshots_are_written(runs: Runs, name: str, env:
 
 
 def processor_s(pid: int) -> float:
-    """Processor seconds that a process has used."""
+    """Returns the processor seconds that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def until_asleep(run: Running, name: str) -> None:
-    """Waits until a process uses less than a fifth of a processor for half a second: who spins never does."""
+    """Waits until a process uses less than a fifth of a core for half a second; a process that spins never does."""
 
     def sleeps() -> bool:
         pid = run.pid(name)
@@ -142,7 +142,7 @@ def until_asleep(run: Running, name: str) -> None:
 
 
 def test_who_is_ahead_sleeps_and_whoever_dies_meanwhile_nobody_hangs(runs: Runs) -> None:
-    run = runs.train("apex-dqn", **FIELDS, **{"supervision.hang_timeout_s": 600})  # who is stopped is not judged
+    run = runs.train("apex-dqn", **FIELDS, **{"supervision.hang_timeout_s": 600})  # stopped processes are not replaced
     until_learning(run)
     learner = run.kill("learner", signal.SIGSTOP)
     for name in ("actor-0", "actor-1"):
@@ -165,7 +165,7 @@ def test_who_is_ahead_sleeps_and_whoever_dies_meanwhile_nobody_hangs(runs: Runs)
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 8 MB; where mounting is not permitted, the test cannot be."""
+    """A disk of 8 MB; the test is skipped where mounting is not permitted."""
     path = tmp_path / "disk"
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)]
@@ -181,7 +181,7 @@ def test_a_full_disk_is_told_and_training_goes_on(small_disk: Path, shm_dir: Pat
     try:
         run.until(lambda: run.rows() and run.rows()[-1]["replay"]["size"] > 10_000, "there is something to write")
         ballast = small_disk / "ballast"
-        learner = run.kill("learner", signal.SIGSTOP)  # so that what is free stays so
+        learner = run.kill("learner", signal.SIGSTOP)  # so that the free space does not change
         free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
         ballast.write_bytes(bytes(free - 300_000))
         os.kill(learner, signal.SIGCONT)

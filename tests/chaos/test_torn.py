@@ -1,4 +1,4 @@
-"""Actors killed at random moments, over and over: every row that the learner's side reads is whole and in its place."""
+"""Actors are killed at random moments, repeatedly: every row that the learner reads is whole and in its place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_ACTORS, NUM_ENVS, NUM_STEPS = 2, 4, 16
 
 
 def check_trajectory(views: dict[str, Array]) -> None:
-    """Every row agrees with itself, and with the row before it."""
+    """Checks that every row is consistent in itself and with the row before it."""
     seen, valid, first = views["observation"], views["valid"], views["first"]
     np.testing.assert_array_equal(seen, evidence(seen[..., :5]))
     seed, episode, t, action = seen[..., 0] * 65536.0 + seen[..., 1], seen[..., 2], seen[..., 3], seen[..., 4]
@@ -47,7 +47,7 @@ def check_trajectory(views: dict[str, Array]) -> None:
 
 
 def check_sequence(before: dict[str, Array] | None, now: dict[str, Array]) -> bool:
-    """A trajectory begins where the one before ended, or it is the first of a new life: all new; says which."""
+    """Checks that a trajectory continues its predecessor or starts a new incarnation; returns True for the latter."""
     row = now["observation"][0]
     if before is not None and (before["observation"][-1] == row).all():
         assert (before["first"][-1] == now["first"][0]).all()
@@ -59,7 +59,7 @@ def check_sequence(before: dict[str, Array] | None, now: dict[str, Array]) -> bo
 
 
 class Bench:
-    """The learner's side of a run, in this process, with real actors that it kills and replaces."""
+    """The learner's side of a run in this process, with real actors that it kills and replaces."""
 
     def __init__(self, session: Path, run_dir: Path) -> None:
         env = WitnessEnv()
@@ -96,7 +96,7 @@ class Bench:
         self.engine.start(ProcessSpec(name, "echelon.roles.actor:actor", context.to_config(keep_objects=False), log))
 
     def turn(self) -> None:
-        """Replaces the dead, reads one trajectory if there is one, checks it, publishes."""
+        """Replaces dead actors, reads and checks one trajectory if one is ready, and publishes."""
         self.world.poll(0.001)
         for gone in self.engine.exits():
             assert gone.signal == signal.SIGKILL, gone
@@ -139,9 +139,9 @@ def kill_and_check(bench: Bench, num_kills: int) -> None:
         victim = draw.randrange(NUM_ACTORS)
         goal = bench.num_read[victim] + draw.randint(1, 30)
         turn_until(partial(lambda who, num: bench.num_read[who] >= num, victim, goal), f"actor {victim} acts")
-        for _ in range(draw.randint(0, 20_000)):  # some instants later, in the middle of whatever it does
+        for _ in range(draw.randint(0, 20_000)):  # a random delay, so that it is killed at any point
             pass
-        name = f"actor-{victim}"  # what was read may be its predecessor's, and it just being started
+        name = f"actor-{victim}"  # the actor may still be starting
         pid = wait_until(lambda name=name: bench.engine.pid(name) or bench.turn(), f"{name} runs")  # type: ignore[misc]
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -163,7 +163,7 @@ def test_no_row_is_torn_or_mixed_over_many_kills(bench: Bench) -> None:
 
 
 def test_the_check_notices_what_it_is_for() -> None:
-    """A row of another environment, a stale action, a row twice, a trajectory out of order."""
+    """The checks detect a row of another environment, a stale action, a repeated row, a trajectory out of order."""
     env = WitnessEnv()
     shape = (NUM_STEPS + 1, 1)
     views = {"observation": np.zeros((*shape, 32), np.float32), "first": np.zeros(shape, bool)}

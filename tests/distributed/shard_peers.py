@@ -1,10 +1,9 @@
-"""Both sides of shards over TCP as programs, for the tests: `python shard_peers.py serve|learn JSON`.
+"""Programs for both sides of shards over TCP, for the tests: `python shard_peers.py serve|learn JSON`.
 
-A server prints its address, serves until its input ends, and prints what it counted; a number in its input is that of
-refusals to wait for before that, as who was refused may have given up before the server heard of it. A learner reads
-shards of its own host in place and others through a server; for every line of its input, {"batches": n}, it learns from
-so many, drawn ahead, and prints how things stand. Every item has a checksum, which is looked at. Writers are those of
-`replay_roles`.
+A server prints its address, serves until its input ends, and prints its counts. A number in its input is the number of
+refusals to wait for before that, because a refused client may give up before the server notices it. A learner reads the
+shards of its own host in place and the others through a server. For every input line {"batches": n} it learns from n
+prefetched batches and prints a report. The checksum of every item is verified. `replay_roles` has the writers.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def serve(folder: str, address: str, secret: str | None = None) -> None:
 
 
 class Learner:
-    """Learns as a learner's source does, with batches under way."""
+    """Learns as a learner's source does, with batches in flight."""
 
     def __init__(self, folder: str, address: str, secret: str | None, num_ahead: int, lost_after_s: float) -> None:
         place = Path(folder)
@@ -65,7 +64,7 @@ class Learner:
         self.lost: list[str] = []
 
     def take(self) -> bool:
-        """One batch, if it may be drawn and has come."""
+        """Returns one batch, if the limiter allows it and it has arrived."""
         replay, limiter = self.replay, self.limiter
         replay.advance()
         while len(self.drafts) <= self.num_ahead and replay.size >= BATCH and limiter.may_sample(BATCH):

@@ -1,4 +1,4 @@
-"""Runs that are gone on with get their replay back: exactly, or not at all and with a word about it."""
+"""Resumed runs restore their replay exactly, or start with an empty replay and report why."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def source_of(learner: Learner) -> ReplaySource:
 
 
 class Resumed(Stage):
-    """A stage in another session that goes on with the run of an earlier one."""
+    """A stage in a new session that resumes the run of an earlier stage."""
 
     def __init__(self, folder: Path, past: Stage) -> None:
         folder.mkdir()
@@ -64,8 +64,8 @@ def test_a_restored_learner_draws_the_same_batches_and_learns_the_same(
     fields: dict[str, Any] = {"engine": "inline", **SMALL, "replay.samples_per_insert": 8.0, "stop.steps": 10**6}
     stages.append(stage := Stage(tmp_path, replace(preset(name, env), **fields)))
     learner, actors = stage.learner(), [stage.actor(0), stage.actor(1)]
-    while source_of(learner).replay.size < 400 or learner.counters.updates < 150:  # the shards have come round
-        for role in (*actors, learner):  # last, so that it has counted every step of theirs
+    while source_of(learner).replay.size < 400 or learner.counters.updates < 150:  # the shards have wrapped around
+        for role in (*actors, learner):  # the learner last, so that it has counted all their steps
             role.step(0.0)
     learner.record.checkpoint()
     stages.append(resumed := Resumed(tmp_path / "again", stage))
@@ -76,7 +76,7 @@ def test_a_restored_learner_draws_the_same_batches_and_learns_the_same(
     assert theirs.state_dict() == ours.state_dict(), "the generator, and the largest priority"
     for _ in range(20):
         for limiter in (ours.limiter, theirs.limiter):
-            limiter.note_sampled(0, -32)  # nobody inserts: let them draw all the same
+            limiter.note_sampled(0, -32)  # no actor inserts: let the learner sample nevertheless
         assert learner.step(0.0) and again.step(0.0)
         assert theirs.rng.bit_generator.state == ours.rng.bit_generator.state
     for name, tensor in learner.trainable.weights().items():
@@ -88,7 +88,7 @@ def test_a_restored_learner_draws_the_same_batches_and_learns_the_same(
 
 
 def chain(folder: Path, shm_dir: Path) -> TrainConfig:
-    """Double Q-learning of a chain, which a network of this size knows by heart."""
+    """Double Q-learning on a chain, which a network of this size fits exactly."""
     fields = {"env.id": f"{TOYS}:Chain", "engine": "local", "seed": 1, "stop.steps": 4_000, "shm_dir": str(shm_dir)}
     fields |= {"algorithm.epsilon_steps": 600, "algorithm.target_period": 50, "network.hidden": (32,)}
     fields |= {"optimizer.learning_rate": 5e-3, "replay.min_size": 200, "replay.batch": 64, "actor.envs": 4}
@@ -135,7 +135,7 @@ def test_a_damaged_snapshot_is_told_and_the_run_goes_on_with_an_empty_replay(tmp
     flip(snapshot / "shard-1.rows")
     text = io.StringIO()
     after = echelon.resume(before.run_dir, steps=before.summary["env_steps"] + 300, output=text)
-    assert f"snapshot {snapshot} is damaged: shard-1.rows does not have the checksum" in text.getvalue()
+    assert f"snapshot {snapshot} is damaged: shard-1.rows does not match its checksum" in text.getvalue()
     assert "replay: starts empty, as there is no intact snapshot" in text.getvalue()
     assert after.summary["updates"] > before.summary["updates"] and after.summary["replay"]["inserted"] <= 400
     again = io.StringIO()
@@ -146,7 +146,7 @@ def test_a_damaged_snapshot_is_told_and_the_run_goes_on_with_an_empty_replay(tmp
 def test_an_older_snapshot_that_is_whole_is_taken_where_the_newest_is_not(tmp_path: Path, shm_dir: Path) -> None:
     before = short(tmp_path, shm_dir)
     (snapshot,) = (before.run_dir / "replay").iterdir()
-    shutil.copytree(snapshot, snapshot.with_name("step_000000999999"))  # killed before it could remove the older one
+    shutil.copytree(snapshot, snapshot.with_name("step_000000999999"))  # killed before it removed the older one
     flip(snapshot.with_name("step_000000999999") / "replay.json")
     text = io.StringIO()
     echelon.resume(before.run_dir, steps=before.summary["env_steps"] + 50, output=text)
@@ -157,8 +157,8 @@ def test_an_older_snapshot_that_is_whole_is_taken_where_the_newest_is_not(tmp_pa
 @pytest.mark.parametrize(
     ("section", "field", "value", "what"),
     [
-        ("actor", "num_actors", 4, "has 2 shards, where this replay has 4"),
-        ("replay", "capacity", 600, "capacity of a shard: 200 there, 300 here"),
+        ("actor", "num_actors", 4, "has 2 shards, but this replay has 4"),
+        ("replay", "capacity", 600, "capacity of a shard: 200 in the snapshot, 300 here"),
     ],
 )
 def test_a_snapshot_of_another_layout_is_refused_with_the_remedy(

@@ -1,4 +1,4 @@
-"""Runs that learn from replayed transitions, whole: exact repeats, the sampling ratio, and going on from a snapshot."""
+"""Whole runs with replay: exact repetition, the sampling ratio, and resuming from a snapshot."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config_of(name: str, folder: Path, shm_dir: Path, engine: str, **changes: An
 
 
 def train(name: str, folder: Path, shm_dir: Path, engine: str, **changes: Any) -> dict[str, Any]:
-    """The summary of a short training."""
+    """Returns the summary of a short training run."""
     return echelon.train(config_of(name, folder, shm_dir, engine, **changes), output=io.StringIO()).summary
 
 
@@ -52,7 +52,7 @@ def test_inline_repeats_exactly(tmp_path: Path, shm_dir: Path, name: str) -> Non
 def test_samples_per_insert_is_kept_within_a_hundredth(tmp_path: Path, shm_dir: Path, name: str, ratio: float) -> None:
     changes = {"replay.samples_per_insert": ratio, "actor.num_actors": 2, "acting.mode": "local"}
     rule = limiter_rule(config_of(name, tmp_path, shm_dir, "local", **changes))
-    changes |= {"stop.steps": max(2_500, int(180 * rule.room / ratio))}  # the room is less than a hundredth
+    changes |= {"stop.steps": max(2_500, int(180 * rule.room / ratio))}  # the band is less than 1 % of that
     config = config_of(name, tmp_path, shm_dir, "local", **changes)
     replay = echelon.train(config, output=io.StringIO()).summary["replay"]
     assert replay["samples_per_insert"] == pytest.approx(ratio, rel=0.01)
@@ -68,7 +68,7 @@ def test_a_divergence_is_told_as_one(tmp_path: Path, shm_dir: Path, engine: str)
 
 
 class Noise(gym.Env[Any, Any]):
-    """Shows four images that are new at every step: they look like a stack and are none."""
+    """Observes four images that are new at every step: they have the shape of a stack, but are not one."""
 
     observation_space = gym.spaces.Box(0, 255, (4, 8, 8), np.uint8)
     action_space = gym.spaces.Discrete(2)

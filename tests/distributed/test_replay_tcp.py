@@ -1,4 +1,4 @@
-"""Shards over TCP between two hosts, each with processes that write: what is read is whole, whoever dies."""
+"""Shards over TCP between two hosts, each with writer processes: items read are whole, whichever process dies."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ class Peer:
         return dict(json.loads(line))
 
     def learn(self, batches: int) -> dict[str, Any]:
-        """Has a learner learn from so many batches; returns how things stand then."""
+        """Makes a learner learn from a number of batches; returns its report."""
         assert self.process.stdin is not None
         print(json.dumps({"batches": batches}), file=self.process.stdin, flush=True)
         return self.hear()
 
     def learn_from_all(self, batches: int) -> dict[str, Any]:
-        """Has it learn from so many and more, until all shards were drawn from: it is chance whose writer is first."""
+        """Makes it learn from at least this many batches, until all shards were sampled: writers start in any order."""
         told = self.learn(batches)
         while min(told["drawn"]) == 0:
             told = self.learn(batches)
         return told
 
     def finish(self, num_refused: int = 0) -> dict[str, Any]:
-        """Ends a server, once it has refused so many, and returns what it counted."""
+        """Stops a server after it has refused a number of messages; returns its counts."""
         assert self.process.stdin is not None
         print(num_refused, file=self.process.stdin, flush=True)
         self.process.stdin.close()
@@ -149,7 +149,7 @@ def test_the_shard_of_a_dead_actor_stays_and_that_of_a_lost_host_is_dropped(clus
     assert "Training goes on with 2 shards." in told["lost"][-1] and told["sizes"][2:] == [0, 0]
     told = learner.learn(100)
     assert min(told["drawn"][:2]) > 0 and told["drawn"][2:] == [0, 0] and told["lost"] == []
-    cluster.serve(cluster.address)  # the host is back, and so is what lies in its memory
+    cluster.serve(cluster.address)  # the host is back, with its memory
     while not told["lost"]:
         told = learner.learn(20)
     assert all("is back with" in text for text in told["lost"]) and told["sizes"][2] == left
@@ -170,7 +170,7 @@ def test_a_killed_server_and_a_killed_learner_lose_nothing(cluster: Cluster) -> 
     successor.hear()
     later = successor.learn(50)
     assert later["sampled"] >= told["sampled"] + 50 and later["lost"] == [] and min(later["drawn"]) > 0, later
-    # But for what is being overwritten, of which word comes before word of what took its place.
+    # Except for items being overwritten: their eviction is reported before the items that replace them.
     while any(after < before - CHUNK for before, after in zip(told["sizes"], later["sizes"], strict=True)):
         later = successor.learn(5)
 

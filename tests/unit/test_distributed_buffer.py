@@ -330,5 +330,5 @@ def test_episodes_that_are_gone_cannot_be_read() -> None:
         buffer.append({"reward": [float(number)]})
     assert buffer.window() == (1, 3)
     assert buffer.read(np.array([2, 1]))[0]["reward"].tolist() == [2.0]
-    with pytest.raises(ReplayError, match="it holds those from 1 to 2"):
+    with pytest.raises(ReplayError, match="holds episodes 1 to 2"):
         buffer.read(np.array([0]))

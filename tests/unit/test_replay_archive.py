@@ -1,4 +1,4 @@
-"""The archive: snapshots beside training, one at a time, whatever the disk does."""
+"""The archive: snapshots are written during training, one at a time, and survive disk failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def names(folder: Path) -> list[str]:
 
 
 def restored(path: Path) -> int:
-    """How many items a snapshot gives back, each of which is checked."""
+    """Restores a snapshot and checks every item; returns how many there are."""
     readers = [ShardReader(Shard(LAYOUT))]
     restore(path, readers)
     replay = Replay(readers, 0.6)
@@ -53,7 +53,7 @@ def restored(path: Path) -> int:
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk with room for one snapshot and a half; where mounting is not permitted, the test cannot be."""
+    """A disk with room for one and a half snapshots; the test is skipped where mounting is not permitted."""
     path = tmp_path / "disk"
     path.mkdir()
     size = most_bytes(LAYOUT, 1) * 3 // 2
@@ -68,7 +68,7 @@ def test_the_newest_whole_one_replaces_the_others(tmp_path: Path) -> None:
     archive, replay = Archive(tmp_path / "replay"), full_replay()
     assert archive.newest_first() == []
     (tmp_path / "replay").mkdir()
-    (tmp_path / "replay" / "step_000000000000.part").mkdir()  # somebody died
+    (tmp_path / "replay" / "step_000000000000.part").mkdir()  # left by a process that died
     for name in (FIRST, SECOND):
         archive.begin(name, replay, LIMITER)
         assert archive.wait(60.0) and names(archive.folder) == [name]
@@ -100,20 +100,23 @@ def test_a_full_disk_is_told_before_anything_is_written_and_the_old_one_stays(fu
         archive.begin(name, replay, LIMITER)
         assert archive.wait(60.0)
     assert names(archive.folder) == [FIRST] and restored(archive.folder / FIRST) == 4_000
-    (text,) = archive.news  # told once
-    assert text.startswith("the replay needs 0.6 MB in ") and "are free. Training goes on; a resumed run gets" in text
+    (text,) = archive.news  # reported once
+    assert (
+        text.startswith("the replay snapshot needs 0.6 MB in ")
+        and " free. Training goes on; a resumed run gets" in text
+    )
 
 
 def test_a_disk_that_fills_up_costs_the_new_one_only(full_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive, replay = Archive(full_disk / "replay"), full_replay()
     archive.begin(FIRST, replay, LIMITER)
     assert archive.wait(60.0)
-    monkeypatch.setattr(Snapshot, "nbytes", 0)  # it looked as if there were room
+    monkeypatch.setattr(Snapshot, "nbytes", 0)  # the check for free space passes
     archive.begin(SECOND, replay, LIMITER)
     assert archive.wait(60.0)
     assert names(archive.folder) == [FIRST] and restored(archive.folder / FIRST) == 4_000
     (text,) = archive.news
-    assert "could not be written to" in text and "No space left on device" in text and "Free some room" in text
+    assert "could not be written to" in text and "No space left on device" in text and "Free disk space" in text
     monkeypatch.undo()
     archive.begin(SECOND, full_replay(100), LIMITER)  # a smaller one fits
     assert archive.wait(60.0) and names(archive.folder) == [SECOND] and restored(archive.folder / SECOND) == 100
@@ -133,20 +136,20 @@ def test_room_for_two_is_asked_for_at_the_start(full_disk: Path) -> None:
     archive.check_fits(nbytes // 2)
     archive.begin(FIRST, full_replay(), LIMITER)
     assert archive.wait(60.0) and not archive.news
-    archive.check_fits(nbytes * 5 // 8)  # what is there already will make room
+    archive.check_fits(nbytes * 5 // 8)  # the existing snapshot will be replaced
 
 
 @pytest.mark.parametrize("dies_after", [1, 2])
 def test_one_that_is_replaced_is_there_until_the_new_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_after: int
 ) -> None:
-    """A run that is gone on with, and makes no step, writes a snapshot of the same name; it dies at each rename."""
+    """A resumed run that makes no step writes a snapshot of the same name, and dies at each rename."""
     archive, renames, rename = Archive(tmp_path), list[Path](), os.rename
     archive.begin(FIRST, full_replay(), LIMITER)
     assert archive.wait(60.0)
 
     class Killed(BaseException):
-        """Nobody cleans up after it."""
+        """Simulates the death of the process."""
 
     def dying(source: Path, target: Path) -> None:
         rename(source, target)

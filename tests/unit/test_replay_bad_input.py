@@ -30,7 +30,7 @@ SMALL = [
     *("--evaluation.interval-s", "0", "--replay.min-size", "64", "--replay.batch", "32", "--replay.capacity", "500"),
 ]
 
-# What cannot be configured.
+# Invalid configurations.
 
 VALUES: dict[str, tuple[str, list[str]]] = {
     "min_size above capacity": (
@@ -85,7 +85,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_told(command: Command, monke
     assert command(*arguments).code == 0, "without it, nothing is needed"
 
 
-# What an environment must not give.
+# Invalid outputs of an environment.
 
 
 @pytest.mark.parametrize(
@@ -116,17 +116,17 @@ def test_numbers_that_are_none_end_the_run_with_their_actor_named(
     assert summary["status"] == "failed" and what in summary["error"]
 
 
-# What a buffer must not be given.
+# Invalid arguments to a buffer.
 
 
 class Buffer(NamedTuple):
-    """Two shards that have come round, and the learner's side."""
+    """Two shards that have wrapped around, and the learner's side."""
 
     writers: list[ShardWriter]
     replay: Replay
 
     def content(self) -> list[Array]:
-        """Everything that it consists of."""
+        """Returns all of its memory."""
         found = [np.array([writer.shard.words[i] for i in range(3)]) for writer in self.writers]
         for writer, reader in zip(self.writers, self.replay.readers, strict=True):
             found += [writer.shard.items.records.copy(), writer.shard.initial.copy(), reader.column.priorities.copy()]
@@ -181,26 +181,26 @@ MISTAKES: dict[str, tuple[Callable[[Buffer], Any], str]] = {
         )
         for bad in BAD
     },
-    "too many": (lambda b: b.writers[0].append(items(9), np.ones(9)), "9 items at once exceed its capacity of 8"),
+    "too many": (lambda b: b.writers[0].append(items(9), np.ones(9)), "9 items exceeds its capacity of 8"),
     "no field": (lambda b: b.writers[0].append({"x": items(1)["x"]}, np.ones(1)), "field n is missing"),
     "unknown field": (lambda b: b.writers[0].append(items(1, y=np.ones(1)), np.ones(1)), r"no field \['y'\]"),
     "shape": (lambda b: b.writers[0].append(items(1, x=np.ones((1, 3))), np.ones(1)), "Are the spaces those"),
-    "type": (lambda b: b.writers[0].append(items(1, n=np.array([0.5])), np.ones(1)), "float64 where .* of int64"),
-    "fewer": (lambda b: b.writers[0].append(items(2), np.ones(1)), r"field x is \(2, 2\) of float32 where \(1, 2\)"),
-    "matrix": (lambda b: b.writers[0].append(items(2), np.ones((2, 1))), r"have the shape \(2, 1\); .* one an item"),
+    "type": (lambda b: b.writers[0].append(items(1, n=np.array([0.5])), np.ones(1)), "float64, expected .* of int64"),
+    "fewer": (lambda b: b.writers[0].append(items(2), np.ones(1)), r"x is \(2, 2\) of float32, expected \(1, 2\)"),
+    "matrix": (lambda b: b.writers[0].append(items(2), np.ones((2, 1))), r"have the shape \(2, 1\); .* one per item"),
     "new matrix": (lambda b: b.replay.update(keys([0], [9]), np.ones((1, 1))), r"have the shape \(1, 1\)"),
     "future": (lambda b: b.replay.update(keys([0], [12]), np.ones(1)), r"a key is outside .* \[12, 12\]"),
     "negative": (lambda b: b.replay.update(keys([0], [-1]), np.ones(1)), "a key is outside"),
     "no shard": (lambda b: b.replay.update(keys([2], [9]), np.ones(1)), "a key is outside the 2 shards"),
     "negative shard": (lambda b: b.replay.update(keys([-1], [9]), np.ones(1)), "a key is outside"),
-    "one of two": (lambda b: b.replay.update(keys([0, 0], [9, 99]), np.ones(2)), "nothing was changed"),
+    "one of two": (lambda b: b.replay.update(keys([0, 0], [9, 99]), np.ones(2)), "Nothing was changed"),
     "odd": (lambda b: b.replay.update(keys([0, 0], [9, 9]), np.ones(1)), "1 priorities for 2 keys"),
-    "large batch": (lambda b: drawn(b, 17), "a batch of 17 cannot be drawn from 16 items.*lower the batch size"),
-    "no batch": (lambda b: drawn(b, 0), "a batch of 0 cannot be drawn"),
+    "large batch": (lambda b: drawn(b, 17), "a batch of 17 cannot be sampled from 16 items.*lower the batch size"),
+    "no batch": (lambda b: drawn(b, 0), "a batch of 0 cannot be sampled"),
     **{
         f"beta {beta}": (
             lambda b, beta=beta: b.replay.sample(4, beta, np.random.default_rng(0)),
-            f"beta={beta} must be a number from 0",
+            f"beta={beta} must be finite, and 0",
         )
         for beta in (np.nan, -0.1, np.inf)
     },

@@ -1,4 +1,4 @@
-"""An actor whose steps become replayed transitions: what lies in its shard is what its environments did."""
+"""An actor with replay: the transitions in its shard are those of its environments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FREE = {"replay.samples_per_insert": 0.0, "replay.capacity": 4096, "replay.min_s
 
 
 def make_open(make_stage: MakeStage, env: Any = toy.CounterEnv, name: str = "dqn", **fields: Any) -> Stage:
-    """A stage whose learner has opened the run, and holds nobody back."""
+    """A stage whose learner has opened the run and does not limit the actors."""
     base = {"actor.num_actors": 1, "actor.trajectory": 1, "algorithm.discount": GAMMA}
     stage = make_stage(env, name, **{**base, **FREE, **fields})
     stage.plan.replay.tally().open(0, 0)
@@ -49,7 +49,7 @@ def play(actor: Actor, steps: int, inference: Inference | None = None) -> None:
 
 
 def items(stage: Stage, shard: int = 0) -> dict[str, Array]:
-    """Everything in a shard, with the actor's priorities."""
+    """Returns every item in a shard, with the actor's priorities."""
     reader: ShardReader = stage.plan.replay.readers()[shard]
     start, head = reader.window()
     block = reader.layout.block(head - start)
@@ -58,7 +58,7 @@ def items(stage: Stage, shard: int = 0) -> dict[str, Array]:
 
 
 def check(found: dict[str, Array], length: int, n_step: int, truncate: bool) -> None:
-    """Compares transitions of the counter with what it must have done."""
+    """Compares transitions of the counter environment with the expected ones."""
     episode, t = found["observation"][:, 0], found["observation"][:, 1]
     spanned = np.minimum(n_step, length - t).astype(int)
     for name in ("episode", "draw"):
@@ -99,11 +99,11 @@ def test_central_acting_brings_the_same_transitions(make_stage: MakeStage, name:
 
 
 def test_central_acting_strays_row_by_row(make_stage: MakeStage) -> None:
-    """On the ladder of four environments the first takes a random action often and the last hardly ever."""
+    """Of four environments on the epsilon ladder, the first often takes a random action and the last hardly ever."""
     fields = {"acting.mode": "central", "actor.envs": 4, "env.kwargs": {"length": 10_000}, "replay.n_step": 1}
     stage = make_open(make_stage, name="apex-dqn", **fields, **{"algorithm.epsilon_steps": 0})
     model = stage.plan.model
-    model.network.get_parameter("advantage_head.bias").data[1] = 100.0  # action 1 is the policy's, always
+    model.network.get_parameter("advantage_head.bias").data[1] = 100.0  # the policy always chooses action 1
     stage.board.publish(model.parts(), 2)
     play(stage.actor(), 2 * 300, stage.inference())
     found = items(stage)
@@ -117,7 +117,7 @@ def test_central_acting_adds_noise_and_starts_at_random(make_stage: MakeStage) -
     fields = {"acting.mode": "central", "actor.envs": 2, "env.kwargs": {"dtype": "float32"}, "replay.n_step": 1}
     stage = make_open(make_stage, toy.ForceEnv, "ddpg", **fields, **{"algorithm.random_steps": 400})
     model = stage.plan.model
-    model.network.get_parameter("head.weight").data.zero_()  # the policy's own action is 0, always
+    model.network.get_parameter("head.weight").data.zero_()  # the policy always chooses action 0
     stage.board.publish(model.parts(), 2)
     play(stage.actor(), 2 * 400, stage.inference())
     action = items(stage)["action"][:, 0]
@@ -252,7 +252,7 @@ def test_a_batch_that_is_fetched_ahead_is_counted_with_the_version_it_is_learned
 
 
 class Film(gym.Env[Any, Any]):
-    """Shows its last four frames; frame i of the whole film is filled with i, and a scene starts with one frame."""
+    """Observes its last four frames; frame i of all episodes is filled with i, and an episode starts with one frame."""
 
     def __init__(self) -> None:
         self.observation_space = gym.spaces.Box(0, 255, (4, 8, 8), np.uint8)
@@ -353,7 +353,7 @@ def test_values_that_are_lost_are_a_divergence(make_stage: MakeStage) -> None:
 def test_more_episodes_than_are_kept_are_counted_all_the_same() -> None:
     tally = Tally(2)
     tally.open(100, 7)
-    tally.open(999, 999)  # a learner that is started again
+    tally.open(999, 999)  # a restarted learner
     count = NUM_KEPT + 50
     for number in range(count):
         tally.note(1, 3, np.array([float(number)]), np.array([3]))

@@ -1,4 +1,4 @@
-"""The limiter: the band, who waits, who wakes, and what must deadlock."""
+"""The limiter: the band, who waits, who wakes, and which tolerances would deadlock."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TestBand:
             else:
                 limiter.note_sampled(0, batch)
             assert limiter.balance >= -band.room or limiter.inserted < 20
-            assert limiter.balance <= max(band.room, ratio * chunk)  # the append that reached min_size may be over
+            assert limiter.balance <= max(band.room, ratio * chunk)  # the append that reaches min_size may exceed it
 
     def test_the_ratio_is_kept_over_a_run(self) -> None:
         limiter = Limiter(rule())
@@ -97,12 +97,12 @@ class TestBand:
         assert alone.balance == limiter.balance and alone.sampled == 32, "of all learners, however many there were"
         other.load(alone.state())
         assert other.balance == limiter.balance
-        with pytest.raises(ConfigError, match="counts 2 shards, where this run has 1"):
+        with pytest.raises(ConfigError, match="has 2 shards, but this run has 1"):
             Limiter(rule()).load(limiter.state())
 
 
 def start_waiting(limiter: Limiter, wait: Callable[[], bool]) -> threading.Thread:
-    """A thread in `wait`, once it sleeps in the kernel."""
+    """Starts a thread in `wait`; returns once it sleeps in the kernel."""
     about_to_sleep = threading.Event()
 
     class Bell(Word):
@@ -162,7 +162,7 @@ class TestWaiting:
         assert not actor.is_alive()
 
     def test_waiting_costs_no_processor_time(self) -> None:
-        """Both sides, each for half a second: who looks again and again instead of sleeping uses all of it."""
+        """Both sides wait for half a second each: a busy loop would use all of that processor time."""
         limiter = Limiter(rule())
         for wait in (lambda: wait_to_sample(limiter, 0.5), lambda: limiter.wait_to_insert(2, 0.5)):
             start_s, spent_s = time.monotonic(), time.thread_time()
@@ -178,14 +178,14 @@ class TestWaiting:
 
     def test_more_than_was_declared_is_refused(self) -> None:
         limiter = Limiter(rule())
-        with pytest.raises(ReplayError, match="3 items, where at most 2 were declared"):
+        with pytest.raises(ReplayError, match=r"3 items .* at most 2 were declared"):
             limiter.wait_to_insert(3, 0.0)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tolerance": 11.9}, r"must deadlock: the band is 23.8 wide, a batch takes 16 .* gives it 8.*Set it to 12"),
+        ({"tolerance": 11.9}, r"would deadlock: the band is 23.8 wide, .* by 16 .* by 8.*Set it to 12"),
         ({"min_size": 1001}, "min_size=1001.*wait forever"),
         ({"batch": 1001}, "batch=1001.*wait forever"),
         ({"chunk": 1001}, "appends of 1001"),

@@ -43,7 +43,7 @@ def by_loop(steps: Steps, env: int, n: int, gamma: float) -> list[tuple[int, flo
         reward = 0.0
         for m in range(n):
             if t + m == num_steps or not steps.valid[t + m, env]:
-                break  # still open, or begun anew without an end
+                break  # still open, or restarted without an end
             reward += gamma**m * float(steps.reward[t + m, env])
             terminated, truncated = steps.terminated[t + m, env], steps.truncated[t + m, env]
             if terminated or truncated or m == n - 1:
@@ -103,5 +103,5 @@ def test_cleared_transitions_are_forgotten() -> None:
 
 @pytest.mark.parametrize(("n", "gamma"), [(0, 0.9), (1, 1.1), (1, float("nan"))])
 def test_numbers_that_cannot_be_are_refused(n: int, gamma: float) -> None:
-    with pytest.raises(ReplayError, match="use 1 or more, and 0 to 1"):
+    with pytest.raises(ReplayError, match="use 1 or more steps, and a discount from 0 to 1"):
         NStep(1, n, gamma)

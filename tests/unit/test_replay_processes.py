@@ -1,4 +1,4 @@
-"""Shards that other processes write while this one learns from them; and processes that are killed."""
+"""Shards that other processes write while this one samples from them, and processes that are killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from running import DEADLINE_S, TESTS, wait_until
 
 
 class Roles:
-    """Writers and learners in processes of their own, over one folder."""
+    """Writers and learners in separate processes, over one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.started = folder, list[subprocess.Popen[bytes]]()
@@ -60,7 +60,7 @@ def test_four_writers_and_a_learner_that_reads_nothing_torn(roles: Roles) -> Non
     replay.advance()
     assert replay.sizes == [CAPACITY] * NUM_SHARDS and limiter.inserted >= NUM_SHARDS * 8 * CAPACITY
     assert abs(limiter.balance) <= RULE.room + NUM_SHARDS * CHUNK * RULE.samples_per_insert
-    rng = np.random.default_rng(1)  # the other went as far as the writers took time
+    rng = np.random.default_rng(1)  # the other generator's state depends on how long the writers took
     counts = np.zeros(10)  # priorities repeat with the numbers: ten kinds of items, drawn by their mass
     for _ in range(200):
         counts += np.bincount(replay.sample(BATCH, 0.4, rng).keys.number % 10, minlength=10)
@@ -96,7 +96,7 @@ def test_weights_over_shards_of_other_processes_are_those_of_one_buffer(roles: R
     assert [process.returncode for process in writers] == [0] * NUM_SHARDS
     sharded = Replay(roles.replay.readers, alpha=0.6)
     single = ShardWriter(Shard(item_layout(FIELDS, NUM_SHARDS * CAPACITY)))
-    for reader in roles.replay.readers:  # slot by slot, as the shards lie side by side in the tree
+    for reader in roles.replay.readers:  # slot by slot, as in the tree
         assert isinstance(reader, ShardReader)
         single.append(reader.shard.items.columns, reader.column.priorities)
     reference = Replay([ShardReader(single.shard)], alpha=0.6)
@@ -145,7 +145,7 @@ def test_a_writer_at_the_end_of_the_band_sleeps_until_something_is_drawn(roles: 
 
 
 def test_replay_needs_nothing_but_numpy() -> None:
-    """Where torch is there too, nothing else need be: every other package is refused on import."""
+    """Replay needs no other package: every import of one is refused."""
     ended = subprocess.run(
         [sys.executable, str(TESTS / "replay_alone.py")],
         env={**os.environ, "PYTHONPATH": str(TESTS.parent / "src")},

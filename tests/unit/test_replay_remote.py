@@ -41,7 +41,7 @@ RULE = LimiterRule(4.0, 20, 3 * CAPACITY, BATCH, chunk=16, num_shards=3)
 
 
 class Host:
-    """Some shards in a folder of their own, with a server in a thread."""
+    """Some shards in a separate folder, with a server in a thread."""
 
     def __init__(self, folder: Path, shards: Sequence[int], layout: ShardLayout) -> None:
         folder.mkdir()
@@ -70,7 +70,7 @@ class Host:
             self.server = None
 
     def append(self, shard: int, priorities: Any) -> None:
-        """Items that say which they are."""
+        """Appends items that contain their shard and number."""
         priorities, writer = np.asarray(priorities, np.float64), self.writers[shard]
         numbers = writer.head + np.arange(len(priorities))
         writer.append({"shard": np.full(len(numbers), shard), "number": numbers}, priorities)
@@ -94,13 +94,13 @@ class Scene:
         return self.links[-1]
 
     def readers(self) -> list[Reader]:
-        """All shards, as the learner sees them."""
+        """Returns a replay over all shards, through the link where they are remote."""
         link = self.link()
         link.arrive(30.0)
         return [ShardReader(self.near.shards[0], self.columns[0]), *link.readers]
 
     def in_place(self, alpha: float = ALPHA) -> Replay:
-        """All shards, read where they lie."""
+        """Returns a replay over all shards, read in place."""
         shards = self.near.shards | self.far.shards
         return Replay([ShardReader(shards[index]) for index in range(3)], alpha)
 
@@ -119,7 +119,7 @@ class Scene:
 
 
 def caught_up(scene: Scene, replay: Replay) -> None:
-    """Waits until the replay has taken in all that was appended."""
+    """Waits until the replay has added all appended items."""
 
     def look() -> bool:
         replay.advance()
@@ -196,7 +196,7 @@ class TestDrawing:
         caught_up(scene, replay)
         rng, same = np.random.default_rng(2), np.random.default_rng(2)
         drafts = [replay.draw(BATCH, 0.4, rng) for _ in range(4)]
-        for draft in reversed(drafts):  # in whatever order they are read
+        for draft in reversed(drafts):  # in any order
             wait_until(draft.is_ready, "it came")
         for draft in drafts:
             assert_same(replay.collect(draft), reference.sample(BATCH, 0.4, same))
@@ -227,7 +227,7 @@ class TestDrawing:
         scene.fill(rng)
         replay = Replay(scene.readers(), ALPHA)
         caught_up(scene, replay)
-        scene.far.close()  # nobody answers yet
+        scene.far.close()  # no server answers yet
         draft = replay.draw(BATCH, 0.4, rng)
         for shard in (1, 2):
             scene.far.append(shard, rng.random(40) + 0.01)
@@ -352,7 +352,7 @@ class TestDeaths:
     def test_a_question_that_is_lost_is_asked_again_though_others_are_answered(
         self, scene: Scene, monkeypatch: pytest.MonkeyPatch, delivery: Delivery
     ) -> None:
-        """It was on a connection that broke, and the next question went out on the one that followed."""
+        """Its connection broke, and the next request was sent on the new connection."""
         monkeypatch.setattr(channel_client, "OVERDUE_S", 0.5)
         rng = np.random.default_rng(0)
         scene.fill(rng)
@@ -386,14 +386,14 @@ class TestDeaths:
         scene.far.close()
         scene.links[0].lost_after_s = 0.3
         drafts = [draft, replay.draw(BATCH, 0.4, rng)]
-        for one in drafts:  # what was under way is drawn from the shards that are left
+        for one in drafts:  # items in flight are drawn again from the remaining shards
             drawn = replay.collect(one)
             np.testing.assert_array_equal(drawn.fields["number"], drawn.keys.number)
         assert (drawn.keys.shard == 0).all() and replay.sizes == [50, 0, 0]
         assert [message.partition(" (")[0] for message in replay.lost] == [
             f"replay shard {shard} at {scene.far.address} is lost with 50 items" for shard in (1, 2)
         ]
-        assert re.search(r"it did not answer for [\d.]+ s, .*nobody listens there", replay.lost[0])
+        assert re.search(r"no reply for [\d.]+ s, \d+ tries", replay.lost[0])
         assert replay.lost[1].endswith("Training goes on with 1 shards.")
         replay.lost.clear()
         scene.links[0].lost_after_s = LONG_S
@@ -412,7 +412,7 @@ class TestDeaths:
         scene.far.close()
         address, scene.far = scene.far.address, Host(scene.folder / "anew", [1, 2], scene.far.wire.layout)
         scene.far.address = address
-        scene.far.append(1, np.full(60, 2.0))  # more than were known of the old one
+        scene.far.append(1, np.full(60, 2.0))  # more than were known of the old shard
         scene.far.open()
         wait_until(lambda: (replay.advance(), replay.sizes)[1] == [50, 60, 0], "it is taken in")
         mass = scene.in_place().mass.total
@@ -421,7 +421,7 @@ class TestDeaths:
         there = int((old.keys.shard == 0).sum())
         assert replay.update(old.keys, np.ones(BATCH)) == there, "late priorities for what is no more change nothing"
         for again in (replay, None):
-            if again is None:  # a learner that is started again
+            if again is None:  # a restarted learner
                 scene.links[0].close()
                 again = Replay(scene.readers(), ALPHA)
             assert again.sizes == [50, 60, 0]
@@ -467,7 +467,7 @@ class TestStrangers:
         wire, server = scene.far.wire, scene.far.server
         assert server is not None
         counts, since = np.zeros(wire.num_counts, np.int64), np.array([-1, -1])
-        body = bytes(wire.question(ReplayRequest(counts, since, [np.arange(2)] * 2)))[HEADER.size :]
+        body = bytes(wire.pack_request(ReplayRequest(counts, since, [np.arange(2)] * 2)))[HEADER.size :]
         head = HEADER.pack(MAGIC, Kind.ASK, wire.items.digest, wire.items.layout, 5, 0, 0, 0)
         good = head + body
         bad = [b"", b"junk", good[:-8], good + bytes(8), good[:8] + bytes(8) + good[16:], [good, b"more"]]
@@ -482,8 +482,8 @@ class TestStrangers:
                     socket.send_multipart(message if isinstance(message, list) else [message])
                     wait_until(lambda refused=refused: server.num_refused == refused, "it is refused")  # type: ignore[misc]
                     socket.send(good)
-                    while socket.poll(100):  # at most why
-                        assert b"items are announced" in (told := socket.recv()) or b"no question" in told
+                    while socket.poll(100):  # at most the reason
+                        assert b"it announces" in (reason := socket.recv()) or b"not a request" in reason
         assert_same(*(r.sample(BATCH, 0.4, np.random.default_rng(9)) for r in (replay, scene.in_place())))
 
     def test_a_learner_of_another_run_is_told(self, scene: Scene) -> None:

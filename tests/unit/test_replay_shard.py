@@ -1,4 +1,4 @@
-"""Shards: appending, reading in place, what tears, what a successor finds, and stacks of frames."""
+"""Shards: appending, reading in place, torn rows, what a successor finds, and stacks of frames."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIELDS: dict[str, Any] = {"observation": ((2,), np.float32), "pixel": ((3,), np.
 
 
 def items(start: int, count: int) -> dict[str, Array]:
-    """Items of which every field is a function of the number."""
+    """Returns items whose fields are all functions of their number."""
     numbers = np.arange(start, start + count)
     return {
         "observation": np.stack([numbers, -numbers], 1).astype(np.float32),
@@ -91,12 +91,12 @@ class TestRing:
         assert reader.window() == (5, 12)
 
     def test_a_window_is_that_of_one_moment(self) -> None:
-        """Its words are read one by one; an actor that comes in between must not make a full shard look empty."""
+        """The words are read one by one; a concurrent append must not make a full shard look empty."""
         writer, reader = make(10)
         writer.append(items(0, 10), np.ones(10))
 
         class Overrun:
-            """The words, of which the actor changes all after the first was read."""
+            """The words of a shard; the actor changes all of them after the first is read."""
 
             is_fresh = True
 
@@ -123,11 +123,11 @@ class TestRefusals:
             (good, np.array([1.0, np.nan]), "priority 1 of 2 is nan"),
             (good, np.array([-1.0, 1.0]), "priority 0 of 2 is -1.0"),
             ({**good, "action": np.zeros(3, np.int64)}, np.ones(2), r"field action is \(3,\) of int64"),
-            ({**good, "action": np.zeros(2)}, np.ones(2), r"action is \(2,\) of float64 where \(2,\) of int64"),
+            ({**good, "action": np.zeros(2)}, np.ones(2), r"action is \(2,\) of float64, expected \(2,\) of int64"),
             ({**good, "observation": np.zeros((2, 3), np.float32)}, np.ones(2), "field observation is .*spaces"),
             ({"action": good["action"]}, np.ones(2), "field observation is missing"),
             ({**good, "extra": np.zeros(2)}, np.ones(2), r"no field \['extra'\]"),
-            (items(2, 5), np.ones(5), "5 items at once exceed its capacity of 4"),
+            (items(2, 5), np.ones(5), "5 items exceeds its capacity of 4"),
         ]
         before = writer.shard.items.records.copy()
         for fields, priorities, message in bad:
@@ -143,7 +143,7 @@ class TestRefusals:
             item_layout({}, 1)
         with pytest.raises(ReplayError, match="numbers and booleans only"):
             item_layout({"text": ((), np.object_)}, 1)
-        with pytest.raises(ReplayError, match="no stack of 4"):
+        with pytest.raises(ReplayError, match="not a stack of 4"):
             ItemField("o", (3, 8), np.dtype(np.uint8), "frames", 4)
         with pytest.raises(ReplayError, match=r"side rings \['frames'\]"):
             ShardLayout((ItemField("o", (4, 8), np.dtype(np.uint8), "frames", 4),), 1)
@@ -161,10 +161,10 @@ class TestRefusals:
 
     def test_another_layout_at_the_same_place_is_refused(self, shm_dir: Path) -> None:
         Shard.at(shm_dir, 0, item_layout(FIELDS, 10))
-        with pytest.raises(TransportError, match="made for other spaces"):
+        with pytest.raises(TransportError, match="created for other spaces"):
             Shard.at(shm_dir, 0, item_layout(FIELDS, 11))
         PriorityColumn.at(shm_dir, 0, 10)
-        with pytest.raises(TransportError, match="made for other spaces"):
+        with pytest.raises(TransportError, match="created for other spaces"):
             PriorityColumn.at(shm_dir, 0, 100)
 
 
@@ -181,7 +181,7 @@ def stack_layout(capacity: int, stack: int, frame: tuple[int, ...], **changes: A
 
 
 class Stacking:
-    """K environments whose frames are random and stacked; some begin anew at every step.
+    """K environments with stacked random frames; some are reset at every step.
 
     The first stack of an episode is one frame repeated, as gymnasium makes it, or `varied`.
     """
@@ -195,7 +195,7 @@ class Stacking:
         self.stacks[which] = self.rng.integers(0, 256, (int(which.sum()), self.num_first, *self.frame))
 
     def step(self, reset_chance: float) -> Array:
-        """One step; returns the environments that began anew."""
+        """Makes one step; returns the environments that were reset."""
         self.stacks = np.roll(self.stacks, -1, 1)
         self.stacks[:, -1] = self.rng.integers(0, 256, (len(self.stacks), *self.frame))
         begun: Array = self.rng.random(len(self.stacks)) < reset_chance
@@ -293,7 +293,7 @@ class TestFrames:
         writer = ShardWriter(Shard(stack_layout(10, 4, (8,), num_frames=5)))
         with pytest.raises(ReplayError, match=r"stacks are \(1, 4, 9\)"):
             FrameWriter(writer, "frames", 1).store(np.zeros((1, 4, 9), np.uint8))
-        with pytest.raises(ReplayError, match="6 rows at once exceed the 5 of ring frames"):
+        with pytest.raises(ReplayError, match="6 rows exceeds the 5 of ring frames"):
             FrameWriter(writer, "frames", 6).store(np.zeros((6, 4, 8), np.uint8))
         with pytest.raises(ReplayError, match="ring pixels needs stacks of one shape"):
             FrameWriter(writer, "pixels", 1)

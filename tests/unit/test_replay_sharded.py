@@ -1,4 +1,4 @@
-"""Replay over shards: draws, weights, late priorities, lost shards, a learner that is made anew."""
+"""Sharded replay: sampling, weights, late priorities, lost shards, and a restarted learner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALPHA = 0.6
 
 
 class Shards:
-    """Shards in private memory, with writers; every item says which it is."""
+    """Shards in private memory, with writers; every item contains its shard and number."""
 
     def __init__(self, num_shards: int, capacity: int) -> None:
         self.shards = [Shard(item_layout(FIELDS, capacity), name=f"replay shard {i}") for i in range(num_shards)]
@@ -40,7 +40,7 @@ def keys(shard: Any, number: Any) -> Keys:
 
 
 def chi_square(counts: Array, shares: Array) -> float:
-    """How far counts are from their expectation, in deviations of the statistic."""
+    """Returns the chi-square statistic of the counts, in standard deviations from its mean."""
     expected = counts.sum() * shares
     assert (expected >= 5).all()
     freedom = len(counts) - 1
@@ -65,7 +65,7 @@ class TestDrawing:
         there = [(s, n) for s in range(3) for n in range(*replay.window(s))]
         mass = np.array([shards.shards[s].initial[n % 64] ** alpha for s, n in there])
         assert replay.sizes == [64, 64, 10] and counts.sum() == sum(counts[s, n] for s, n in there)
-        # Stratified draws vary less than independent ones: far from the expectation is the only failure.
+        # Stratified draws vary less than independent draws, so only an upper bound is checked.
         assert chi_square(np.array([counts[s, n] for s, n in there]), mass / mass.sum()) < 4.0
 
     @settings(deadline=None, max_examples=30)
@@ -133,7 +133,7 @@ class TestDrawing:
     def test_a_shard_that_is_overrun_while_it_is_taken_in_is_full_and_not_empty(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As when the learner does not get a core for as long as its actor needs to fill the shard."""
+        """The learner does not run for as long as its actor needs to fill the shard."""
         shards = Shards(1, 10)
         replay, initial = Replay(shards.readers, ALPHA), ShardReader.initial
         shards.append(0, np.ones(10))
@@ -168,7 +168,7 @@ class TestPriorities:
         updated = keys([1, 0, 1], [3, 2, 3])
         assert replay.update(updated, np.array([9.0, 4.0, 2.0], np.float32)) == 3
         assert replay.mass.total == pytest.approx(4.0**ALPHA + 2.0**ALPHA, rel=1e-12)
-        for either in (replay, Replay(shards.readers, ALPHA)):  # itself, and one made of what it wrote down
+        for either in (replay, Replay(shards.readers, ALPHA)):  # itself, and one rebuilt from the columns
             drawn = either.sample(10, 0.4, np.random.default_rng(0))
             assert set(zip(drawn.keys.shard.tolist(), drawn.keys.number.tolist(), strict=True)) == {(0, 2), (1, 3)}
         assert replay.update(keys([], []), np.array([])) == 0
@@ -179,7 +179,7 @@ class TestPriorities:
         shards.append(0, np.ones(4))
         replay = Replay(shards.readers, alpha)
         old = keys([0, 0], [0, 3])
-        shards.append(0, [1.0])  # number 4 lies where 0 did
+        shards.append(0, [1.0])  # item 4 overwrites item 0
         replay.advance()
         assert replay.update(old, np.array([100.0, 1.0])) == 1
         assert replay.mass == Mass(4.0, 4)
@@ -188,7 +188,7 @@ class TestPriorities:
         shards = Shards(1, 4)
         shards.append(0, np.ones(4))
         replay = Replay(shards.readers, 1.0)
-        shards.append(0, [2.0])  # the learner has not looked
+        shards.append(0, [2.0])  # the learner has not advanced
         replay.update(keys([0], [0]), np.array([100.0]))
         replay.advance()
         assert replay.mass == Mass(5.0, 4)
@@ -213,7 +213,7 @@ class TestPriorities:
             with pytest.raises(ReplayError, match=message):
                 replay.update(which, priorities)
         for batch in (6, 0, -1):
-            with pytest.raises(ReplayError, match=f"a batch of {batch} cannot be drawn from 5 items"):
+            with pytest.raises(ReplayError, match=f"a batch of {batch} cannot be sampled from 5 items"):
                 replay.sample(batch, 0.4, rng)
         assert replay.mass == Mass(5.0, 5) and len(replay.sample(5, 0.4, rng).keys) == 5
 
@@ -260,7 +260,7 @@ class TestLosses:
 
         monkeypatch.setattr(shards.readers[0], "read", lost)
         monkeypatch.setattr(shards.readers[0], "window", lost)
-        with pytest.raises(ReplayError, match="none of the 1 shards holds an item any longer"):
+        with pytest.raises(ReplayError, match="all 1 shards are empty or lost"):
             replay.sample(5, 0.4, np.random.default_rng(0))
 
     @settings(deadline=None, max_examples=40)
@@ -275,7 +275,7 @@ class TestLosses:
             old.advance()
             drawn = old.sample(2, 0.4, rng)
             old.update(drawn.keys, rng.random(2).astype(np.float32))
-        shards.append(0, rng.random(5) + 0.01)  # not seen when the old one dies
+        shards.append(0, rng.random(5) + 0.01)  # not yet added when the old learner dies
         new = Replay(shards.readers, alpha)
         old.advance()
         assert new.mass == old.mass and new.sizes == old.sizes
@@ -290,7 +290,7 @@ class TestLosses:
         replay.update(keys([0], [5]), np.array([7.0]))
         shards.append(0, np.full(4, 3.0))
         column = shards.readers[0].column
-        column.priorities[8:10], column.priorities[0:1] = 3.0, 99.0  # it had written some, and not moved `fed`
+        column.priorities[8:10], column.priorities[0:1] = 3.0, 99.0  # written, but `fed` has not moved
         assert Replay(shards.readers, 1.0).mass == Mass(4 * 3.0 + 5 + 7.0, 10)
 
     def test_a_learner_that_was_away_takes_in_the_last_items(self) -> None:
@@ -335,5 +335,5 @@ def test_a_batch_is_apportioned_by_mass(batch: int, share: float, totals: list[f
 
 
 def test_a_batch_of_nothing_cannot_be_apportioned() -> None:
-    with pytest.raises(ReplayError, match="weigh 0"):
+    with pytest.raises(ReplayError, match="total mass of 0"):
         apportion(5, [Mass(), Mass()], 0.5)

@@ -1,4 +1,4 @@
-"""Snapshots: taken back exactly, written while actors go on, refused where they do not fit."""
+"""Snapshots: restored exactly, written while actors append, refused where they do not fit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def layout(capacity: int = 50, num_frames: int = 0) -> ShardLayout:
 
 
 class Actors:
-    """Two shards whose items say what they must be; `play` appends to both."""
+    """Two shards whose items can be checked; `play` appends to both."""
 
     def __init__(self, shape: ShardLayout) -> None:
         self.shards = [Shard(shape) for _ in range(2)]
@@ -94,7 +94,7 @@ def test_it_is_taken_back_exactly(tmp_path: Path, alpha: float, length: int) -> 
                 np.testing.assert_array_equal(value, b.fields[name])
         new = ours.random(16)
         assert again.update(a.keys, new) == replay.update(b.keys, theirs.random(16)) == 16
-    # And it goes on: writers continue where the old ones were, and as frames run out the same items go.
+    # Training continues: writers resume where the old ones stopped, and the same items are evicted.
     for writer in (actors.writers[0], ShardWriter(readers[0].shard)):
         numbers = FrameWriter(writer, "frames", 1).store(np.ones((1, 3, 4), np.uint8))
         fields = {"observation": numbers, "number": np.array([writer.head]), "sum": np.array([12.0], np.float32)}
@@ -105,7 +105,7 @@ def test_it_is_taken_back_exactly(tmp_path: Path, alpha: float, length: int) -> 
     check(again.sample(again.size, 0.4, ours))
 
 
-@pytest.mark.parametrize("num_frames", [0, 35])  # rows run out first, or frames
+@pytest.mark.parametrize("num_frames", [0, 35])  # rows are overwritten first, or frames
 def test_actors_go_on_while_it_is_written_and_what_they_overwrite_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_frames: int
 ) -> None:
@@ -154,16 +154,16 @@ def assert_empty(readers: list[ShardReader], limiter: Limiter) -> None:
 
 def test_one_of_another_replay_is_refused_before_anything_is_touched(written: Path) -> None:
     readers, limiter = fresh(layout()), Limiter(RULE)
-    with pytest.raises(ConfigError, match="has 2 shards, where this replay has 1"):
+    with pytest.raises(ConfigError, match="has 2 shards, but this replay has 1"):
         restore(written, readers[:1], limiter)
-    with pytest.raises(ConfigError, match=r"of another replay: capacity of a shard: 50 there, 51 here"):
+    with pytest.raises(ConfigError, match=r"capacity of a shard: 50 in the snapshot, 51 here"):
         restore(written, fresh(layout(51)), limiter)
     other = LimiterRule(samples_per_insert=2.0, min_size=4, capacity=1000, batch=8, chunk=30, num_shards=3)
-    with pytest.raises(ConfigError, match="counts 2 shards, where this run has 3"):
+    with pytest.raises(ConfigError, match="has 2 shards, but this run has 3"):
         restore(written, readers, Limiter(other))
     assert_empty(readers, limiter)
     restore(written, readers, limiter)
-    with pytest.raises(ConfigError, match="holds items already"):
+    with pytest.raises(ConfigError, match="already holds items"):
         restore(written, readers, limiter)
     record = json.loads((written / HEADER).read_text())
     text = json.dumps(record["snapshot"] | {"format": 1})
@@ -230,7 +230,7 @@ def test_one_of_the_same_name_is_replaced_at_the_end_and_nothing_else_ever_is(tm
         assert restore(tmp_path / "one", fresh(layout())) == {"n": 1}
     assert restore(tmp_path / "one", fresh(layout())) == {"n": 2}
     (tmp_path / "thesis").mkdir()
-    with pytest.raises(ConfigError, match="would replace what is no snapshot"):
+    with pytest.raises(ConfigError, match="exists and is not a snapshot"):
         Snapshot(tmp_path / "thesis", replay)
 
 

@@ -1,4 +1,4 @@
-"""The replay source: what a learner draws, what it gives back, what it counts, and what outlives it."""
+"""The replay source: sampling, updated priorities, counts, and what survives the learner's death."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_shards_that_lost_too_much_for_a_batch_are_filled_again_and_nobody_spins
     while scene.limiter.may_insert(4):
         scene.write(0, 4)
     shard = scene.writers[0].shard
-    shard.words[TAIL] = shard.head - 3  # all but three are gone
+    shard.words[TAIL] = shard.head - 3  # all but three items are evicted
     assert not scene.limiter.may_insert(4) and scene.limiter.may_sample(BATCH), "actors wait for the learner"
     assert scene.source.take(1) is None and scene.limiter.may_insert(4), "and the learner for actors"
     figures = scene.source.figures()
@@ -130,7 +130,7 @@ def test_priorities_that_are_given_back_decide_what_is_drawn_next(tmp_path: Path
     scene.source.acknowledge(batch.keys, torch.where(torch.arange(BATCH) == 3, 5.0, 1e-9))
     assert scene.take().reward.tolist() == [chosen] * BATCH
     assert scene.tally.top_priority == 5.0
-    scene.source = scene.make()  # the learner was started again: priorities come from the column
+    scene.source = scene.make()  # the learner was restarted: priorities come from the column
     assert scene.take().reward.tolist() == [chosen] * BATCH
 
 
@@ -231,7 +231,7 @@ def test_a_snapshot_is_written_while_batches_are_drawn_and_only_the_newest_is_ke
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="stages batches for a GPU, and torch sees none here")
 def test_a_gpu_gets_the_same_batches_ahead_of_time(tmp_path: Path) -> None:
-    """What is fetched ahead is what would have been drawn then, and priorities follow one batch later."""
+    """A prefetched batch is the one that would have been sampled then, and priorities follow one batch later."""
     scene = Scene(tmp_path, **{"replay.samples_per_insert": 0.0, "replay.alpha": 1.0})
     scene.write(0, 50, priority=1e-9)
     scene.source = scene.make("cuda")

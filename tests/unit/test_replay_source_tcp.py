@@ -1,4 +1,4 @@
-"""The replay source over TCP: batches under way, counts on both sides, a shard server that goes and comes back."""
+"""The replay source over TCP: batches in flight, counts on both hosts, and a shard server that stops and returns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIELDS |= {"replay.transport": "tcp", "replay.lost_after_s": LONG_S, "engine": "
 
 
 class StillStation(Station):
-    """One that keeps in touch with nobody."""
+    """A station that reports nothing."""
 
     def __init__(self) -> None:
         pass
@@ -46,7 +46,7 @@ class StillStation(Station):
 
 
 class Scene:
-    """A source whose shards a hand writes and a thread serves; item n has n as its reward."""
+    """A source whose shards the test writes and a thread serves; item n has reward n."""
 
     def __init__(self, folder: Path, **fields: Any) -> None:
         session = folder / "session"
@@ -65,7 +65,7 @@ class Scene:
         self.source.admit()
 
     def open(self) -> None:
-        """Serves, at the address of the one before."""
+        """Serves at the address of the previous server."""
         file, plan = self.plan.server_file, self.plan
         address = file.read_text() if file.exists() else "tcp://127.0.0.1:0"
         server = ShardServer(plan.folder, plan.wire, plan.rule, address, secret_of(plan.folder))
@@ -93,7 +93,7 @@ class Scene:
         self.actors.note_inserted(shard, writer.head)
 
     def take(self) -> TransitionBatch:
-        """The next batch, as a learner gets it."""
+        """Returns the next batch, as a learner receives it."""
 
         def look() -> TransitionBatch | None:
             self.source.listen()
@@ -107,7 +107,7 @@ class Scene:
         return batch
 
     def drain(self) -> int:
-        """Takes all that the limiter allows; how many transitions."""
+        """Takes all batches that the limiter allows; returns the number of transitions."""
         drawn = 0
         while self.source.drafts or self.source.limiter.may_sample(BATCH):
             self.take()
@@ -165,7 +165,7 @@ def test_a_server_that_dies_is_waited_for_and_then_gone_on_with(make_scene: Call
     scene.write(0, 100)
     scene.take()
     scene.shut()
-    while scene.source.take(1) is not None:  # what was under way
+    while scene.source.take(1) is not None:  # batches that were in flight
         pass
     threading.Timer(0.2, scene.open).start()
     for _ in range(5):
@@ -177,7 +177,7 @@ def test_a_server_that_dies_is_waited_for_and_then_gone_on_with(make_scene: Call
 def test_without_any_host_it_waits_until_one_is_back(
     make_scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, late_s: float
 ) -> None:
-    """Also where a host is given up between two looks at it, of which the second comes late."""
+    """Also if the host is lost between two checks, of which the second is late."""
     is_ready = Draft.is_ready
     monkeypatch.setattr(Draft, "is_ready", lambda draft: (time.sleep(late_s), is_ready(draft))[1])
     scene = make_scene(**{"replay.samples_per_insert": 0.0})

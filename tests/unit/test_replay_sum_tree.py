@@ -13,13 +13,13 @@ from echelon.replay.layout import ReplayError
 from echelon.replay.sum_tree import FAN_OUT, MAX_TOP, SumTree
 
 Array = np.ndarray[Any, Any]
-# One level; one level to the brim; two, of which the upper is not full; three.
+# One level; one full level; two levels, the upper not full; three levels.
 CAPACITIES = (1, 7, MAX_TOP, MAX_TOP + 1, MAX_TOP * FAN_OUT + 3)
 seeds = st.integers(0, 2**32 - 1)
 
 
 def changed(tree: SumTree, rng: np.random.Generator, draw: Any) -> Array:
-    """The leaves after a few changes of both kinds, of which the tree was told too."""
+    """Applies a few changes of both kinds to the tree; returns the expected leaves."""
     leaves = np.zeros(tree.capacity)
     for _ in range(4):
         count = int(rng.integers(1, min(tree.capacity, 300) + 1))
@@ -31,7 +31,7 @@ def changed(tree: SumTree, rng: np.random.Generator, draw: Any) -> Array:
         else:
             indices = rng.integers(0, tree.capacity, count)
             tree.set(indices, values)
-            for index, value in zip(indices.tolist(), values.tolist(), strict=True):  # so the last one counts
+            for index, value in zip(indices.tolist(), values.tolist(), strict=True):  # so the last value is used
                 leaves[index] = value
     return leaves
 
@@ -73,7 +73,7 @@ def test_nothing_of_priority_0_is_found_whatever_the_rounding(
     )
     found = tree.find(prefix_sums)
     assert (leaves[found] > 0.0).all()
-    # And it is the right one, as far as rounding lets one tell.
+    # And it is the right item, up to rounding.
     slack = 1e-9 * sums[-1]
     clipped = np.clip(prefix_sums, 0.0, sums[-1])
     assert (sums[found] >= clipped - slack).all() and (sums[found] - leaves[found] <= clipped + slack).all()
@@ -127,5 +127,5 @@ def test_no_items_are_no_change() -> None:
     tree.set(np.array([], np.int64), np.array([]))
     tree.set_range(10, np.array([]))
     assert tree.total == 0.0
-    with pytest.raises(ReplayError, match="capacity of 1 or more"):
+    with pytest.raises(ReplayError, match="capacity=0"):
         SumTree(0)

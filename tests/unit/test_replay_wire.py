@@ -1,4 +1,4 @@
-"""Questions and answers about shards as bytes: what goes in comes out, and nothing else is understood."""
+"""The wire format of replay requests and replies: they survive the round trip, and malformed ones are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def words_of(frame: bytes | memoryview) -> Array:
 
 
 def answer_frames(num_items: int, news: tuple[int, int] = (0, 0), wire: ReplayWire = WIRE) -> list[bytes]:
-    """An answer about items 0, 1, … of the first shard, with so many news of each."""
+    """A reply with items 0, 1, … of the first shard, and `news` priorities of each shard."""
     words = np.array([0, 10, 5, 20, 2, 2 + news[0], 5, 5 + news[1]])
     first = words.tobytes() + np.ones(sum(news)).tobytes() + bytes([1] * num_items)
     rows = np.zeros(num_items, wire.layout.row)
@@ -46,27 +46,27 @@ class TestQuestions:
     def test_what_is_asked_is_understood(self, data: st.DataObject) -> None:
         numbers = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8)
         asked = question(data.draw(st.tuples(numbers, numbers)))
-        found = WIRE.understand([WIRE.question(asked)])
+        found = WIRE.unpack_request([WIRE.pack_request(asked)])
         assert found.counts.tolist() == [0, 1, 2, 3, 4] and found.since.tolist() == [-1, 5]
         assert [part.tolist() for part in found.numbers] == [part.tolist() for part in asked.numbers]
-        assert len(WIRE.question(asked)) <= WIRE.question_bytes
+        assert len(WIRE.pack_request(asked)) <= WIRE.question_bytes
 
     @given(st.binary(max_size=8 * (NUM_WORDS + 9) - 1))
     def test_anything_shorter_is_not(self, frame: bytes) -> None:
-        with pytest.raises(Refused, match="are no question"):
-            WIRE.understand([frame])
+        with pytest.raises(Refused, match="are not a request"):
+            WIRE.unpack_request([frame])
 
     @given(place=st.integers(0, 100), value=st.sampled_from([-(2**63), -1, 1, 17, MAX_COUNT, 2**63 - 1]))
     def test_a_changed_word_harms_nobody(self, place: int, value: int) -> None:
-        words = words_of(WIRE.question(question()))
+        words = words_of(WIRE.pack_request(question()))
         words[place % len(words)] = value
         with contextlib.suppress(Refused):
-            found = WIRE.understand([words.tobytes()])
+            found = WIRE.unpack_request([words.tobytes()])
             assert found.counts.min() >= 0 and found.counts.max() < MAX_COUNT
             assert sum(len(part) for part in found.numbers) == 3 and len(found.numbers) == len(found.since) == 2
 
     def test_what_breaks_the_rules_is_told_why(self) -> None:
-        good = words_of(WIRE.question(question()))
+        good = words_of(WIRE.pack_request(question()))
         lengths = NUM_WORDS + WIRE.num_counts + 2
 
         def changed(place: int, value: int) -> bytes:
@@ -75,28 +75,28 @@ class TestQuestions:
             return words.tobytes()
 
         for frame, reason in (
-            (good[:NUM_WORDS].tobytes(), "are no question"),
-            (changed(NUM_WORDS, -1), "its counts are no counts"),
-            (changed(NUM_WORDS + 3, MAX_COUNT), "its counts are no counts"),
-            (changed(lengths, -1), r"[-1, 1] items are announced and 3 named"),
-            (changed(lengths, 2**62), "items are announced and 3 named"),
-            (good[:-1].tobytes(), "[2, 1] items are announced and 2 named"),
-            (WIRE.question(question(numbers=(list(range(10)), list(range(10))))), "at most 16 may be"),
+            (good[:NUM_WORDS].tobytes(), "are not a request"),
+            (changed(NUM_WORDS, -1), "its counts are not between 0 and"),
+            (changed(NUM_WORDS + 3, MAX_COUNT), "its counts are not between 0 and"),
+            (changed(lengths, -1), r"announces [-1, 1] items and lists 3"),
+            (changed(lengths, 2**62), "items and lists 3"),
+            (good[:-1].tobytes(), "announces [2, 1] items and lists 2"),
+            (WIRE.pack_request(question(numbers=(list(range(10)), list(range(10))))), "at most 16 are allowed"),
         ):
             with pytest.raises(Refused, match=re.escape(reason)):
-                WIRE.understand([frame])
-        with pytest.raises(Refused, match="in 2 frames are no question"):
-            WIRE.understand([good.tobytes(), b""])
+                WIRE.unpack_request([frame])
+        with pytest.raises(Refused, match="in 2 frames are not a request"):
+            WIRE.unpack_request([good.tobytes(), b""])
 
     def test_services_of_other_shards_are_others(self) -> None:
         others = ReplayWire(WIRE.layout, [0, 1], RULE)
         assert WIRE.items.layout != others.items.layout and WIRE.news.layout != others.news.layout
 
     def test_an_announcement_whose_sum_overflows_is_refused(self) -> None:
-        words = words_of(WIRE.question(question()))
+        words = words_of(WIRE.pack_request(question()))
         words[NUM_WORDS + 6 : NUM_WORDS + 8] = 2**62, -(2**62) + 3
-        with pytest.raises(Refused, match="items are announced"):
-            WIRE.understand([words.tobytes()])
+        with pytest.raises(Refused, match="it announces"):
+            WIRE.unpack_request([words.tobytes()])
 
 
 class TestAnswers:
@@ -110,11 +110,11 @@ class TestAnswers:
     @pytest.mark.parametrize(
         ("frames", "reason"),
         [
-            ([b""], "0 bytes are no answer"),
+            ([b""], "0 bytes are not a reply"),
             (answer_frames(0), "do not hold the news"),
             ([answer_frames(3)[0][:-1], answer_frames(3)[1]], "do not hold the news"),
-            (answer_frames(3)[:1], "an answer of 1 frames does not hold 3 items"),
-            ([*answer_frames(3), b""], "an answer of 3 frames"),
+            (answer_frames(3)[:1], "a reply of 1 frames does not hold 3 items"),
+            ([*answer_frames(3), b""], "a reply of 3 frames"),
             ([answer_frames(3)[0], answer_frames(2)[1]], "bytes of rows are not 3 items"),
         ],
     )

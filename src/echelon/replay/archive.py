@@ -1,10 +1,10 @@
-"""The archive: the snapshots that go with the checkpoints of a run, one written at a time, the newest whole one kept.
+"""The archive: the replay snapshots of a run's checkpoints. One is written at a time; the newest complete one is kept.
 
-Who waits: nobody. The learner makes the cut and goes on; a thread writes, as the kernel may sleep long over the disk,
-and then removes what the new snapshot replaces. Writing, copying and checksums leave the interpreter to the learner. A
-checkpoint that comes while one is being written gets none. If the disk fails or is full, the half-written one is
-removed, the one before it stays, and `news` says so once; the next checkpoint tries again. If the process dies, the
-next one that is begun removes what it left. Needs only numpy.
+Who waits: no one. The learner makes the cut and continues. A thread writes the snapshot, because disk writes may block
+for long, and then removes the snapshots that it replaces. Writing, copying and checksums release the GIL. A checkpoint
+saved while a snapshot is being written gets no snapshot. If the disk fails or is full, the incomplete snapshot is
+removed, the previous one is kept, and `news` reports it once; the next checkpoint tries again. If the process dies, the
+next snapshot removes the incomplete one. Imports only numpy.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ NAME = re.compile(r"step_\d{12,}")
 
 
 class Archive:
-    """The folder of a run's snapshots, named as its checkpoints are. One process writes it."""
+    """The folder of a run's snapshots, which have the names of its checkpoints. Only one process writes it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.news: list[str] = []  # what went wrong; the caller shows and clears it
+        self.news: list[str] = []  # failures; the caller reports and clears them
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
         self._is_reported = False
 
     def newest_first(self) -> list[Path]:
-        """The snapshots that are there, unread; before anything is written."""
-        for aside in self.folder.glob("*.old"):  # somebody died between two renames
+        """Returns the paths of the existing snapshots, unchecked. Call it before anything is written."""
+        for aside in self.folder.glob("*.old"):  # a process died between two renames
             if not aside.with_suffix("").exists():
                 aside.rename(aside.with_suffix(""))
         found = [path for path in self.folder.glob("step_*") if NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: path.name, reverse=True)
 
     def check_fits(self, nbytes: int) -> None:
-        """Refuses a disk without room for snapshots of `nbytes`: the one before stays until the next is whole."""
+        """Raises ConfigError if the disk cannot hold two snapshots of `nbytes`: the old one is kept until the new one
+        is complete.
+        """
         there = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
         held = sum(path.stat().st_size for path in self.folder.rglob("*")) if there == self.folder else 0
         free = shutil.disk_usage(there).free + held
@@ -51,7 +53,7 @@ class Archive:
 
     @property
     def is_writing(self) -> bool:
-        """Whether one is being written; what became of it is known from the first False on."""
+        """Whether a snapshot is being written. The first False after a write also reports or raises its failure."""
         if self._writer is not None and not self._writer.is_alive():
             self._writer = None
             failure, self._failure = self._failure, None
@@ -64,7 +66,7 @@ class Archive:
         return self._writer is not None
 
     def begin(self, name: str, replay: Replay | Seen, limiter: Limiter) -> None:
-        """Begins to write what the replay holds now, unless another is being written."""
+        """Starts to write the current content of the replay, unless another snapshot is being written."""
         if self.is_writing:
             return
         snapshot = Snapshot(self.folder / name, replay, limiter)
@@ -76,19 +78,19 @@ class Archive:
             return
         if snapshot.nbytes > free:
             needed, left = f"{snapshot.nbytes / 1e6:,.1f} MB", f"{free / 1e6:,.1f} MB"
-            self._report(f"the replay needs {needed} in {self.folder}, where {left} are free. ")
+            self._report(f"the replay snapshot needs {needed} in {self.folder}, which has {left} free. ")
             return
         self._writer = threading.Thread(target=self._write, args=(snapshot,), name="replay snapshot", daemon=True)
         self._writer.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits for the one that is being written, at most `timeout_s`; whether it is done."""
+        """Waits up to `timeout_s` for the snapshot that is being written; returns whether none is being written now."""
         if self._writer is not None:
             self._writer.join(timeout_s)
         return not self.is_writing
 
     def _write(self, snapshot: Snapshot) -> None:
-        """The thread: writes, and removes all others."""
+        """Writes the snapshot and removes all others; runs in the thread."""
         try:
             for left in self.folder.glob("*.part"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -96,14 +98,14 @@ class Archive:
             for path in self.folder.glob("step_*"):
                 if path != snapshot.path:
                     shutil.rmtree(path, ignore_errors=True)
-        except Exception as error:  # raised or told where the caller looks
+        except Exception as error:  # `is_writing` reports or raises it
             self._failure = error
 
     def _report(self, what: str) -> None:
-        """Once, until one is written again."""
+        """Reports a failure, only once until a snapshot is written again."""
         if not self._is_reported:
             self.news.append(
-                f"{what}Training goes on; a resumed run gets the last snapshot that was written, if any. Free some "
-                "room, or lower replay.capacity."
+                f"{what}Training goes on; a resumed run gets the last snapshot that was written, if any. Free disk "
+                "space, or lower replay.capacity."
             )
         self._is_reported = True

@@ -1,6 +1,6 @@
-"""Stacked observations, each of their frames stored once.
+"""Stacked observations, with each frame stored once.
 
-Shapes: K environments, S frames of a stack.
+Shapes: K environments, S frames per stack.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ Array = np.ndarray[Any, Any]
 
 
 class FrameWriter:
-    """Puts the stacked observations of K environments, step by step, into a side ring of their actor's shard.
+    """Stores the stacked observations of K environments, step by step, in a side ring of their actor's shard.
 
-    An observation that continues the one before it (its frames but the last are those but the first) brings one new
-    frame; any other, as after a reset, brings those of its frames that differ from their neighbour. That is found by
-    comparing, so no word of the environment's is relied on. An item then holds the numbers of its frames.
+    An observation that continues its predecessor (its first S - 1 frames are the predecessor's last S - 1) adds one new
+    frame. Any other observation, for example after a reset, adds those of its frames that differ from the frame before
+    them in the stack. The frames are compared, so nothing depends on what the environment reports. An item then holds
+    the numbers of its frames.
     """
 
     def __init__(self, writer: ShardWriter, ring: str, num_envs: int) -> None:
@@ -33,15 +34,15 @@ class FrameWriter:
         self._numbers = np.full((num_envs, self._shape[0]), -1, np.int64)
 
     def store(self, stacks: Array) -> Array:
-        """The frame numbers (K, S) of one observation (K, S, ...) of every environment."""
+        """Stores one observation (K, S, ...) of every environment; returns the frame numbers (K, S)."""
         if stacks.shape != self._previous.shape or stacks.dtype != self._dtype:
             raise ReplayError(
-                f"{self._writer.shard.name}: stacks are {stacks.shape} of {stacks.dtype} where "
-                f"{self._previous.shape} of {self._dtype} is expected."
+                f"{self._writer.shard.name}: stacks are {stacks.shape} of {stacks.dtype}, expected "
+                f"{self._previous.shape} of {self._dtype}."
             )
         frames, previous = self._bytes(stacks), self._bytes(self._previous)
         follows = (self._numbers[:, 0] >= 0) & (frames[:, :-1] == previous[:, 1:]).all((1, 2))
-        shared = self._numbers[follows, 1 - self._shape[0]]  # the oldest frame that each would share
+        shared = self._numbers[follows, 1 - self._shape[0]]  # the oldest frame that each stack would share
         if len(shared) and not self._writer.is_kept(self._ring, int(shared.min()), self._numbers.size):
             follows[:] = False
         is_new = np.zeros(self._numbers.shape, np.bool_)
@@ -58,6 +59,6 @@ class FrameWriter:
         return numbers
 
     def _bytes(self, stacks: Array) -> Array:
-        """(K, S, words): compared as bits, so that a NaN equals itself."""
+        """Returns (K, S, words): frames are compared as bits, so that a NaN equals itself."""
         flat = np.ascontiguousarray(stacks).reshape(*self._numbers.shape, -1).view(np.uint8)
         return flat.view(np.uint64) if flat.shape[2] % 8 == 0 else flat

@@ -1,8 +1,8 @@
-"""How replay items lie in memory: rows of named fields, and rings of rows.
+"""The memory layout of replay items: rows of named fields, and rings of rows.
 
-An item is one *row* (a numpy record): its fields side by side, so that drawing it touches one or two cache lines and
-one call gathers a whole batch. A field that is a stack of frames is kept as the numbers of its frames in a *side ring*,
-where every frame lies once; so a row of a side ring may be shared by many items. Needs only numpy.
+An item is one *row* (a numpy record) with its fields side by side, so that reading it touches one or two cache lines
+and one call gathers a whole batch. A field that is a stack of frames holds the numbers of its frames in a *side ring*,
+where every frame is stored once; so many items may share a row of a side ring. Imports only numpy.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from echelon.errors import EchelonError
 from echelon.layout import aligned
 
 Array = np.ndarray[Any, Any]
-FRAME_SLACK = 1.05  # frames per item that a side ring has room for: one, and some for the first of every episode
+FRAME_SLACK = 1.05  # frames per item in a side ring: one, plus some for the first stack of every episode
 
 
 class ReplayError(EchelonError, ValueError):
-    """A replay buffer was given or asked for what cannot be; nothing in it was changed."""
+    """A call to a replay buffer was invalid; the buffer was not changed."""
 
 
 class NothingLeft(ReplayError):
-    """Every shard is empty, or lost with its host."""
+    """Every shard is empty, or its host is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class ItemField:
     """One named value of an item.
 
-    With `ring`, the row holds numbers of rows in that side ring. With `stack` too, the field is that many frames: given
-    as their numbers (stack,), read back as an array of `shape`.
+    With `ring`, the row holds numbers of rows in that side ring. With `stack` as well, the field is a stack of that
+    many frames: it is appended as frame numbers (stack,) and read back as an array of `shape`.
     """
 
     name: str
@@ -48,12 +48,12 @@ class ItemField:
             raise ReplayError(f"field {self.name} has dtype {self.dtype}; replay holds numbers and booleans only.")
         if self.stack and (not self.ring or self.shape[:1] != (self.stack,)):
             raise ReplayError(
-                f"field {self.name} of shape {self.shape} is no stack of {self.stack} over its first axis."
+                f"field {self.name} of shape {self.shape} is not a stack of {self.stack} over its first axis."
             )
 
     @property
     def in_row(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Shape and dtype of what lies in the row."""
+        """The shape and dtype of the field in the row."""
         return ((self.stack,), np.dtype(np.int64)) if self.stack else (self.shape, self.dtype)
 
     def to_json(self) -> list[Any]:
@@ -61,7 +61,7 @@ class ItemField:
 
 
 def row_type(fields: Mapping[str, tuple[tuple[int, ...], Any]]) -> np.dtype[Any]:
-    """The record of fields (name: shape and dtype), each aligned to what its dtype needs."""
+    """Returns the record dtype of `fields` (name: shape and dtype), each aligned as its dtype requires."""
     return np.dtype([(name, dtype, tuple(shape)) for name, (shape, dtype) in fields.items()], align=True)
 
 
@@ -92,7 +92,8 @@ class ShardLayout:
         names = [f.name for f in self.fields]
         if self.capacity < 1 or not names or len(set(names)) < len(names):
             raise ReplayError(
-                f"a shard of {self.capacity} items with fields {names} cannot be: give it room and names."
+                f"a shard of {self.capacity} items with fields {names} is invalid: it needs a capacity of 1 or more "
+                "and at least one field, with unique names."
             )
         unknown = {f.ring for f in self.fields if f.ring} - {ring.name for ring in self.rings}
         if unknown:
@@ -101,7 +102,7 @@ class ShardLayout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The bytes of every part of the segment, in order."""
+        """The size in bytes of every part of the segment, in order."""
         num_words = 3 + len(self.rings)  # head, reserve, tail, and the rows reserved in each side ring
         sizes = {"words": 8 * num_words, "rows": self.capacity * self.row.itemsize, "initial": 8 * self.capacity}
         sizes |= {f"oldest.{ring.name}": 8 * self.capacity for ring in self.rings}
@@ -112,7 +113,7 @@ class ShardLayout:
         return sum(aligned(size) for size in self.sizes.values())
 
     def parts(self, memory: Array) -> dict[str, Array]:
-        """The bytes of every part."""
+        """Returns a view of every part of `memory`."""
         parts, offset = {}, 0
         for name, size in self.sizes.items():
             parts[name] = memory[offset : offset + size]
@@ -120,7 +121,7 @@ class ShardLayout:
         return parts
 
     def block(self, size: int) -> ItemBlock:
-        """Room for `size` items."""
+        """Returns an uninitialized block for `size` items."""
         stacks = {f.name: np.empty((size, *f.shape), f.dtype) for f in self.fields if f.stack}
         return ItemBlock(np.empty(size, self.row), stacks)
 
@@ -134,7 +135,7 @@ class ShardLayout:
 
 @dataclass(frozen=True, slots=True)
 class ItemBlock:
-    """A batch of items in memory of our own: rows, and stacks of frames as arrays."""
+    """A batch of items in private memory: rows, and stacks of frames as arrays."""
 
     rows: Array  # (n,) records
     stacks: dict[str, Array]  # (n, *shape)
@@ -144,7 +145,7 @@ class ItemBlock:
 
     @property
     def fields(self) -> dict[str, Array]:
-        """Every field (n, ...); those of the row are strided views."""
+        """Every field (n, ...); the fields in the row are strided views."""
         return {name: self.rows[name] for name in self.rows.dtype.names or ()} | self.stacks
 
 
@@ -154,10 +155,10 @@ def item_layout(
     stacks: Mapping[str, str] | None = None,
     num_frames: int = 0,
 ) -> ShardLayout:
-    """A shard of items with `fields` (name: shape and dtype).
+    """Returns the layout of a shard of items with `fields` (name: shape and dtype).
 
-    `stacks` says which of them are stacks of frames over their first axis, and in which side ring their frames lie;
-    `num_frames` is the room there (0: by `FRAME_SLACK`).
+    `stacks` maps each field that is a stack of frames over its first axis to the side ring that stores its frames;
+    `num_frames` is the capacity of a side ring (0: derived from `FRAME_SLACK`).
     """
     rings: dict[str, SideRing] = {}
     items = []
@@ -176,9 +177,9 @@ def item_layout(
 
 
 def spans(start: int, stop: int, capacity: int) -> Iterator[tuple[slice, slice]]:
-    """Where the rows numbered from `start` to before `stop` lie in a ring, and which of them those are.
+    """Yields, for the rows `start` to `stop` (exclusive), their slots in a ring and their positions in the range.
 
-    That is one piece, or two at the seam.
+    There are two pieces where the range wraps around the end of the ring, otherwise one.
     """
     done = start
     while done < stop:

@@ -1,21 +1,21 @@
-"""The limiter: keeps the samples drawn per item inserted within a band, on both sides, in shared memory.
+"""The rate limiter: keeps the number of samples per inserted item within a band, in shared memory.
 
-Counted from `min_size` items on, the *balance* is samples_per_insert * items inserted - items drawn or written off. An
-actor may append while the balance stays at or below +tolerance, a learner may draw while it stays at or above
--tolerance; below `min_size` everybody appends and nobody draws. Words, one cache line each: `inserted` of a shard is
-its head, written by its actor; `sampled` of a learner counts the items that it drew, `written_off` those that were due
-for items that are gone, both written by that learner.
+Counted from `min_size` items on, the *balance* is samples_per_insert * items inserted - items sampled or written off.
+An actor may append while the balance stays at or below +tolerance; a learner may sample while it stays at or above
+-tolerance. Below `min_size`, actors append freely and learners do not sample. Shared words, one cache line each:
+`inserted` of a shard is its head, written by its actor; `sampled` of a learner counts the items it sampled, and
+`written_off` the samples that were due for evicted items, both written by that learner.
 
-Who waits: an actor on the `insert` bell, which `note_sampled` rings; a learner on the `sample` bell, which
-`note_inserted` rings. Both waits end with their time, so that a role keeps its heartbeat. If an actor dies, its count
-stays and the others append in its place; if a learner dies, the actors run on to the end of the band and wait for its
-successor. Those who look at the same moment may pass together: the band is overrun by at most one append of each actor,
-or one batch of each learner.
+Who waits: an actor waits on the `insert` bell, which `note_sampled` rings; a learner waits on the `sample` bell, which
+`note_inserted` rings. Both waits have a timeout, so that a role keeps its heartbeat. If an actor dies, its count stays
+and the other actors append in its place; if a learner dies, the actors append up to the end of the band and wait for
+its successor. Several processes may pass a check simultaneously: the band is then exceeded by at most one append per
+actor, or one batch per learner.
 
-Every host has these words. The counts of other hosts come with the messages between a learner and their shard servers
-(`note_inserted`, `note_spent`), and are written by whoever receives them; a count that comes late makes either side
-more careful, or lets it run on by what is under way. Both sleep on their connections as well, so an append rings the
-doorbells of those who `listen`. Needs only numpy.
+Every host has these words. The counts of other hosts arrive with the messages between a learner and their shard
+servers, and the receiver writes them (`note_inserted`, `note_spent`). A late count makes one side wait longer, or lets
+it exceed the band by what is in flight. Learners and shard servers also sleep on their connections, so an append rings
+the doorbells of those that called `listen`. Imports only numpy.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from echelon.transport.futex import Word
 from echelon.transport.shared_memory import Doorbell
 
 Array = np.ndarray[Any, Any]
-ROUNDING = 1e-3  # samples: the balance is a float, and a band just wide enough must not close by it
+ROUNDING = 1e-3  # samples: the balance is a float, and its rounding must not close a band that is just wide enough
 
 
 @dataclass(frozen=True, slots=True)
 class LimiterRule:
-    """The band, and what moves within it."""
+    """The band of the limiter, and the sizes of the steps that move the balance."""
 
     samples_per_insert: float  # 0: no band, only min_size
-    min_size: int  # items inserted before the first is drawn
+    min_size: int  # items inserted before the first is sampled
     capacity: int  # items, over all shards
-    batch: int  # the most items that a learner draws at once
-    chunk: int  # the most items that an actor appends at once
+    batch: int  # the most items that a learner samples in one call
+    chunk: int  # the most items that an actor appends in one call
     num_shards: int = 1
     num_learners: int = 1
-    tolerance: float = 0.0  # samples; 0: so that every actor and every learner has room for one step
+    tolerance: float = 0.0  # samples; 0: enough for one step of every actor and every learner
 
     def __post_init__(self) -> None:
         ratio, least = self.samples_per_insert, self.batch + self.chunk * self.samples_per_insert
         if not (ratio >= 0.0 and np.isfinite(ratio)) or min(self.batch, self.chunk) < 1:
             raise ConfigError(
                 f"replay.samples_per_insert={ratio} with batches of {self.batch} and appends of {self.chunk}: the "
-                "ratio must be 0 (no limit) or more, and the others 1 or more."
+                "ratio must be 0 (no limit) or more, and the sizes 1 or more."
             )
         if max(self.min_size, self.batch, self.chunk) > self.capacity:
             raise ConfigError(
@@ -67,26 +67,26 @@ class LimiterRule:
             )
         if self.tolerance and ratio and 2.0 * self.tolerance < least:
             raise ConfigError(
-                f"replay: a tolerance of {self.tolerance:g} samples must deadlock: the band is {2 * self.tolerance:g} "
-                f"wide, a batch takes {self.batch} from the balance and an append of {self.chunk} items gives it "
-                f"{self.chunk * ratio:g}, so there are balances from which neither fits. Set it to {least / 2:g} or "
-                "more, or lower replay.batch or replay.samples_per_insert."
+                f"replay: a tolerance of {self.tolerance:g} samples would deadlock: the band is {2 * self.tolerance:g} "
+                f"wide, a batch lowers the balance by {self.batch} and an append of {self.chunk} items raises it by "
+                f"{self.chunk * ratio:g}, so at some balances neither fits. Set it to {least / 2:g} or more, or lower "
+                "replay.batch or replay.samples_per_insert."
             )
 
     @property
     def num_counts(self) -> int:
-        """What is counted: insertions into every shard, then draws and then write-offs of every learner."""
+        """The number of counts: insertions of every shard, then samples, then write-offs of every learner."""
         return self.num_shards + 2 * self.num_learners
 
     @property
     def room(self) -> float:
-        """How far the balance may go to either side."""
+        """How far the balance may deviate from 0."""
         every_step = self.batch * self.num_learners + self.chunk * self.samples_per_insert * self.num_shards
         return (self.tolerance or every_step) + ROUNDING
 
 
 class Limiter:
-    """The counts of one run, as every actor and every learner sees them."""
+    """The counts of one run, shared by every actor and learner of this host."""
 
     def __init__(self, rule: LimiterRule, memory: Array | None = None, folder: Path | None = None) -> None:
         self.rule, self._folder = rule, folder
@@ -101,12 +101,12 @@ class Limiter:
 
     @staticmethod
     def size(rule: LimiterRule) -> int:
-        """Two bells, the counts, and who listens: every learner, the shard server."""
+        """Returns the size in bytes: two bells, the counts, and flags of listening learners and shard server."""
         return (2 + rule.num_counts + rule.num_learners + 1) * ALIGNMENT
 
     @classmethod
     def at(cls, folder: Path, rule: LimiterRule) -> Limiter:
-        """The limiter of a run; whoever comes first makes it."""
+        """Opens the limiter of a run; the first process creates it."""
         return cls(rule, join(folder / "limiter", cls.size(rule)), folder)
 
     @property
@@ -123,7 +123,7 @@ class Limiter:
 
     @property
     def balance(self) -> float:
-        """The samples that are due, by the items inserted; negative: that were drawn too early."""
+        """The samples that are due for the inserted items; negative if more were taken than due."""
         return self.rule.samples_per_insert * (self.inserted - self.rule.min_size) - int(self._spent.sum())
 
     # The actor's side.
@@ -135,18 +135,18 @@ class Limiter:
         return self.balance + rule.samples_per_insert * count <= rule.room
 
     def wait_to_insert(self, count: int, timeout_s: float) -> bool:
-        """Sleeps until `count` items may be appended, at most `timeout_s`; whether they may."""
+        """Waits up to `timeout_s` until `count` items may be appended; returns whether they may."""
         if count > self.rule.chunk:
             raise ReplayError(
-                f"replay limiter: an append of {count} items, where at most {self.rule.chunk} were declared, could "
-                "wait forever. Append fewer at once."
+                f"replay limiter: an append of {count} items could wait forever, because at most {self.rule.chunk} "
+                "were declared. Append fewer items per call."
             )
         return self._wait(self._insert_bell, lambda: self.may_insert(count), timeout_s)
 
     def note_inserted(self, shard: int, head: int) -> None:
-        """The shard's actor appended: its head is now `head`."""
+        """Records that the actor of `shard` appended items up to `head`, and wakes the learners."""
         self._inserted[shard] = head
-        self._sample_bell.value = (head * len(self._inserted) + shard) & 0x7FFFFFFF  # another value at every ring
+        self._sample_bell.value = (head * len(self._inserted) + shard) & 0x7FFFFFFF  # a new value for every ring
         self._sample_bell.wake()
         listening = self._listening.tolist()
         if 1 in listening:
@@ -163,21 +163,24 @@ class Limiter:
         return rule.samples_per_insert == 0.0 or self.balance - count >= -rule.room
 
     def wait_for_items(self, may: Callable[[], bool], timeout_s: float) -> bool:
-        """Sleeps until `may` says yes, at most `timeout_s`; it is asked again whenever somebody has appended."""
+        """Waits up to `timeout_s` until `may()` is True, evaluated again after every append; returns its result."""
         return self._wait(self._sample_bell, may, timeout_s)
 
     def note_sampled(self, learner: int, count: int) -> None:
-        """The learner drew `count` items."""
+        """Records that `learner` sampled `count` items, and wakes the actors."""
         self.note_spent(learner, int(self._sampled[learner]) + count)
 
     def write_off(self, learner: int) -> None:
-        """Nothing is due any longer: the items that it was due for are gone, and others must be appended first."""
+        """Writes off the outstanding samples: their items were evicted, and new items must be appended first."""
         if self.balance > 0.0:
             total = int(self._written_off[learner]) + math.ceil(self.balance)
             self.note_spent(self.rule.num_learners + learner, total)
 
     def note_spent(self, place: int, total: int) -> None:
-        """The count at `place`, those drawn by every learner before those that it wrote off, is `total` by now."""
+        """Sets the count at `place` to `total`, and wakes the actors.
+
+        Places number the samples of every learner first, then the write-offs of every learner.
+        """
         self._spent[place] = total
         self._insert_bell.value = (total * len(self._spent) + place) & 0x7FFFFFFF
         self._insert_bell.wake()
@@ -197,11 +200,11 @@ class Limiter:
     # Between hosts.
 
     def counts(self) -> Array:
-        """What is known here, in the order of `LimiterRule.num_counts`."""
+        """Returns the counts known on this host, in the order of `LimiterRule.num_counts`."""
         return self._counts.copy()
 
     def listen(self, learner: int | None) -> Doorbell:
-        """The doorbell of this learner, or of the host's shard server (None): every append here rings it from now."""
+        """Returns the doorbell of `learner`, or of the host's shard server (None); from now on appends here ring it."""
         listener = self.rule.num_learners if learner is None else learner
         doorbell = self._doorbell(listener)
         self._listening[listener] = 1
@@ -220,10 +223,13 @@ class Limiter:
         return {name: words.tolist() for name, words in counts.items()}
 
     def load(self, state: dict[str, list[int]]) -> None:
-        """Before anybody counts on: there must be as many shards; learners, of whom only the sums count, may change."""
+        """Restores the counts of a checkpoint. Call it before any actor or learner changes a count.
+
+        The number of shards must be the same. The number of learners may differ, because only their sums matter.
+        """
         if len(state["inserted"]) != len(self._inserted):
             raise ConfigError(
-                f"replay limiter: the checkpoint counts {len(state['inserted'])} shards, where this run has "
+                f"replay limiter: the checkpoint has {len(state['inserted'])} shards, but this run has "
                 f"{len(self._inserted)}."
             )
         others = [0] * (self.rule.num_learners - 1)

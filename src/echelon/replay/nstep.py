@@ -1,11 +1,12 @@
 """n-step transitions from the steps of K environments.
 
-A transition starts at a step and spans m steps of one episode: n of them, or fewer where the episode ends. Its reward
-is the discounted sum of the m, and its discount gamma**m, or 0 where the episode terminated; a truncated one keeps its
-discount and bootstraps from its true last observation. The step that only resets (`valid` is 0) is part of none. Where
-an environment begins anew without an end, as one that is replaced after an error, its open transitions are dropped.
+A transition starts at a step and spans m steps of one episode: n steps, or fewer where the episode ends. Its reward is
+the discounted sum over the m steps. Its discount is gamma**m, or 0 where the episode terminated; a transition of a
+truncated episode keeps its discount and bootstraps from the true last observation. A step that only resets (`valid` is
+0) belongs to no transition. If an environment starts again without an end of its episode, for example because it was
+replaced after an error, its open transitions are dropped.
 
-Shapes: K environments, n steps of the window, M transitions that are complete.
+Shapes: K environments, n steps of the window, M completed transitions.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Transitions:
-    """Complete transitions, the older of an environment before the younger."""
+    """Completed transitions; those of one environment are ordered from oldest to newest."""
 
-    start: dict[str, Array]  # (M, ...) what was given with the step that each starts at
-    reward: Array  # (M,) float32; infinite where finite rewards have a sum beyond what it holds
+    start: dict[str, Array]  # (M, ...) the values passed with the first step of each transition
+    reward: Array  # (M,) float32; infinite where the sum of finite rewards overflows
     discount: Array  # (M,) float32
-    envs: Array  # (M,) whose each is: what was observed last is row `envs` of the newest observation
+    envs: Array  # (M,) the environment of each; its last observation is row `envs` of the newest observation
 
 
 class NStep:
@@ -37,7 +38,8 @@ class NStep:
     def __init__(self, num_envs: int, num_steps: int, discount: float) -> None:
         if num_steps < 1 or not 0.0 <= discount <= 1.0:
             raise ReplayError(
-                f"n-step returns of {num_steps} steps with discount {discount}: use 1 or more, and 0 to 1."
+                f"n-step returns of {num_steps} steps with discount {discount}: use 1 or more steps, and a discount "
+                "from 0 to 1."
             )
         self._n = num_steps
         self._powers = discount ** np.arange(num_steps + 1)
@@ -48,10 +50,10 @@ class NStep:
         self._t = 0
 
     def push(self, start: Mapping[str, Array], reward: Array, ends: tuple[Array, Array], valid: Array) -> Transitions:
-        """Takes in one step and returns the transitions that it completes.
+        """Adds one step and returns the transitions that it completes.
 
-        `start` (K, ...) is what a transition keeps of its first step: observation, action, values; `ends` are
-        `terminated` and `truncated`, and all are of that step, as the rows of a trajectory hold them.
+        `start` (K, ...) holds what a transition keeps of its first step: observation, action, values. `ends` are
+        `terminated` and `truncated`. All arguments belong to the same step, as in a row of a trajectory.
         """
         terminated, truncated = ends
         is_open, length, row = self._is_open, self._length, self._t % self._n
@@ -80,5 +82,5 @@ class NStep:
         )
 
     def clear(self) -> None:
-        """Forgets the open transitions."""
+        """Drops the open transitions."""
         self._is_open[:] = False

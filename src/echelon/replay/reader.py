@@ -1,4 +1,4 @@
-"""The learner's side of a shard: reading items in place, and the column of newest priorities. Needs only numpy."""
+"""The learner's side of a shard: readers of its items, and the column of newest priorities. Imports only numpy."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Array = np.ndarray[Any, Any]
 
 
 class PriorityColumn:
-    """The newest priorities of a shard's items, written by the learner that owns the shard, in a segment of its own.
+    """The newest priorities of a shard's items, in a separate segment that the learner owning the shard writes.
 
-    `fed` counts the items that the learner has seen: below it the priorities here count, from it on the actor's. So a
-    learner that is started again rebuilds its tree from it; where its predecessor died while it was taking in new
-    items, `fed` has not moved, and the slots that it wrote belong to items that are gone.
+    `fed` counts the items that the learner has added to its tree: below `fed` the priorities in this column are valid,
+    from `fed` on the actor's initial priorities. A restarted learner rebuilds its tree from the column. If its
+    predecessor died while it added new items, `fed` has not moved, and the slots it wrote belong to evicted items.
 
-    For a shard of another host it also keeps which shard that is (`birth`): one that was made anew there counts from 0
-    again, so that what it has is numbered here from `offset` on, a multiple of the capacity, and what had been inserted
-    before (`past`) is counted on.
+    For a shard of another host the column also identifies the shard (`birth`). A shard that was created again counts
+    from 0, so its items are numbered here from `offset` on, a multiple of the capacity, and the number of items that
+    had been inserted before (`past`) is added to its count.
     """
 
     def __init__(self, capacity: int, memory: Array | None = None) -> None:
@@ -61,49 +61,52 @@ class PriorityColumn:
         return self._words[3]
 
     def renew(self, birth: int, offset: int, past: int) -> None:
-        """The shard is another one from now on."""
+        """Records that a new shard has replaced the old one."""
         self._words[2], self._words[3] = offset, past
-        self._words[1] = birth  # last: a successor that finds the old one does it again
+        self._words[1] = birth  # last: a successor that finds the old birth repeats the call
 
 
 class Read(Protocol):
-    """Items that were asked for and are being fetched, or lie where they can be read at once."""
+    """Requested items that are being fetched, or that can be read in place."""
 
     def is_ready(self) -> bool:
-        """Whether `into` waits for nobody."""
+        """Returns whether `into` returns without waiting."""
         ...
 
     def into(self, block: ItemBlock) -> Array:
-        """Copies the items into `block`, once; True for those that are whole. Raises PeerLost with their host."""
+        """Copies the items into `block`; call it once. Returns True for each item that is whole.
+
+        Raises PeerLost if their host is lost.
+        """
         ...
 
 
 class Reader(Protocol):
-    """What a learner needs of a shard, wherever that lies. `window` raises PeerLost while its host is lost."""
+    """A learner's access to a shard on any host. `window` raises PeerLost while the host is lost."""
 
     name: str
     layout: ShardLayout
     column: PriorityColumn
 
     def window(self) -> tuple[int, int]:
-        """The numbers of the items that are there: from the first to before the last."""
+        """Returns the range of stored item numbers: the first, and one past the last."""
         ...
 
     def initial(self, start: int, stop: int) -> Array:
-        """The actor's priorities of the items from `start` to before `stop`; torn where `window` passed them."""
+        """Returns the actor's priorities of items `start` to `stop` (exclusive); invalid for evicted items."""
         ...
 
     def ask(self, numbers: Array) -> Read:
-        """Asks for the items of `numbers`."""
+        """Requests the items with these `numbers`; `send` sends the request."""
         ...
 
     def send(self) -> None:
-        """What was asked for goes on its way; readers of one host share it."""
+        """Sends the requests made with `ask`; the readers of one host share one message."""
         ...
 
 
 class ReadInPlace(NamedTuple):
-    """Items of a shard in the same memory: they are copied when they are wanted."""
+    """Items of a shard on this host; `into` copies them from shared memory."""
 
     reader: ShardReader
     numbers: Array
@@ -116,7 +119,7 @@ class ReadInPlace(NamedTuple):
 
 
 class ShardReader:
-    """The learner's side of a shard in the same memory."""
+    """The learner's side of a shard on this host."""
 
     def __init__(self, shard: Shard, column: PriorityColumn | None = None) -> None:
         self.shard, self.layout, self.name = shard, shard.layout, shard.name
@@ -138,10 +141,10 @@ class ShardReader:
         return ReadInPlace(self, numbers)
 
     def send(self) -> None:
-        """Nothing travels."""
+        """Does nothing: items on this host are read in place."""
 
     def read(self, numbers: Array, block: ItemBlock) -> Array:
-        """Copies the items of `numbers` into `block`; True for those that are whole."""
+        """Copies the items with these `numbers` into `block`; returns True for each item that is whole."""
         shard = self.shard
         shard.items.gather(numbers, block.rows)
         for f, index in self._references:
@@ -152,7 +155,7 @@ class ShardReader:
         return self.whole(numbers, block.rows)
 
     def whole(self, numbers: Array, rows: Array) -> Array:
-        """True for the items of `numbers` that were whole when they, and what they refer to, were copied to `rows`."""
+        """Returns True for each item that, with the rows it refers to, was not overwritten before it was copied."""
         words = self.shard.words
         whole: Array = numbers >= words[RESERVE] - self.layout.capacity
         for f, index in self._references:
@@ -161,7 +164,7 @@ class ShardReader:
         return whole
 
     def read_side(self, ring: str, numbers: Array) -> Array:
-        """The rows of `numbers` in a side ring; where it matters whether they tore, `read` of their items says so."""
+        """Returns rows of a side ring, unchecked: `read` of the items that refer to them finds torn rows."""
         index = next(i for i, side in enumerate(self._rings) if side.name == ring)
         rows = np.empty(len(numbers), self._rings[index].row)
         self.shard.sides[index].gather(numbers, rows)
@@ -169,16 +172,17 @@ class ShardReader:
 
 
 class Seen:
-    """The shards of several learners, as far as each has taken its own in: for the one that counts or saves them all.
+    """A read-only view of the shards of several learners, for the learner that counts or saves all of them.
 
-    It changes nothing, so it stands beside the learners' own replays.
+    It covers the items that each owning learner has added to its tree. It changes nothing, so it can be used while the
+    learners use their replays.
     """
 
     def __init__(self, readers: Sequence[ShardReader], alpha: float) -> None:
         self.readers, self.alpha, self.layout = list(readers), alpha, readers[0].layout
 
     def window(self, shard: int) -> tuple[int, int]:
-        """The numbers of the items of `shard` that can be drawn: from the first to before the last."""
+        """Returns the range of item numbers of `shard` that can be sampled: the first, and one past the last."""
         reader = self.readers[shard]
         tail, fed = reader.window()[0], reader.column.fed
         return min(tail, fed), fed

@@ -1,17 +1,18 @@
 """Shards of another host: a learner reads them through one connection to that host's shard server.
 
-`Link` is the connection, with a `Reader` for each of its shards. What is drawn goes out as one question and comes back
-as one answer while the learner does something else. A question for news is always under way, so `window` looks at what
-has come and waits for nobody. Every question carries the limiter's counts from here, every answer the heads from there.
+`Link` is the connection, with a `Reader` for each shard. The items of a draw are requested in one message and arrive in
+one reply while the learner does other work. A request for news (new items and their priorities) is always in flight, so
+`window` uses the replies received so far and never waits. Every request carries this host's limiter counts, every reply
+the heads of the other host's shards.
 
-Who waits: the learner, in `RemoteWait`, or for items that it wants at once. What bounds it: what it has asked for and
-not read. Questions that are not answered are asked again. If the server dies, its successor at the same address answers
-them; after `lost_after_s` of silence the host is lost, its readers raise PeerLost, and it is
-asked on, once a second, whether it is back. The newest priorities lie in columns here, so a learner that is started
-again rebuilds its tree as it does for shards of its own host. A host that comes back without its memory has new shards,
-whose items are numbered on; its actors then count from 0, and may insert more for a while.
+Who waits: the learner, in `RemoteWait` or in `RemoteRead.into` for items that have not arrived. What bounds it: the
+items that the learner has requested and not read. Unanswered requests are repeated. If the server dies, its successor
+at the same address answers them. After `lost_after_s` of silence the host is lost and its readers raise PeerLost; the
+request for news is repeated once a second until the host is back. The newest priorities are stored in columns on this
+host, so a restarted learner rebuilds its tree as it does for local shards. A host that comes back without its memory
+has new shards; their items continue the numbering here. Its actors count from 0 and may insert more for a while.
 
-Needs nothing heavier than numpy and pyzmq.
+Imports nothing heavier than numpy and pyzmq.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from echelon.replay.wire import ReplayReply, ReplayRequest, ReplayWire
 from echelon.transport.channel_client import MAX_REPEAT_S, Client, PendingRequest
 
 Array = np.ndarray[Any, Any]
-QUEUED_MESSAGES = 64  # more than a learner has under way
+QUEUED_MESSAGES = 64  # more than a learner has in flight
 
 
 @dataclass(slots=True, eq=False)
 class PendingItems:
-    """Items under way, and what came of them."""
+    """Requested items of one host, and their reply."""
 
     numbers: list[Array]  # per shard of the host
-    request: PendingRequest | None = None  # once it is sent
+    request: PendingRequest | None = None  # None until it is sent
     answer: ReplayReply | None = None
-    lost: str = ""  # why there will be no answer
+    lost: str = ""  # why there will be no reply
 
 
 class RemoteRead:
-    """Items of one shard, under way from another host."""
+    """Requested items of one shard of another host."""
 
     __slots__ = ("_birth", "_link", "_place", "_wanted")
 
@@ -63,7 +64,7 @@ class RemoteRead:
         if self._wanted.answer is None:
             raise PeerLost(self._wanted.lost)
         whole = self._wanted.answer.into(self._place, block)
-        # The shard was made anew since they were asked for: what has these numbers there are other items.
+        # If the shard was created again since the request, these numbers now belong to other items.
         return whole if self._wanted.answer.birth == self._birth else np.zeros_like(whole)
 
 
@@ -75,7 +76,7 @@ class RemoteReader:
         self.layout: ShardLayout = link.wire.layout
         self.index = link.wire.shards[place]
         self.name = f"replay shard {self.index} at {link.address}"
-        # The first item that is there, and the one after the last whose priority came.
+        # The first stored item, and one past the last item whose priority has arrived.
         self.tail = self.known = max(column.fed, column.offset)
         self._initial = np.zeros(self.layout.capacity)
 
@@ -95,10 +96,10 @@ class RemoteReader:
     def send(self) -> None:
         self.link.send()
 
-    def hear(self, answer: ReplayReply, inserted: int) -> int:
-        """Takes in what an answer says of this shard; returns how many items count as inserted, `inserted` so far.
+    def apply(self, answer: ReplayReply, inserted: int) -> int:
+        """Applies a reply to this shard; returns the number of inserted items, which was `inserted` before.
 
-        Those are the ones whose priorities came: the limiter lets a learner draw no sooner than it can.
+        Only items whose priorities have arrived count: the limiter must not admit a sample before it can be drawn.
         """
         column, tail = self.column, int(answer.windows[self.place, 0])
         if answer.birth != column.birth:
@@ -125,14 +126,14 @@ class Link:
         secret: str | None = None,
         lost_after_s: float = 10.0,
     ) -> None:
-        """Connects in the background; `arrive` waits until the server has answered.
+        """Connects in the background; `arrive` waits until the server has replied.
 
-        `columns` are for the shards of the host that are this learner's; None: another learner reads it.
+        `columns` has one entry per shard of the host; None where another learner reads the shard.
         """
         self.address, self.wire, self.limiter, self.lost_after_s = address, wire, limiter, lost_after_s
         self.readers = [RemoteReader(self, place, column) for place, column in enumerate(columns) if column is not None]
-        self.lost = ""  # why the host is lost, while it is
-        self._wanted: list[PendingItems] = []  # under way
+        self.lost = ""  # why the host is lost; empty while it is not
+        self._wanted: list[PendingItems] = []  # in flight
         self._gathering: PendingItems | None = None
         self._counts = limiter.counts()
         self._client = Client("the shard server", address, secret, wire.answer_bytes, queued=QUEUED_MESSAGES)
@@ -144,7 +145,7 @@ class Link:
         return self._client.has_heard
 
     def arrive(self, timeout_s: float) -> None:
-        """Waits for the first answer; TransportTimeout after `timeout_s`."""
+        """Waits for the first reply; raises TransportTimeout after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while not self.has_heard:
             if time.monotonic() >= deadline:
@@ -154,17 +155,17 @@ class Link:
                 )
             self.poll(0.05)
 
-    # What is asked.
+    # Requests.
 
     def ask(self, place: int, numbers: Array, birth: int) -> Read:
-        """Adds items of the shard of that `birth` at `place` to what `send` will ask for."""
+        """Adds items of the shard at `place`, which has that `birth`, to the next request."""
         if self._gathering is None:
             self._gathering = PendingItems(self._none())
         self._gathering.numbers[place] = numbers
         return RemoteRead(self, self._gathering, place, birth)
 
     def send(self) -> None:
-        """Sends what was asked for since the last time, as one question."""
+        """Sends everything added since the last call, as one request."""
         wanted, self._gathering = self._gathering, None
         if wanted is None:
             return
@@ -172,76 +173,76 @@ class Link:
             wanted.lost = self.lost
             return
         self._wanted.append(wanted)
-        wanted.request = self._client.ask(self.wire.items, lambda: [self._question(wanted.numbers)])
+        wanted.request = self._client.ask(self.wire.items, lambda: [self._request_frame(wanted.numbers)])
 
     def send_counts(self) -> None:
-        """Sends the limiter's counts, if they changed since they last went out."""
+        """Sends the limiter's counts, if they have changed since they were last sent."""
         if not np.array_equal(self.limiter.counts(), self._counts):
-            self._client.post(self.wire.news, [self._question(self._none())])
+            self._client.post(self.wire.news, [self._request_frame(self._none())])
 
     def _none(self) -> list[Array]:
         return [np.empty(0, np.int64)] * len(self.wire.shards)
 
     def _ask_for_news(self) -> PendingRequest:
-        def question() -> list[memoryview]:
+        def request() -> list[memoryview]:
             since = np.full(len(self.wire.shards), -1)
             if self.has_heard:
                 for reader in self.readers:
                     since[reader.place] = reader.known - reader.column.offset
-            return [self._question(self._none(), since)]
+            return [self._request_frame(self._none(), since)]
 
-        return self._client.ask(self.wire.news, question)
+        return self._client.ask(self.wire.news, request)
 
-    def _question(self, numbers: list[Array], since: Array | None = None) -> memoryview:
-        """With the counts as they are now, however often it is sent."""
+    def _request_frame(self, numbers: list[Array], since: Array | None = None) -> memoryview:
+        """Returns a request frame with the current counts; it is built again for every repetition."""
         self._counts = self.limiter.counts()
         since = np.full(len(self.wire.shards), -1) if since is None else since
-        return self.wire.question(ReplayRequest(self._counts, since, numbers))
+        return self.wire.pack_request(ReplayRequest(self._counts, since, numbers))
 
-    # What comes.
+    # Replies.
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Takes in what comes within `timeout_s`, and asks again what was not answered; whether anything came."""
-        heard = self._client.poll(timeout_s)
-        if heard:
+        """Receives replies for up to `timeout_s` and repeats unanswered requests; returns whether any reply arrived."""
+        received = self._client.poll(timeout_s)
+        if received:
             self._take()
         elif not self.lost and self.has_heard and self._client.silent_s >= self.lost_after_s:
             self._lose()
-        return heard
+        return received
 
     def has_mail(self) -> bool:
-        """Whether something is there to take in; to be looked at before sleeping on the descriptor."""
+        """Returns whether a reply is waiting; check it before sleeping on the descriptor."""
         return self._client.has_mail()
 
     def _take(self) -> None:
-        """What was answered since the last time."""
+        """Applies the replies received since the last call."""
         for wanted in [one for one in self._wanted if one.request is not None and one.request.answer is not None]:
             assert wanted.request is not None
-            wanted.answer = self._hear(wanted.request, wanted.numbers)
+            wanted.answer = self._apply(wanted.request, wanted.numbers)
             self._wanted.remove(wanted)
         if self._news.answer is not None:
-            self._hear(self._news, self._none())
+            self._apply(self._news, self._none())
             self._news = self._ask_for_news()
 
-    def _hear(self, request: PendingRequest, numbers: list[Array]) -> ReplayReply:
+    def _apply(self, request: PendingRequest, numbers: list[Array]) -> ReplayReply:
         assert request.answer is not None
         try:
             answer = ReplayReply(self.wire, request.own[0], request.answer[1:], [len(wanted) for wanted in numbers])
         except ValueError as error:  # ReplayError: a priority that no item can have
-            raise Refused(f"{self.address} sent an answer that is none: {error}") from error
+            raise Refused(f"{self.address} sent an invalid reply: {error}") from error
         counts = self.limiter.counts().tolist()
         for reader in self.readers:
-            inserted = reader.hear(answer, counts[reader.index])
+            inserted = reader.apply(answer, counts[reader.index])
             if inserted > counts[reader.index]:
                 self.limiter.note_inserted(reader.index, inserted)
         self.lost = ""
         return answer
 
     def _lose(self) -> None:
-        """The host has said nothing for too long. It is asked on for news: it may come back."""
+        """Marks the host as lost. The request for news is still repeated, because the host may come back."""
         silent_s, tries = self._client.silent_s, self._client.num_tries
         why = self._client.why_silent()[:-1]
-        self.lost = f"it did not answer for {silent_s:.1f} s, {tries} tries: {why}"
+        self.lost = f"no reply for {silent_s:.1f} s, {tries} tries: {why}"
         for wanted in self._wanted:
             wanted.lost = self.lost
             assert wanted.request is not None

@@ -1,6 +1,6 @@
-"""How a learner with shards on other hosts sleeps: on its connections, and on the doorbell of its own host.
+"""The wait of a learner with shards on other hosts: it sleeps on its connections and on the doorbell of its own host.
 
-Needs nothing heavier than numpy and pyzmq.
+Imports nothing heavier than numpy and pyzmq.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from echelon.transport.shared_memory import Doorbell
 
 @dataclass(slots=True)
 class RemoteWait:
-    """What a learner with links listens to while it waits: their answers, and the appends of its own host."""
+    """Waits for replies on the learner's links and for appends on its own host."""
 
     links: list[Link]
     appended: Doorbell
@@ -25,11 +25,11 @@ class RemoteWait:
         self._descriptors = [link.descriptor for link in self.links] + [self.appended.descriptor]
 
     def listen(self) -> None:
-        """From here on, an append ends a `wait`; look once more before waiting."""
+        """Clears past appends, so that `wait` ends at the next one. Check for new items again before waiting."""
         self.appended.clear()
 
     def wait(self, timeout_s: float) -> None:
-        """Sleeps until something came, at most `timeout_s`; tells the other hosts before how things stand here."""
+        """Sends the limiter's counts to the other hosts, then sleeps up to `timeout_s` until a reply or an append."""
         for link in self.links:
             link.send_counts()
         if any([link.poll() for link in self.links]) or any(link.has_mail() for link in self.links):

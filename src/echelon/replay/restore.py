@@ -1,7 +1,8 @@
-"""Taking a snapshot back: everything is checked, and nothing of it is seen before all of it is there.
+"""Restoring a snapshot: everything is checked, and nothing becomes visible before all of it is loaded.
 
-Rows are read into their places and their checksums made on the way; only then do the words of the shards move, without
-which no reader looks at a row. So a snapshot is read once, and a damaged one leaves the shards empty. Needs only numpy.
+Rows are read into their slots and their checksums are computed on the way. Only then do the words of the shards move,
+without which no reader reads a row. So a snapshot is read once, and a damaged one leaves the shards empty. Imports only
+numpy.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ Array = np.ndarray[Any, Any]
 
 
 class DamagedSnapshot(ConfigError):
-    """A snapshot is not what was written; nothing of it was taken into the replay."""
+    """A snapshot is damaged; nothing of it was restored."""
 
 
 def _difference(header: dict[str, Any], reader: ShardReader) -> str:
-    """Where the layout of a snapshot and that of a replay part."""
+    """Returns the differences between the layouts of a snapshot and of a replay."""
     theirs, mine = header["layout"], reader.layout.to_json()
     parts = []
     for name in mine.keys() | theirs.keys():
@@ -38,31 +39,32 @@ def _difference(header: dict[str, Any], reader: ShardReader) -> str:
         if old != new and isinstance(old, list) and isinstance(new, list):
             old, new = [one for one in old if one not in new], [one for one in new if one not in old]
         if old != new:
-            parts.append(f"{name} of a shard: {old} there, {new} here")
+            parts.append(f"{name} of a shard: {old} in the snapshot, {new} here")
     return "; ".join(sorted(parts))
 
 
 def restore(path: Path, readers: Sequence[ShardReader], limiter: Limiter | None = None) -> dict[str, Any]:
-    """Fills empty shards from a snapshot and returns the caller's counters; before any writer and any `Replay`.
+    """Fills empty shards from a snapshot and returns the caller's counters.
 
-    Raises ConfigError where the snapshot is one of another replay, and DamagedSnapshot where it is not as it was
-    written; the shards are empty then as before. A `Replay` made of the readers draws what the old one would have.
+    Call it before a writer or a `Replay` uses the shards. Raises ConfigError if the snapshot is of another replay, and
+    DamagedSnapshot if it is damaged; the shards then stay empty. A `Replay` of these readers samples exactly what the
+    old one would have sampled.
     """
     header = read_header(path)
     shards = header["shards"]
     if len(shards) != len(readers):
-        raise ConfigError(f"snapshot {path} has {len(shards)} shards, where this replay has {len(readers)}.")
+        raise ConfigError(f"snapshot {path} has {len(shards)} shards, but this replay has {len(readers)}.")
     for reader in readers:
         if reader.layout.to_json() != header["layout"]:
-            raise ConfigError(f"snapshot {path} is of another replay: {_difference(header, reader)}.")
+            raise ConfigError(f"snapshot {path} does not fit this replay: {_difference(header, reader)}.")
         if reader.shard.head or reader.column.fed:
-            raise ConfigError(f"snapshot {path} cannot be taken into {reader.name}: it holds items already.")
+            raise ConfigError(f"snapshot {path} cannot be restored into {reader.name}: it already holds items.")
     tails = []
     for index, (reader, saved) in enumerate(zip(readers, shards, strict=True)):
         tails.append(_fill(_Files(path, header["files"], index), reader, saved))
     if limiter is not None and header["limiter"] is not None:
         limiter.load(header["limiter"])
-    for reader, saved, tail in zip(readers, shards, tails, strict=True):  # nothing is seen before all of it is there
+    for reader, saved, tail in zip(readers, shards, tails, strict=True):  # make everything visible now
         for word, (_, _, stop) in enumerate(saved["rings"], RINGS):
             reader.shard.words[word] = stop
         reader.shard.words[RESERVE], reader.shard.words[TAIL] = saved["head"], tail
@@ -72,7 +74,7 @@ def restore(path: Path, readers: Sequence[ShardReader], limiter: Limiter | None 
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """What a snapshot says of itself."""
+    """Returns the header of a snapshot; raises DamagedSnapshot if its checksum is wrong."""
     try:
         record = json.loads((path / HEADER).read_text())
         header: dict[str, Any] = record["snapshot"]
@@ -80,14 +82,14 @@ def read_header(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedSnapshot(f"snapshot {path} cannot be read: {HEADER} is missing or torn ({error!r}).") from error
     if not is_whole:
-        raise DamagedSnapshot(f"snapshot {path} is damaged: {HEADER} does not have the checksum that it names.")
+        raise DamagedSnapshot(f"snapshot {path} is damaged: {HEADER} does not match its checksum.")
     if header["format"] != FORMAT:
         raise ConfigError(f"snapshot {path} has format {header['format']}; this Echelon reads format {FORMAT}.")
     return header
 
 
 def _fill(files: _Files, reader: ShardReader, saved: Mapping[str, Any]) -> int:
-    """Puts what was saved of a shard where it belongs; returns its first item that is whole."""
+    """Reads the saved rows of a shard into their slots; returns the number of its first whole item."""
     shard, start, head = reader.shard, saved["start"], saved["head"]
     capacity, tail = shard.layout.capacity, saved["tail"]
     files.read("priorities", shard.initial, start, head)
@@ -115,7 +117,7 @@ class _Files:
     shard: int
 
     def read(self, what: str, ring: Array, start: int, stop: int) -> None:
-        """Reads the rows from `start` to before `stop` into their places of `ring`; refuses what was not written."""
+        """Reads rows `start` to `stop` (exclusive) into their slots of `ring`; raises DamagedSnapshot on a mismatch."""
         name = f"shard-{self.shard}.{what}"
         path, expected, crc = self.folder / name, (stop - start) * ring.itemsize, 0
         try:
@@ -134,7 +136,7 @@ class _Files:
         except OSError as error:
             raise self._damaged(name, f"cannot be read ({error})") from error
         if [found, crc] != self.entries.get(name):
-            raise self._damaged(name, "does not have the checksum that it was written with")
+            raise self._damaged(name, "does not match its checksum")
 
     def _ends(self, name: str) -> int:
         raise self._damaged(name, "ends before its size")

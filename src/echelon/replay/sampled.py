@@ -1,6 +1,6 @@
-"""What a learner draws, and what learners tell each other so that their weights are those of one buffer.
+"""Sampled batches, and the masses that learners exchange so that importance weights are those of one buffer.
 
-Needs only numpy.
+Imports only numpy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Which items: the shard of each, as the owner counts them, and its number there."""
+    """The keys of items: the index of the shard among its owner's shards, and the number of the item in the shard."""
 
     shard: Array  # (n,) int64
     number: Array  # (n,) int64
@@ -31,16 +31,16 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A batch; the largest weight is 1, and `max_weight` is what it was before it was divided by itself."""
+    """A batch. The weights are normalized so that the largest is 1; `max_weight` is the largest before that."""
 
     keys: Keys
     weights: Array  # (n,) float64
     max_weight: float
-    fields: dict[str, Array]  # (n, ...), in memory of the batch's own
+    fields: dict[str, Array]  # (n, ...), owned by the batch
 
 
 class Drawn(NamedTuple):
-    """Which items were drawn, ascending by shard."""
+    """The drawn items, sorted by shard."""
 
     shard: Array  # (n,) int64
     number: Array  # (n,) int64
@@ -49,7 +49,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mass:
-    """What some shards weigh: the sum of priority**alpha, and the number of their items."""
+    """The mass of some shards: the sum of priority**alpha over their items, and the number of items."""
 
     total: float = 0.0
     size: int = 0
@@ -59,29 +59,32 @@ class Mass:
 
 
 class Part(NamedTuple):
-    """What a draft reads from one shard."""
+    """The items of a draft that are read from one shard."""
 
     shard: int
-    where: slice  # of the batch
+    where: slice  # in the batch
     read: Read
 
 
 class Draft(NamedTuple):
-    """A batch that is drawn and asked for, and not read yet."""
+    """A batch that is drawn and requested, but not read yet."""
 
     drawn: Drawn
     reads: list[Part]
-    mass: Mass  # of all shards when it was drawn
+    mass: Mass  # of all shards at the time of the draw
     beta: float
-    rng: np.random.Generator  # for what has to be drawn again
+    rng: np.random.Generator  # for drawing again in place of torn items
 
     def is_ready(self) -> bool:
-        """Whether reading it waits for nobody."""
+        """Returns whether it can be read without waiting."""
         return all(part.read.is_ready() for part in self.reads)
 
 
 def importance(priority: Array, mass: Mass, beta: float) -> tuple[Array, float]:
-    """Weights (N * P)**-beta over the largest, and that one; P is an item's share of `mass`, N all its items."""
+    """Returns the weights (N * P)**-beta divided by the largest, and the largest.
+
+    P is an item's share of `mass.total`, N is `mass.size`.
+    """
     weights = (priority * (mass.size / mass.total)) ** -beta
     largest = float(weights.max())
     weights /= largest
@@ -89,13 +92,13 @@ def importance(priority: Array, mass: Mass, beta: float) -> tuple[Array, float]:
 
 
 def apportion(batch: int, masses: Sequence[Mass], share: float) -> list[int]:
-    """How many items of a batch each learner draws from its shards, in proportion to their masses.
+    """Returns how many items of a batch each learner draws from its shards, in proportion to their masses.
 
-    `share` (0 to 1) is one random number that all learners know; on average each gets exactly its part.
+    `share` (0 to 1) is a random number that all learners share; in expectation each learner draws exactly its share.
     """
     ends = np.cumsum([mass.total for mass in masses])
     if not math.isfinite(ends[-1]) or ends[-1] <= 0.0:
-        raise ReplayError(f"a batch of {batch} cannot be apportioned to shards that weigh {ends[-1]}.")
+        raise ReplayError(f"a batch of {batch} cannot be apportioned to shards with a total mass of {ends[-1]}.")
     upto = np.floor(ends / ends[-1] * batch + share).astype(np.int64)
     upto[-1] = batch + int(np.floor(share))
     return [int(count) for count in np.diff(upto, prepend=0)]

@@ -1,15 +1,16 @@
 """A replay shard: one actor's ring of items in shared memory, which learners read in place.
 
-Items are numbered from 0 in the order of their appending; number n lies in slot n % capacity. So (shard, number) names
-an item for ever, and a priority that comes late, for a slot that holds another item by now, is known by its number.
+Items are numbered from 0 in the order in which they are appended; item n is stored in slot n % capacity. So (shard,
+number) identifies an item permanently, and a late priority for a slot that holds another item by now is recognized by
+its number.
 
-Words, all written by the actor: `head` counts the items that readers may see; `reserve` moves before rows are
-overwritten: an item below reserve - capacity is gone or going. `tail` is the first item whose rows in the side rings
-are all there still (it moves before they are overwritten); every side ring has a `reserve` of its own. A reader copies,
-then looks at the reserves again and says which rows tore.
+Shared words, all written by the actor: `head` counts the items that readers may read. `reserve` moves before rows are
+overwritten: an item below reserve - capacity is overwritten or about to be. `tail` is the first item whose rows in the
+side rings are all intact; it moves before they are overwritten. Every side ring has its own `reserve`. A reader copies
+rows, then checks the reserves to find which rows are torn.
 
-Nobody waits for anybody: the actor overwrites its oldest items whether they were read or not. If it dies, its items
-stay; its successor, once it is reaped, goes on at `head`. Needs only numpy.
+No process waits here: the actor overwrites its oldest items whether they were read or not. If the actor dies, its items
+stay; once it is reaped, its successor continues at `head`. Imports only numpy.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from echelon.transport.segments import join_segment
 
 Array = np.ndarray[Any, Any]
 HEAD, RESERVE, TAIL, RINGS = 0, 1, 2, 3
-LOOK_AHEAD = 1024  # items that one step of `_evict` looks at
+LOOK_AHEAD = 1024  # items that one step of `_evict` checks
 
 
 class Rows:
-    """A ring of rows, seen as records and by field."""
+    """A ring of rows, viewed as records and by field."""
 
     def __init__(self, memory: Array, row: np.dtype[Any], capacity: int) -> None:
         self.capacity = capacity
@@ -50,12 +51,12 @@ class Rows:
                 column[slots] = fields[name][rows]
 
     def gather(self, numbers: Array, out: Array) -> None:
-        """Copies the rows of `numbers`, whatever lies there by now, into `out` (n,)."""
+        """Copies the slots of the rows with these `numbers` into `out` (n,), even if they were overwritten."""
         self.records.take(numbers % self.capacity, out=out, mode="clip")
 
 
 class Shard:
-    """The memory of a shard, as the actor and every reader see it."""
+    """The memory of a shard, as mapped by the actor and by every reader."""
 
     def __init__(
         self,
@@ -64,9 +65,9 @@ class Shard:
         name: str = "replay shard 0",
         lower: str = "replay.capacity",
     ) -> None:
-        """Over `memory` of a segment; without it, over private memory, for a buffer inside one process.
+        """Wraps the `memory` of a segment; without it, allocates private memory for a buffer within one process.
 
-        `lower` is what its user would make smaller, should there be no room.
+        `lower` names the setting that an out-of-memory error tells the user to lower.
         """
         self.layout, self.name = layout, name
         if memory is None:
@@ -80,7 +81,7 @@ class Shard:
 
     @classmethod
     def at(cls, folder: Path, index: int, layout: ShardLayout) -> Shard:
-        """The shard number `index` of a run; whoever comes first makes it, before others look for it."""
+        """Opens shard `index` of a run; the first process creates it."""
         path = folder / f"replay-{index}"
         if not path.exists():
             check_fits(layout.nbytes, f"replay shard {index} of {layout.capacity} items", free_memory(folder))
@@ -91,27 +92,27 @@ class Shard:
         return self.words[HEAD]
 
     def window(self) -> tuple[int, int]:
-        """The numbers of the items that are there: from the first to before the last."""
+        """Returns the range of stored item numbers: the first, and one past the last."""
         words, head = self.words, -1
-        while head != words[HEAD]:  # else appended to in between: a shard that was overrun would look empty
+        while head != words[HEAD]:  # retry after a concurrent append, or a shard just overwritten would look empty
             head = words[HEAD]
             tail = max(words[TAIL], words[RESERVE] - self.layout.capacity)
         return min(head, tail), head
 
 
 def join(path: Path, nbytes: int) -> Array:
-    """The segment at `path`, made if it is not there."""
+    """Opens the segment at `path`, or creates it; raises TransportError if it has another size."""
     memory = join_segment(path, nbytes)
     if memory.nbytes != nbytes:
         raise TransportError(
-            f"segment {path} has {memory.nbytes} bytes where {nbytes} are expected: it was made for other spaces or "
+            f"segment {path} has {memory.nbytes} bytes where {nbytes} are expected: it was created for other spaces or "
             "another replay.capacity."
         )
     return memory
 
 
 class ShardWriter:
-    """The actor's side: appends items without asking anyone. One process at a time."""
+    """The actor's side: appends items without waiting. One process at a time uses it."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard, self.layout = shard, shard.layout
@@ -125,9 +126,9 @@ class ShardWriter:
         return self.shard.head
 
     def append(self, fields: Mapping[str, Array], priorities: Array) -> int:
-        """Appends items of `fields` (n, ...) with their first priorities (n,); returns the number of the first.
+        """Appends items of `fields` (n, ...) with their initial priorities (n,); returns the number of the first item.
 
-        A stack of frames is given as the numbers of its frames (n, stack), which `FrameWriter.store` returned.
+        A stack of frames is passed as the frame numbers (n, stack) that `FrameWriter.store` returned.
         """
         shard, words, count = self.shard, self.shard.words, len(priorities)
         self._check(fields, count)
@@ -147,24 +148,27 @@ class ShardWriter:
         return head
 
     def clear(self) -> None:
-        """Forgets every item; their numbers are not given again."""
+        """Removes every item; their numbers are not reused."""
         self.shard.words[TAIL] = self.shard.head
 
     def _check(self, fields: Mapping[str, Array], count: int) -> None:
-        """Refuses items that do not fit, before anything is touched."""
+        """Raises ReplayError for items that do not fit the layout, before anything is changed."""
         where = self.shard.name
         if count > self._capacity:
-            raise ReplayError(f"{where}: {count} items at once exceed its capacity of {self._capacity}. Append fewer.")
+            raise ReplayError(
+                f"{where}: an append of {count} items exceeds its capacity of {self._capacity}. Append fewer items per "
+                "call."
+            )
         for name, shape, dtype in self._checks:
             value = fields.get(name)
             if value is None:
-                raise ReplayError(f"{where}: field {name} is missing; given are {sorted(fields)}.")
+                raise ReplayError(f"{where}: field {name} is missing; the fields given are {sorted(fields)}.")
             if value.shape != (count, *shape) or (
                 value.dtype != dtype and not np.can_cast(value.dtype, dtype, "same_kind")
             ):
                 raise ReplayError(
-                    f"{where}: field {name} is {value.shape} of {value.dtype} where {(count, *shape)} of {dtype} is "
-                    "expected. Are the spaces those that the run started with?"
+                    f"{where}: field {name} is {value.shape} of {value.dtype}, expected {(count, *shape)} of {dtype}. "
+                    "Are the spaces those that the run started with?"
                 )
         if len(fields) > len(self._checks):
             known = {name for name, *_ in self._checks}
@@ -173,7 +177,7 @@ class ShardWriter:
             )
 
     def _refer(self, fields: Mapping[str, Array], head: int, count: int) -> None:
-        """Notes the oldest row in every side ring that each new item needs."""
+        """Records, for each new item, the oldest row that it refers to in every side ring."""
         for column in self.shard.oldest:
             for slots, _ in spans(head, head + count, self._capacity):
                 column[slots] = np.iinfo(np.int64).max
@@ -184,12 +188,12 @@ class ShardWriter:
                 np.minimum(column[slots], oldest[rows], out=column[slots])
 
     def store(self, ring: str, fields: Mapping[str, Array], count: int) -> int:
-        """Appends `count` rows to a side ring; returns the number of the first. Items may refer to it from now on."""
+        """Appends `count` rows to a side ring; returns the number of the first. Items may refer to them from now on."""
         index = self._rings[ring]
         side, words = self.shard.sides[index], self.shard.words
         if count > side.capacity:
             raise ReplayError(
-                f"{self.shard.name}: {count} rows at once exceed the {side.capacity} of ring {ring}. Make it larger."
+                f"{self.shard.name}: an append of {count} rows exceeds the {side.capacity} of ring {ring}. Enlarge it."
             )
         number = words[RINGS + index]
         self._evict(index, number + count - side.capacity)
@@ -198,19 +202,19 @@ class ShardWriter:
         return number
 
     def is_kept(self, ring: str, number: int, count: int) -> bool:
-        """Whether the row of that number will still be there when `count` more are stored."""
+        """Returns whether the row with that number will still be stored after `count` more rows."""
         index = self._rings[ring]
         return number >= self.shard.words[RINGS + index] + count - self.shard.sides[index].capacity
 
     def _evict(self, index: int, limit: int) -> None:
-        """Moves `tail` past the items that need a row below `limit`."""
+        """Moves `tail` past the items that refer to a row below `limit`."""
         words, oldest = self.shard.words, self.shard.oldest[index]
         if limit <= 0:
             return
         head = words[HEAD]
         tail = start = max(words[TAIL], head - self._capacity)
         while start < head:
-            # Numbers rise with the items, but not strictly: environments take turns.
+            # Row numbers increase with the items, but not strictly: the items of several environments are interleaved.
             ahead = np.arange(start, min(head, start + LOOK_AHEAD))
             gone = np.flatnonzero(oldest[ahead % self._capacity] < limit)
             if len(gone) == 0:

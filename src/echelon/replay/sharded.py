@@ -1,21 +1,22 @@
-"""Replay over shards: the learner's side, which draws from all its shards at once.
+"""Sharded replay, the learner's side: samples from all shards that one learner owns.
 
-One tree, in the learner's own memory, spans the shards that the learner owns: shard s has the leaves from `base[s]`,
-one per slot. `advance` takes in what the actors appended since, with the priorities that they gave it; `draw` draws in
-proportion to priority**alpha over all shards and asks for the items; `collect` reads them, and `sample` does both;
-`update` gives drawn items new priorities. Items of this host are read where they lie; those of other hosts travel
-between `draw` and `collect`, so whoever draws ahead does not wait for them.
+One tree, in the learner's private memory, spans the learner's shards: shard s has the leaves from s * capacity on, one
+per slot. `advance` adds the items that the actors appended, with their initial priorities. `draw` draws items in
+proportion to priority**alpha over all shards and requests them; `collect` reads them; `sample` does both. `update` sets
+new priorities of sampled items. Items on this host are read in place. Items on other hosts are transferred between
+`draw` and `collect`, so a learner that draws ahead does not wait for them.
 
-Draws are stratified (Schaul et al., 2016): the sum of priorities is cut into as many equal pieces as the batch has
-items, and one is drawn from each. Importance weights are (N * P)**-beta over the largest of the batch, where N counts
-the items and P is an item's share of the sum. Other learners may own other shards: with their `Mass` passed in, N and P
-are those of all shards together; `max_weight` lets the batches of all learners agree on the largest.
+Sampling is stratified (Schaul et al., 2016): the sum of priorities is divided into as many equal segments as the batch
+has items, and one item is drawn from each. Importance weights are (N * P)**-beta divided by the largest of the batch,
+where N is the number of items and P is an item's share of the sum. Other learners may own other shards: with their
+`Mass` passed in, N and P are over all shards; with `max_weight` the learners agree on the largest weight of all their
+batches.
 
-With alpha=0 draws are uniform, the priorities are not looked at, and there is no tree.
+With alpha=0 sampling is uniform: priorities are ignored, and there is no tree.
 
-No actor is waited for. An item that is overwritten before or while it is read is drawn again. If a shard is lost with
-its host, its items are dropped, and taken in again should the host come back: `lost` tells. If the learner dies, its
-successor makes the tree anew from the priorities in each reader's column.
+The learner never waits for an actor. An item that is overwritten before or while it is read is replaced by another
+draw. If the host of a shard is lost, its items are dropped; they are added again if the host comes back. `lost` reports
+both. If the learner dies, its successor rebuilds the tree from the priorities in each reader's column.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ class Replay:
         if not readers:
             raise ReplayError("a replay needs at least one shard.")
         if not 0.0 <= alpha <= 1.0:
-            raise ReplayError(f"replay: alpha={alpha} must lie between 0 (uniform) and 1 (in proportion to priority).")
+            raise ReplayError(f"replay: alpha={alpha} must be between 0 (uniform) and 1 (proportional to priority).")
         if any(reader.layout != readers[0].layout for reader in readers):
             raise ReplayError("replay: the shards have different layouts; all actors must have the same spaces.")
         self.readers, self.alpha, self.layout = list(readers), alpha, readers[0].layout
-        self.lost: list[str] = []  # messages of shards that were dropped or came back; the caller shows and clears them
+        self.lost: list[str] = []  # messages about shards lost or back again; the caller reports and clears them
         self._capacity = self.layout.capacity
         self.is_lost = [False] * len(readers)
-        # The items of shard s that can be drawn are those from `start` to before `fed`.
+        # The items of shard s that can be drawn are those from `start` to `fed` (exclusive).
         self._start, self._fed = np.zeros((2, len(readers)), np.int64)
         self._tree = SumTree(self._capacity * len(readers)) if alpha > 0.0 else None
         for shard, reader in enumerate(self.readers):
@@ -60,11 +61,11 @@ class Replay:
                 self._drop(shard, error)
         self.advance()
 
-    # What is there.
+    # Sizes.
 
     @property
     def sizes(self) -> list[int]:
-        """The items of every shard."""
+        """The number of items in every shard."""
         return [int(size) for size in self._fed - self._start]
 
     @property
@@ -73,24 +74,24 @@ class Replay:
 
     @staticmethod
     def size_of(layout: ShardLayout, num_shards: int) -> int:
-        """The bytes that a replay takes: its segments, and the tree of its learner."""
+        """Returns the size of a replay in bytes: its segments, and the tree of its learner."""
         segments = layout.nbytes + PriorityColumn.size(layout.capacity)
         return num_shards * segments + SumTree.size(num_shards * layout.capacity)
 
     @property
     def mass(self) -> Mass:
-        """What this learner's shards weigh, for the others."""
+        """The mass of this learner's shards, which other learners need."""
         size = self.size
         return Mass(self._tree.total if self._tree is not None else float(size), size)
 
     def window(self, shard: int) -> tuple[int, int]:
-        """The numbers of the items of `shard` that can be drawn: from the first to before the last."""
+        """Returns the range of item numbers of `shard` that can be drawn: the first, and one past the last."""
         return int(self._start[shard]), int(self._fed[shard])
 
-    # Taking in.
+    # Adding items to the tree.
 
     def _recall(self, shard: int, reader: Reader) -> None:
-        """Takes over the items that were seen before: by the learner before this one, or before a host was lost."""
+        """Adds the items in the reader's column: those of a previous learner, or from before the host was lost."""
         tail, _ = reader.window()
         fed = reader.column.fed
         start = min(fed, tail)
@@ -100,7 +101,7 @@ class Replay:
                 self._plant(shard, slots.start, reader.column.priorities[slots])
 
     def advance(self) -> int:
-        """Takes in what was appended since; returns how many items."""
+        """Adds the items appended since the last call; returns how many."""
         count = 0
         for shard, reader in enumerate(self.readers):
             try:
@@ -116,7 +117,7 @@ class Replay:
         return count
 
     def _catch_up(self, shard: int, reader: Reader, tail: int, head: int) -> int:
-        """Takes in what `reader` has; again if that was overwritten meanwhile, as the shard is full of others then."""
+        """Adds the new items of `reader`; repeats if some were overwritten meanwhile, because newer ones exist then."""
         count = 0
         for _ in range(MAX_REDRAWS):
             due = head - max(int(self._fed[shard]), tail)
@@ -134,10 +135,10 @@ class Replay:
             if first < head:
                 priorities = reader.initial(first, head)
                 tail = max(tail, reader.window()[0])
-                if tail > first:  # overwritten while it was copied: what is left is whole
+                if tail > first:  # overwritten while they were copied: keep the rest
                     priorities, first = priorities[min(tail, head) - first :], min(tail, head)
                 self._take_in(shard, reader, first, priorities)
-            gone = max(before, head - self._capacity)  # what left before it was overwritten, as frames ran out first
+            gone = max(before, head - self._capacity)  # evicted before being overwritten: their frames were
             if gone < tail:
                 for slots, _ in spans(gone, min(tail, first), self._capacity):
                     self._plant(shard, slots.start, np.zeros(slots.stop - slots.start))
@@ -160,7 +161,7 @@ class Replay:
         self._tree.set_range(shard * self._capacity + slot, priorities**self.alpha)
 
     def _drop(self, shard: int, error: PeerLost) -> None:
-        """Forgets a shard that is lost; what is drawn from here on comes from the others."""
+        """Drops the items of a lost shard; later draws use the other shards."""
         if self.is_lost[shard]:
             return
         self.is_lost[shard] = True
@@ -187,21 +188,23 @@ class Replay:
         return self.collect(self.draw(batch, beta, rng, others), block)
 
     def draw(self, batch: int, beta: float, rng: np.random.Generator, others: Mass | None = None) -> Draft:
-        """Draws `batch` items and asks for them; `others` is the mass of the shards of other learners."""
+        """Draws `batch` items and requests them; `others` is the mass of the shards of other learners."""
         mass = self.mass + (others or Mass())
         size = mass.size
         if not 0 < batch <= size:
             raise ReplayError(
-                f"replay: a batch of {batch} cannot be drawn from {size} items. Wait until the limiter admits it, or "
+                f"replay: a batch of {batch} cannot be sampled from {size} items. Wait until the limiter admits it, or "
                 "lower the batch size."
             )
         if not 0.0 <= beta < math.inf:
-            raise ReplayError(f"replay: beta={beta} must be a number from 0 (no correction) on; 1 corrects fully.")
+            raise ReplayError(
+                f"replay: beta={beta} must be finite, and 0 (no correction) or more; 1 is full correction."
+            )
         drawn = self._draw((np.arange(batch) + rng.random(batch)) / batch)
         return Draft(drawn, self._ask(drawn), mass, beta, rng)
 
     def collect(self, draft: Draft, block: ItemBlock | None = None) -> Sampled:
-        """Reads a draft, once; `block` is memory to use again."""
+        """Reads a draft; call it once. The items are copied into `block`, if given."""
         drawn, batch = draft.drawn, len(draft.drawn.number)
         block = self.layout.block(batch) if block is None else block
         whole = self._read(draft.reads, block)
@@ -214,18 +217,16 @@ class Replay:
         else:
             raise ReplayError(
                 f"replay: {len(torn)} of {batch} items were overwritten while they were read, {MAX_REDRAWS} times in a "
-                f"row; a shard of {self._capacity} items is too small for its actor. Raise replay.capacity."
+                f"row; a shard of {self._capacity} items is too small for the rate of its actor. Raise replay.capacity."
             )
         weights, max_weight = self._weigh(drawn.priority, draft.mass, draft.beta)
         return Sampled(Keys(drawn.shard, drawn.number), weights, max_weight, block.fields)
 
     def _draw(self, shares: Array) -> Drawn:
-        """The items at `shares` (0 to 1, ascending) of the mass."""
+        """Returns the items at the fractions `shares` (0 to 1, ascending) of the mass."""
         sizes = self._fed - self._start
         if not sizes.any():
-            raise NothingLeft(
-                f"replay: none of the {len(sizes)} shards holds an item any longer; nothing can be drawn."
-            )
+            raise NothingLeft(f"replay: all {len(sizes)} shards are empty or lost; nothing can be sampled.")
         if self._tree is None:
             ends = np.cumsum(sizes)
             place = np.minimum((shares * ends[-1]).astype(np.int64), ends[-1] - 1)
@@ -237,7 +238,7 @@ class Replay:
         return Drawn(shard, last - (last - slot) % self._capacity, self._tree.get(leaf))
 
     def _redraw(self, drawn: Drawn, torn: Array, block: ItemBlock, rng: np.random.Generator) -> Array:
-        """Draws others in the place of the torn ones; True for those that are whole."""
+        """Draws and reads other items in place of the torn ones; returns True for each that is whole."""
         others, room = self._draw(np.sort(rng.random(len(torn)))), self.layout.block(len(torn))
         whole = self._read(self._ask(others), room)
         drawn.shard[torn], drawn.number[torn], drawn.priority[torn] = others.shard, others.number, others.priority
@@ -247,7 +248,7 @@ class Replay:
         return whole
 
     def _ask(self, drawn: Drawn) -> list[Part]:
-        """Asks every shard for its items; each host gets one message."""
+        """Requests the items of every shard; each host receives one message."""
         parts = [
             Part(shard, where, self.readers[shard].ask(drawn.number[where]))
             for shard, where in self._by_shard(drawn.shard)
@@ -257,7 +258,7 @@ class Replay:
         return parts
 
     def _read(self, parts: list[Part], block: ItemBlock) -> Array:
-        """Copies the items into `block`; True for those that are whole."""
+        """Copies the items into `block`; returns True for each that is whole."""
         whole = np.empty(len(block.rows), np.bool_)
         for part in parts:
             try:
@@ -268,7 +269,7 @@ class Replay:
         return whole
 
     def _by_shard(self, shard: Array) -> list[tuple[int, slice]]:
-        """Which part of an ascending `shard` is whose."""
+        """Returns the shards in the ascending array `shard`, with the slice of each."""
         ends = shard.searchsorted(np.arange(len(self.readers)), "right").tolist()
         return [(s, slice(a, b)) for s, (a, b) in enumerate(zip([0, *ends[:-1]], ends, strict=True)) if a < b]
 
@@ -277,18 +278,20 @@ class Replay:
             return np.ones(len(priority)), 1.0
         return importance(priority, mass, beta)
 
-    # New priorities.
+    # Priorities.
 
     def update(self, keys: Keys, priorities: Array) -> int:
-        """Gives items new priorities; those that were overwritten meanwhile are passed over. Returns how many were
-        there. Where an item is there twice, the last priority counts."""
+        """Sets the priorities of items, skipping those evicted meanwhile; returns how many were set.
+
+        If an item occurs twice, its last priority is used.
+        """
         shard, number = keys.shard, keys.number
         if not len(shard) == len(number) == len(priorities):
             raise ReplayError(f"replay: {len(priorities)} priorities for {len(number)} keys; there must be one each.")
         if len(number) == 0:
             return 0
         check_priorities(priorities, "replay")
-        priorities = priorities.astype(np.float64, copy=False)  # as the column keeps them: a rebuilt tree is the same
+        priorities = priorities.astype(np.float64, copy=False)  # as in the column: a rebuilt tree is identical
         if (
             shard.min() < 0
             or shard.max() >= len(self.readers)
@@ -297,7 +300,7 @@ class Replay:
         ):
             raise ReplayError(
                 f"replay: a key is outside the {len(self.readers)} shards with {self._fed.tolist()} items appended. "
-                "Pass the keys that `sample` gave; nothing was changed."
+                "Pass the keys that `sample` returned. Nothing was changed."
             )
         if self._tree is None:
             return int(np.count_nonzero(number >= self._start[shard]))

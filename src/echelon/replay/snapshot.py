@@ -1,15 +1,15 @@
-"""Snapshots: the content of a replay on disk, written while training goes on; `restore` takes it back exactly.
+"""Snapshots: the content of a replay on disk, written while training continues; `restore` loads it back exactly.
 
-A snapshot is a folder: `replay.json` (layout, numbers, limiter, the caller's counters, and the size and CRC-32 of every
-file) and, per shard, its priorities, its rows and the rows of its side rings, each in a file of its own: raw, by
-number. It is *cut* at one moment: the items that can be drawn then, with the priorities that they have then. Making the
-cut copies the priorities and nothing else. Rows do not change once they are written, so they are read in place, the
-oldest first and all rings in turn; those that their actor overwrites before their turn comes are left out, and are gone
-from the replay by then too.
+A snapshot is a folder with `replay.json` (layout, item numbers, limiter counts, the caller's counters, and the size and
+CRC-32 of every file) and, per shard, separate files for its priorities, its rows and the rows of each side ring: raw,
+in the order of their numbers. A snapshot is *cut* at one moment: it holds the items that can be sampled at that moment,
+with their priorities at that moment. The cut copies only the priorities. Rows do not change after they are written, so
+they are read in place later, the oldest first and all rings in turn. Rows that their actor overwrites before they are
+read are left out; the replay has evicted them by then too.
 
-The folder appears by a rename once everything in it is on the disk. A crash leaves at most a folder whose name ends in
-`.part`, which the next snapshot of that name removes, and the one that was to be replaced whole, if with a name that
-ends in `.old`. Needs only numpy.
+The folder gets its name by a rename once everything in it is on disk. A crash leaves at most a folder whose name ends
+in `.part`, which the next snapshot of that name removes. The snapshot that was to be replaced stays complete, possibly
+under a name that ends in `.old`. Imports only numpy.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from echelon.replay.sharded import Replay
 Array = np.ndarray[Any, Any]
 FORMAT = 3
 HEADER = "replay.json"
-CHUNK_BYTES = 16 * 2**20  # bytes that are copied and written at a time
+CHUNK_BYTES = 16 * 2**20  # copied and written at a time
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """The rows of a ring that a snapshot holds: from `start` to before `stop`, and from `whole` on they are whole."""
+    """The rows of a ring in a snapshot: `start` to `stop` (exclusive); those from `whole` on are not torn."""
 
     shard: Shard
-    word: int  # of the shard that says what is reserved in this ring
+    word: int  # index of the shard's word with the reserve of this ring
     rows: Rows
     start: int
     stop: int
@@ -55,7 +55,7 @@ class _Stretch:
         self.whole = self.copied = self.start
 
     def copy(self, room: Array) -> Array:
-        """The bytes of the next rows, as many as fit into `room`."""
+        """Copies the next rows, as many as fit into `room`; returns their bytes."""
         size = self.rows.records.itemsize
         first, last = self.copied, min(self.stop, self.copied + max(1, len(room) // size))
         room = room if len(room) >= size else np.empty(size, np.uint8)
@@ -68,7 +68,7 @@ class _Stretch:
 
 @dataclass(slots=True)
 class _Cut:
-    """What a snapshot holds of one shard."""
+    """The part of a snapshot that belongs to one shard."""
 
     priorities: Array
     items: _Stretch
@@ -91,7 +91,7 @@ def _cut(reader: ShardReader, window: tuple[int, int], is_prioritized: bool) -> 
 
 
 class Snapshot:
-    """A snapshot that is cut and not yet written: `write` it, or go through `chunks` between other work."""
+    """A snapshot that is cut but not yet written: call `write`, or iterate over `chunks` between other work."""
 
     def __init__(
         self,
@@ -100,10 +100,10 @@ class Snapshot:
         limiter: Limiter | None = None,
         counters: Mapping[str, Any] | None = None,
     ) -> None:
-        """Makes the cut. `counters` is whatever JSON the caller wants back. A snapshot at `path` is replaced."""
+        """Makes the cut. `restore` returns `counters`, any JSON. An existing snapshot at `path` will be replaced."""
         readers = local_readers(replay)
         if path.exists() and not (path / HEADER).exists():
-            raise ConfigError(f"snapshot {path} would replace what is no snapshot; remove it or choose another name.")
+            raise ConfigError(f"{path} exists and is not a snapshot; remove it or choose another name.")
         self.path, self._part = path, path.with_name(f"{path.name}.part")
         self._cuts = [_cut(reader, replay.window(i), replay.alpha > 0.0) for i, reader in enumerate(readers)]
         self._header = {
@@ -115,7 +115,7 @@ class Snapshot:
         self._files: dict[str, list[int]] = {}  # bytes and CRC-32 so far
 
     def _counts(self, limiter: Limiter | None) -> dict[str, list[int]] | None:
-        """What the limiter counts, as of the cut: actors may have appended since."""
+        """Returns the limiter's counts as of the cut: actors may have appended since."""
         if limiter is None:
             return None
         counts = limiter.state()
@@ -125,7 +125,7 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """What it takes on the disk."""
+        """The size of the snapshot on disk."""
         stretches = [stretch for cut in self._cuts for stretch in (cut.items, *cut.sides)]
         rows = sum((stretch.stop - stretch.start) * stretch.rows.records.itemsize for stretch in stretches)
         return rows + sum(cut.priorities.nbytes for cut in self._cuts)
@@ -135,7 +135,10 @@ class Snapshot:
             pass
 
     def chunks(self) -> Iterator[None]:
-        """Writes chunk by chunk; at the end it is whole and on the disk. Cut short, it leaves nothing."""
+        """Writes the snapshot chunk by chunk. After the last chunk it is complete and on disk.
+
+        If the iteration is stopped early, nothing is left on disk.
+        """
         shutil.rmtree(self._part, ignore_errors=True)
         self._part.mkdir(parents=True)
         try:
@@ -167,7 +170,7 @@ class Snapshot:
                 done += file.write(data[done:].data) or 0
 
     def _seal(self) -> None:
-        """Puts everything on the disk and gives the folder its name."""
+        """Writes the header, syncs everything to disk and renames the folder."""
         text = json.dumps(self._header | {"files": self._files, "shards": [cut.to_json() for cut in self._cuts]})
         (self._part / HEADER).write_text(f'{{"crc32": {zlib.crc32(text.encode())}, "snapshot": {text}}}\n')
         for path in [*self._part.iterdir(), self._part]:
@@ -176,7 +179,7 @@ class Snapshot:
 
 
 def most_bytes(layout: ShardLayout, num_shards: int) -> int:
-    """What a snapshot of full shards takes on the disk."""
+    """Returns the size on disk of a snapshot of full shards."""
     sizes = layout.sizes
     return num_shards * sum(sizes[name] for name in sizes if name in ("rows", "initial") or name.startswith("ring."))
 
@@ -186,8 +189,8 @@ def as_bytes(array: Array) -> Array:
 
 
 def local_readers(replay: Replay | Seen) -> list[ShardReader]:
-    """The readers of shards that lie on this host."""
+    """Returns the readers of a replay whose shards are all on this host; otherwise raises ReplayError."""
     readers = [reader for reader in replay.readers if isinstance(reader, ShardReader)]
     if len(readers) != len(replay.readers):
-        raise ReplayError("a snapshot is made on the host of its shards; some of these lie on another.")
+        raise ReplayError("a snapshot must be made on the host of its shards; some of these are on another host.")
     return readers

@@ -1,11 +1,12 @@
-"""A tree of sums over priorities: draws items in proportion to them, a batch at a time.
+"""A sum tree over priorities, to draw items in proportion to them, a batch at a time.
 
-Node j of a level is the sum of the `FAN_OUT` nodes from j * FAN_OUT of the level below; the leaves are the lowest level
-and the highest has at most `MAX_TOP` nodes, which are searched at once. A change recomputes the sums above it from
-their children, so that nothing drifts and the same leaves give the same sums, bit by bit, however they came.
+Node j of a level is the sum of the `FAN_OUT` nodes from j * FAN_OUT on of the level below. The leaves are the lowest
+level; the highest level has at most `MAX_TOP` nodes, which one binary search covers. A change recomputes the sums above
+it from their children, so sums do not drift, and equal leaves give bit-identical sums whatever the order of the
+changes.
 
-Eight children fill one cache line. Wider nodes mean fewer levels but more to add up in each: of the fan-outs from 2 to
-128 measured over 2^20 leaves, 8 and 16 are the fastest.
+Eight children fill one cache line. A larger fan-out means fewer levels but more additions in each: of the fan-outs from
+2 to 128, measured over 2^20 leaves, 8 and 16 are the fastest.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ Array = np.ndarray[Any, Any]
 FAN_OUT = 8
 SHIFT = FAN_OUT.bit_length() - 1
 MAX_TOP = 4096
-MAX_PRIORITY = 1e30  # a float32 holds it, and sums of any number of them stay finite
+MAX_PRIORITY = 1e30  # fits into a float32, and float64 sums of any number of them stay finite
 
 
 def check_priorities(priorities: Array, where: str) -> None:
-    """Refuses priorities that no item can have."""
+    """Raises ReplayError unless every priority is a number from 0 to `MAX_PRIORITY`."""
     if np.ndim(priorities) != 1:
-        raise ReplayError(f"{where}: priorities have the shape {np.shape(priorities)}; there must be one an item.")
+        raise ReplayError(f"{where}: priorities have the shape {np.shape(priorities)}; there must be one per item.")
     if len(priorities) and not (np.minimum.reduce(priorities) >= 0.0 and np.maximum.reduce(priorities) <= MAX_PRIORITY):
         bad = ~((priorities >= 0.0) & (priorities <= MAX_PRIORITY))
         at = int(np.flatnonzero(bad)[0])
@@ -38,11 +39,11 @@ def check_priorities(priorities: Array, where: str) -> None:
 
 
 class SumTree:
-    """`capacity` priorities, all 0 at first, and their sums in float64."""
+    """A tree of `capacity` priorities, initially 0, and their sums in float64."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
-            raise ReplayError(f"a sum tree of {capacity} items cannot be: give it a capacity of 1 or more.")
+            raise ReplayError(f"sum tree: capacity={capacity} must be 1 or more.")
         self.capacity = capacity
         num_nodes = capacity
         levels = []
@@ -52,15 +53,15 @@ class SumTree:
             num_nodes = num_parents
         levels.append(np.zeros(num_nodes))
         self._leaves = levels[0]
-        # Per level below the top, its nodes by parent (parents, FAN_OUT), and the level of the parents.
+        # For each level below the top: its nodes grouped by parent (parents, FAN_OUT), and the level of the parents.
         self._below = [(level.reshape(-1, FAN_OUT), above) for level, above in itertools.pairwise(levels)]
         self._top = levels[-1]
-        self._offsets = np.zeros(num_nodes + 1)  # sums of the top before each node, and of all of it
+        self._offsets = np.zeros(num_nodes + 1)  # prefix sums of the top level; the last is the total
         self._is_summed = True
 
     @staticmethod
     def size(capacity: int) -> int:
-        """The bytes that a tree of `capacity` takes."""
+        """Returns the size in bytes of a tree of `capacity`."""
         num_nodes, nbytes = capacity, 0
         while num_nodes > MAX_TOP:
             num_nodes = -(-num_nodes >> SHIFT)
@@ -76,7 +77,7 @@ class SumTree:
         return self._leaves.take(indices)
 
     def set(self, indices: Array, values: Array) -> None:
-        """Gives the item at each index its value; where an index is there twice, the last one counts."""
+        """Sets the priority at each index; if an index occurs twice, its last value is used."""
         if len(indices) == 0:
             return
         low, high = int(indices.min()), int(indices.max())
@@ -92,7 +93,7 @@ class SumTree:
         self._is_summed = False
 
     def set_range(self, start: int, values: Array) -> None:
-        """Gives the items from `start` on their values, which the caller has checked."""
+        """Sets the priorities from index `start` on; the caller has checked the values."""
         stop = start + len(values)
         assert 0 <= start <= stop <= self.capacity, f"items {start} to {stop} of {self.capacity}"
         if start == stop:
@@ -110,20 +111,20 @@ class SumTree:
         return self._offsets
 
     def find(self, prefix_sums: Array) -> Array:
-        """The item in which each prefix sum falls: never one of priority 0, whatever the rounding.
+        """Returns the item that each prefix sum falls into; never an item of priority 0, whatever the rounding.
 
-        A prefix sum x falls into the first item where the sum up to and including it exceeds x. An item of priority 0
-        adds nothing to a sum that is added up in order, so it is not the first; and x is held below the last sum.
+        A prefix sum x falls into the first item at which the running sum exceeds x. An item of priority 0 does not
+        change the running sum, so it is never the first; and x is clamped below the total.
         """
         offsets = self._sums()
         if not offsets[-1] > 0.0:
             raise ReplayError(
-                "sum tree: every priority is 0, so nothing can be drawn. Insert items of a priority above 0."
+                "sum tree: every priority is 0, so nothing can be sampled. Insert items with a priority above 0."
             )
         rest = np.minimum(np.maximum(prefix_sums, 0.0), np.nextafter(offsets[-1], 0.0))
         found: Array = offsets[1:].searchsorted(rest, "right")
         rest -= offsets.take(found)
-        sums = np.zeros((FAN_OUT + 1, len(rest)))  # of the children of each node, up to each
+        sums = np.zeros((FAN_OUT + 1, len(rest)))  # running sums over the children of each node
         columns = np.arange(len(rest))
         for nodes, _ in reversed(self._below):
             sums[1:] = nodes.take(found, 0).T

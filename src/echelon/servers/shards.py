@@ -76,12 +76,12 @@ class ShardServer:
         return False
 
     def _take(self, message: Message) -> None:
-        question = self.wire.understand(message.frames)
+        question = self.wire.unpack_request(message.frames)
         self._update_counts(question.counts)
         self._answer(message, question)
 
     def _take_news(self, message: Message) -> None:
-        question = self.wire.understand(message.frames)
+        question = self.wire.unpack_request(message.frames)
         self._update_counts(question.counts)
         if message.is_post:
             return
