@@ -25,7 +25,7 @@ from echelon.transport.episode_wire import (
     Leave,
     Piece,
     Sign,
-    from_door,
+    from_gateway,
     pack,
     socket_name,
 )
@@ -76,7 +76,7 @@ class Entrance:
                 self.gateway.step(0.01)
                 if self.client.wait(request, 0.0):
                     assert request.answer is not None
-                    return from_door(request.answer[1:])
+                    return from_gateway(request.answer[1:])
         except Refused as error:
             return error
         self.client.forget(request)
@@ -91,7 +91,7 @@ class Entrance:
             return bool(self.client.posts)
 
         wait_until(look, "it said so")
-        return from_door(self.client.posts.popleft()[1:])
+        return from_gateway(self.client.posts.popleft()[1:])
 
     def say(self, message: Sign | Leave) -> None:
         self.client.post(EPISODES, [bytearray(HEADER.size), *pack(message)])

@@ -164,7 +164,7 @@ class TestProcesses:
         seat = take_seat(f"tcp://127.0.0.1:{port}", connect_timeout_s=0.5)
         put(seat, 1)
         began = time.monotonic()
-        with pytest.raises(TransportTimeout, match=r"seat 0 within 0.5 s: nobody listens there .*Start it"):
+        with pytest.raises(TransportTimeout, match=r"seat 0 within 0.5 s: nothing listens there .*Start it"):
             seat.wait(PATIENCE_S)
         assert time.monotonic() - began < PATIENCE_S / 2
 

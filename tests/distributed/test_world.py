@@ -165,7 +165,7 @@ def test_a_world_that_is_not_complete_names_who_is_missing() -> None:
         World("m0", 0, 3, timeout_s=0.2)
     with pytest.raises(TransportTimeout, match=r"'m1' found no host of its world within 0\.2 s"):
         World("m1", 1, 3, timeout_s=0.2)
-    with pytest.raises(TransportTimeout, match=r"found no world at tcp://127.0.0.1:1: nobody listens there"):
+    with pytest.raises(TransportTimeout, match=r"found no world at tcp://127.0.0.1:1: nothing listens there"):
         World("m1", 1, 3, "tcp://127.0.0.1:1", timeout_s=0.2)
     assert get_world() is None
     assert not list(Path("/dev/shm").glob(f"echelon-{os.getppid()}-*"))

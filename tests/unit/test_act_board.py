@@ -1,4 +1,4 @@
-"""The board of act requests: seats, rounds, the batch rule, and what is left when somebody dies."""
+"""The board of act requests: seats, rounds, the batch rule, and what remains when a client or a server dies."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ class TestRounds:
         assert late is not None and late.seats.tolist() == [0, 1]
         assert time.monotonic_ns() - late.first_ns >= 1_000_000 and batcher.num_missed == 1
         answer(batcher, late)
-        batcher._max_wait_s = LONG_US * 1e-6  # from here on a wait would be noticed
+        batcher._max_wait_s = LONG_US * 1e-6  # from here on a wait would make the test time out
         ask(seats[0], 1), ask(seats[1], 1)
         round = batcher.next(0.0)
         assert round is not None and round.seats.tolist() == [0, 1] and batcher.num_missed == 1
         answer(batcher, round)
-        ask(seats[2], 1)  # back again, at first alone with those who are expected
+        ask(seats[2], 1)  # it is back: this round does not wait for it yet
         ask(seats[0], 1), ask(seats[1], 1)
         round = batcher.next(0.0)
         assert round is not None and round.seats.tolist() == [0, 1, 2]
@@ -212,7 +212,7 @@ class TestRounds:
 
 
 class TestState:
-    """A state counts the questions of a seat, so that losing or repeating one shows."""
+    """The recurrent state counts the requests of a seat, so that a lost or repeated request shows."""
 
     def serve(self, batcher: Batcher, *, settle: bool = True) -> None:
         board = batcher.board
@@ -241,14 +241,14 @@ class TestState:
         seat, batcher = Seat(board, 0), Batcher(board, 0, BatchRule())
         for count in range(5):
             seat.ask()
-            self.serve(batcher, settle=False)  # the state was written, the answer never shown
+            self.serve(batcher, settle=False)  # the state was written, the reply never published
             batcher = Batcher(board, 0, BatchRule())
             self.serve(batcher)
             assert seat.wait(0.0) and seat.state_before()[0].item() == count
 
     def test_a_new_life_of_a_client_starts_from_a_clean_state(self, board: ActBoard) -> None:
         batcher = Batcher(board, 0, BatchRule())
-        for pending in (False, True):  # the one before died with its question answered, and with it open
+        for pending in (False, True):  # the predecessor died with its request answered, and with it pending
             seat = Seat(board, 0, incarnation=2 * pending)
             for _ in range(3):
                 seat.ask()
@@ -263,7 +263,7 @@ class TestState:
 
 
 class Actions:
-    """What clients and the server may do next, in any order."""
+    """The operations of clients and the server, in any order."""
 
     def __init__(self, folder: Path, num_clients: int, rule: BatchRule) -> None:
         self.board = ActBoard(folder, layout(num_clients))
@@ -302,7 +302,7 @@ def test_every_answer_is_to_the_question_asked(
     world = Actions(tmp_path_factory.mktemp("board"), 4, rule)
     for what, client in moves:
         world.act(what, client)
-    for client in list(world.open):  # nothing is lost: what is open is answered in the end
+    for client in list(world.open):  # nothing is lost: every pending request is answered in the end
         while client in world.open:
             world.act("serve", 0)
             world.act("ask", client)
@@ -337,7 +337,7 @@ def start_client(folder: Path, client: int, questions: int) -> subprocess.Popen[
 
 def test_processes_are_answered_while_one_is_stopped_and_one_is_killed(shm_dir: Path) -> None:
     board = ActBoard(shm_dir, layout(3))
-    batcher = Batcher(board, 0, BatchRule(max_wait_us=LONG_US))  # they go in step, so that nobody is done too early
+    batcher = Batcher(board, 0, BatchRule(max_wait_us=LONG_US))  # clients run in lock-step: none finishes early
     clients = [start_client(shm_dir, 0, 400), start_client(shm_dir, 1, 1 << 30), start_client(shm_dir, 2, 1 << 30)]
     try:
         wait_until(lambda: bool((board.asked > 0).all()), "everybody asked")

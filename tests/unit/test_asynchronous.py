@@ -103,8 +103,8 @@ def test_commands_tell_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None
         (["learner", "ppo", "CartPole-v1", "--episodes", "1"], "does not work with ppo: it is on-policy"),
         (["worker"], "--learner"),
         (["worker", "--learner", "nowhere"], "'nowhere' is not the address of a learner. Write HOST:PORT"),
-        (["worker", "--learner", "10.1.2.3:4444"], "there is no secret"),
-        (["learner", "sac", "Pendulum-v1", "--episodes", "1", "--address", "0.0.0.0:0"], "there is no secret"),
+        (["worker", "--learner", "10.1.2.3:4444"], "no secret is set"),
+        (["learner", "sac", "Pendulum-v1", "--episodes", "1", "--address", "0.0.0.0:0"], "no secret is set"),
         (["worker", "--learner", "127.0.0.1:1", "--policy", "math:pi"], "is 3.14159"),
         (["worker", "--learner", "127.0.0.1:1", "--envs", "0"], "must each be at least 1"),
         (["learner", "dqn", "CartPole-v1", "--actors", "3"], "--actors: a learner has no actors; workers send"),
@@ -321,7 +321,7 @@ def test_a_worker_gives_a_silent_learner_up_after_its_patience(monkeypatch: pyte
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         connection = LearnerConnection(f"tcp://127.0.0.1:{nobody.getsockname()[1]}", "w", None, 0.05, told.append)
-        with pytest.raises(TransportTimeout, match=r"was silent for \d+ s: nobody listens there"):
+        with pytest.raises(TransportTimeout, match=r"was silent for \d+ s: nothing listens there"):
             connection.ask(Ask(PROTOCOL), Task)
         connection.close()
 

@@ -169,7 +169,7 @@ def test_a_successor_at_the_same_address_answers(make_peer: Any, make_client: An
     number = 2 if service is RECORD else 0
     request = ask(client, service, number=number)
     assert not client.wait(request, 0.3) and client.silent_s > 0.0 and client.num_tries > 0
-    assert "nobody listens there" in client.why_silent()
+    assert "nothing listens there" in client.why_silent()
     peer.version = 1
     peer.start()
     answer_of(client, request)

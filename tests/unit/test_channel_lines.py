@@ -41,7 +41,7 @@ class TestAPeerWhoseMemoryIsGone:
             future.wait()
 
     def test_whoever_reads_before_its_end_is_told_learns_of_it(self, future: Future) -> None:
-        with pytest.raises(PeerLost, match=r"'m1' answers f\(\) no more: segment .* cannot be joined"):
+        with pytest.raises(PeerLost, match=r"'m1' answers f\(\) no more: segment .* cannot be opened"):
             future.wait()
         with pytest.raises(PeerLost, match=r"'m1' answers g\(\) no more"):
             self.calls.begin("g()", (), PATIENCE_S)

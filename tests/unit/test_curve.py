@@ -1,4 +1,4 @@
-"""Keys from one secret, where one is needed, and the gate that admits only its holders."""
+"""CURVE keys derived from the secret, the addresses that need one, and the gate that admits only its holders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TestKeys:
 
     @pytest.mark.parametrize("secret", ["", "fifteen letters"])
     def test_a_short_secret_is_refused_by_its_length_and_not_shown(self, secret: str) -> None:
-        with pytest.raises(ConfigError, match=rf"has {len(secret)} characters .* 16 .* ECHELON_SECRET") as caught:
+        with pytest.raises(ConfigError, match=rf"has {len(secret)} characters.* 16 .* ECHELON_SECRET") as caught:
             check_secret("tcp://127.0.0.1:0", secret)
         assert not secret or secret not in str(caught.value)
 
@@ -72,7 +72,7 @@ class TestAddresses:
 
 
 class Entrance:
-    """A guarded socket and whoever knocks at it."""
+    """A guarded socket, and clients that connect to it."""
 
     def __init__(self) -> None:
         self.context: zmq.Context[Socket] = zmq.Context()
@@ -85,10 +85,10 @@ class Entrance:
     def knock(self, secure: Callable[[Socket], None], word: bytes) -> None:
         client = self.context.socket(zmq.DEALER)
         self.clients.append(client)
-        client.setsockopt(zmq.RECONNECT_IVL, -1)  # knocks once
+        client.setsockopt(zmq.RECONNECT_IVL, -1)  # connects once
         secure(client)
         client.connect(self.socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        with suppress(zmq.Again):  # it was refused before it could say a word
+        with suppress(zmq.Again):  # it was refused before it could send a message
             client.send(word, zmq.NOBLOCK)
 
     def listen(self) -> None:
@@ -123,7 +123,7 @@ def with_secret(secret: str) -> Callable[[Socket], None]:
 
 
 def with_a_key_of_its_own(socket: Socket) -> None:
-    """It knows the server's key, but not the clients'."""
+    """The client has the server's public key, but not the clients' keypair."""
     own = Keypair(*zmq.curve_keypair())
     socket.setsockopt(zmq.CURVE_SERVERKEY, keypair(SECRET, "server").public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)

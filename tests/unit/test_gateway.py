@@ -31,7 +31,7 @@ from echelon.transport.episode_wire import (
     Task,
     Wait,
     Welcome,
-    from_door,
+    from_gateway,
 )
 from entrance import items_of, piece
 from stage import Stage
@@ -275,4 +275,4 @@ def order(items: dict[str, Array]) -> Array:
 
 def test_refused_is_what_the_wire_says() -> None:
     with pytest.raises(Refused, match="kind"):
-        from_door(encode({"kind": "piece"}))
+        from_gateway(encode({"kind": "piece"}))

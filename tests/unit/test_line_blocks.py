@@ -1,4 +1,4 @@
-"""What lines refuse, and the blocks that large messages lie in: how many there are, and when they go."""
+"""Invalid data that lines refuse, and the blocks of large messages: how many there are, and when they are retired."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pair(shm_dir: Path) -> Iterator[Pair]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time as the blocks see it, in seconds."""
+    """The clock of the blocks, in seconds."""
     clock = [1000.0]
     monkeypatch.setattr(blocks, "monotonic", lambda: clock[0])
     return clock
@@ -95,7 +95,7 @@ class TestThePool:
         assert BlockPool(shm_dir, "p").find(POOL_BYTES) is None and list(shm_dir.iterdir()) == []
 
     def test_only_what_was_needed_lately_is_kept(self, shm_dir: Path, clock: list[float]) -> None:
-        """Whatever sizes come in whatever number at once, for however long."""
+        """Any sizes, any number of messages held at the same time, for any duration."""
         pool, rng = BlockPool(shm_dir, "p"), random.Random(0)
         used: dict[int, float] = {}
         taken: list[SharedBlock] = []
@@ -117,7 +117,7 @@ class TestThePool:
         assert list(shm_dir.iterdir()) == []
 
     def test_no_block_is_given_up_while_its_message_waits_for_room(self, pair: Pair, clock: list[float]) -> None:
-        """Where the ring is full but for 16 bytes at its end, so that the message goes round."""
+        """The ring is full except for 16 bytes at its end, so that the message wraps around."""
         writer, sent = pair.writer, list[bool]()
         while (left := RING_BYTES - writer._head) > 16:
             assert writer.send([b"x" * 1000 if left > 3000 else b"" if left % 32 else b"x"], 0.0)
@@ -140,7 +140,7 @@ class TestThePool:
         assert pair.writer.block_bytes == most > 0
         del held
         clock[0] += 2 * IDLE_S
-        for _ in range(2 * RING_BYTES // 32 + 1):  # until the ring has gone round twice: a record has 32 bytes
+        for _ in range(2 * RING_BYTES // 32 + 1):  # until the ring has wrapped around twice: a record has 32 bytes
             pair.carry(b"x" * LARGE)
         assert pair.writer.block_bytes == pair.reader._shelf.nbytes < most
 
@@ -148,7 +148,7 @@ class TestThePool:
         pair.carry(b"x" * LARGE)
         assert pair.writer.block_bytes == pair.reader._shelf.nbytes > 0
         clock[0] += 2 * IDLE_S
-        for _ in range(RING_BYTES // 1000):  # until the ring has gone round
+        for _ in range(RING_BYTES // 1000):  # until the ring has wrapped around
             pair.carry(b"x" * 1000)
         assert pair.writer.block_bytes == pair.reader._shelf.nbytes == 0
 
@@ -158,13 +158,13 @@ class TestThePool:
             assert pair.writer.send(frames_of([LARGE], number), 1.0)
             kept.append(pair.reader.receive(1.0))
         assert pair.writer.block_bytes == MOST_BLOCKS * size_class(LARGE)
-        assert len(os.listdir("/proc/self/fd")) <= before  # others may close theirs meanwhile
+        assert len(os.listdir("/proc/self/fd")) <= before  # other threads may close some meanwhile
         for number, frames in enumerate(kept):
             assert frames is not None and [bytes(frame) for frame in frames] == frames_of([LARGE], number)
 
 
 def poke(pair: Pair, kind: int, nbytes: int, payload: bytes = b"", head: int = 0) -> None:
-    """Writes a record as a writer gone mad would."""
+    """Writes an invalid record."""
     line = pair.writer._line
     ring.RECORD.pack_into(line.records, 0, kind, nbytes)
     line.records[16 : 16 + len(payload)] = payload
@@ -181,11 +181,11 @@ class TestTornContent:
         [
             (0, 16, b"", 0, "kind 0"),
             (99, 16, b"", 0, "kind 99"),
-            (SKIP, 0, b"", 16, "16 bytes wait"),
+            (SKIP, 0, b"", 16, "16 bytes unread"),
             (MESSAGE, -1, b"", 16, "-1 bytes"),
-            (MESSAGE, 1 << 40, b"", 16, "bytes wait"),
-            (MESSAGE, 64, b"", 32, "32 bytes wait"),
-            (MESSAGE, 16, b"", RING_BYTES + 16, "bytes wait"),
+            (MESSAGE, 1 << 40, b"", 16, "bytes unread"),
+            (MESSAGE, 64, b"", 32, "32 bytes unread"),
+            (MESSAGE, 16, b"", RING_BYTES + 16, "bytes unread"),
             (MESSAGE, 16, words(-1, 0), 0, "-1 frames"),
             (MESSAGE, 16, words(2, 0), 0, "2 frames"),
             (MESSAGE, 32, words(1, 17, 0, 0), 0, "end at"),
@@ -220,7 +220,7 @@ class TestTornContent:
 
     def test_a_block_that_is_not_there_is_an_error(self, pair: Pair) -> None:
         poke(pair, ring.BLOCK, 16, words(7, 100))
-        with pytest.raises(TransportError, match="cannot be joined"):
+        with pytest.raises(TransportError, match="cannot be opened"):
             pair.reader.receive(0.0)
 
     def test_a_beginning_without_an_end_is_dropped(self, pair: Pair) -> None:

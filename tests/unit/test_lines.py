@@ -1,4 +1,4 @@
-"""Lines carry every message whole, in order and once, lose no wake-up, and outlive the death of either end."""
+"""Lines deliver every message whole, in order and once, lose no wake-up, and survive the death of either process."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def pair(shm_dir: Path) -> Iterator[Pair]:
 
 
 class Child:
-    """A process at the other end."""
+    """A process at the other end of a line."""
 
     def __init__(self, program: str, *arguments: str) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True)
@@ -104,7 +104,7 @@ class TestInOneProcess:
     @given(messages=st.lists(sizes, min_size=1, max_size=12), chance=st.randoms(use_true_random=False))
     @settings(deadline=None, max_examples=80)
     def test_every_message_arrives_once_in_order(self, messages: list[list[int]], chance: random.Random) -> None:
-        """Whatever the sizes, and however sends and receives alternate."""
+        """Any sizes, and any interleaving of sends and receives."""
         with tempfile.TemporaryDirectory(prefix="t-", dir="/dev/shm") as folder:
             pair, sent, received = Pair(Path(folder)), [], []
 
@@ -202,7 +202,7 @@ class TestWaiting:
         assert pair.reader.receive(60.0) is not None
 
     def test_no_wake_is_lost(self, pair: Pair) -> None:
-        """Wakes that fall anywhere into a wait, the moment before the sleep included."""
+        """Wakes at any moment of a wait, including just before the sleep."""
         turns: list[int] = []
 
         def wait() -> None:
@@ -278,7 +278,7 @@ class TestWaiting:
         assert not reader.ended
         assert [len(frames[0]) for frames in iter(lambda: reader.receive(60.0), None)] == [1, LARGE]
         assert reader.ended and list(shm_dir.iterdir()) == []
-        assert reader.receive(0.01) is None  # the end is told at once only once: who asks on is to wait
+        assert reader.receive(0.01) is None  # only the first receive returns immediately; later ones wait
 
     def test_what_nobody_will_open_is_discarded(self, shm_dir: Path) -> None:
         writer = LineWriter(shm_dir, "line")
@@ -308,7 +308,7 @@ class TestWaiting:
 
     @pytest.mark.parametrize("coming", [False, True], ids=["idle", "left in a copy"])
     def test_who_waits_long_burns_no_core(self, pair: Pair, coming: bool) -> None:
-        """Not even if the writer died while it copied a large message."""
+        """Also if the writer dies while it copies a large message."""
         pair.writer._line.writer[ring.COMING] = int(coming)
         before = time.thread_time()
         assert pair.reader.receive(0.3) is None

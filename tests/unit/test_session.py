@@ -1,4 +1,4 @@
-"""Session folders: made private, swept when their owner is dead, and only then."""
+"""Session folders: private, and removed by `sweep` if and only if their owner is dead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from echelon.transport.session import OWNER, create_session, is_taken, leftovers
 
 @pytest.fixture
 def dead_pid() -> int:
-    """The number of a process that has ended."""
+    """The pid of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
@@ -30,7 +30,7 @@ def dead_pid() -> int:
 
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that lives as long as the test."""
+    """A process that runs until the test ends."""
     process = subprocess.Popen(["sleep", "600"])
     yield process
     process.kill()
@@ -38,7 +38,7 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def forge(shm_dir: Path, pid: int, **owner: object) -> Path:
-    """A session folder as process `pid` would have left it; without `owner`, as of one killed before it wrote that."""
+    """A session folder of process `pid`; without `owner`, as if the process was killed before it wrote that file."""
     path = shm_dir / session_name(pid, "0123abcd")
     path.mkdir()
     (path / "weights").write_bytes(b"\0" * 1000)
@@ -57,7 +57,7 @@ def test_a_session_is_private_and_names_its_owner(shm_dir: Path) -> None:
 
 def test_a_living_owner_keeps_its_folder(shm_dir: Path, other: subprocess.Popen[bytes]) -> None:
     mine = create_session(str(shm_dir))
-    young = forge(shm_dir, other.pid)  # its owner is just about to write its name
+    young = forge(shm_dir, other.pid)  # its owner has not written the owner file yet
     assert leftovers(str(shm_dir)) == sweep(str(shm_dir)) == []
     assert mine.exists() and young.exists()
 
@@ -79,7 +79,7 @@ def test_a_new_session_sweeps(shm_dir: Path, dead_pid: int) -> None:
 
 
 def test_a_number_used_again_is_not_its_owner(shm_dir: Path, other: subprocess.Popen[bytes]) -> None:
-    forge(shm_dir, other.pid, start_ticks=1)  # that process began at another time
+    forge(shm_dir, other.pid, start_ticks=1)  # that process started at another time
     assert len(leftovers(str(shm_dir))) == 1
 
 
@@ -90,7 +90,7 @@ def test_a_damaged_owner_is_judged_by_its_name(shm_dir: Path, dead_pid: int, oth
 
 
 def test_where_somebody_listens_nobody_sweeps(shm_dir: Path, dead_pid: int) -> None:
-    """Siblings meet in a folder that is named after their parent, and may outlive it."""
+    """Sibling processes share a folder that is named after their parent, and may outlive the parent."""
     path = forge(shm_dir, dead_pid)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path / "host"))
@@ -105,7 +105,7 @@ def test_a_listener_that_is_stopped_holds_nobody_up(shm_dir: Path, dead_pid: int
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(str(path / "host"))
         listener.listen(0)
-        for _ in range(5):  # more than it has room for
+        for _ in range(5):  # more than its backlog holds
             handshakes = stack.enter_context(socket.socket(socket.AF_UNIX))
             handshakes.setblocking(False)
             with contextlib.suppress(BlockingIOError):
@@ -127,7 +127,7 @@ def test_folders_of_others_are_left_alone(shm_dir: Path, dead_pid: int) -> None:
 def test_folders_of_another_container_are_left_alone(
     shm_dir: Path, dead_pid: int, monkeypatch: pytest.MonkeyPatch, owner: dict[str, int]
 ) -> None:
-    """Numbers of its processes mean nothing here, and where siblings meet there may be nobody who listens yet."""
+    """Its pids mean nothing here, and in a folder shared by siblings none may be listening yet."""
     with monkeypatch.context() as patch:
         patch.setattr(session, "pid_namespace", lambda: "pid:[4026532178]")
         theirs = forge(shm_dir, dead_pid, **owner)
@@ -137,7 +137,7 @@ def test_folders_of_another_container_are_left_alone(
 @pytest.mark.parametrize("name", ["none", "file"])
 def test_a_folder_that_cannot_be_used_is_refused(shm_dir: Path, name: str) -> None:
     (shm_dir / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"is not a folder that can be written\. Name another with --shm-dir"):
+    with pytest.raises(ConfigError, match=r"is not a writable folder.*--shm-dir"):
         create_session(str(shm_dir / name))
 
 

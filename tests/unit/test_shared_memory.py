@@ -40,7 +40,7 @@ def schema() -> TrajectorySchema:
 
 @pytest.fixture
 def writer(shm_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that publishes weights over and over, every version filled with its own number."""
+    """A process that publishes weights in a loop; every weight of a version equals the version number."""
     code = f"""
 import sys
 from pathlib import Path
@@ -94,7 +94,7 @@ def test_whoever_comes_at_once_shares_one_segment(shm_dir: Path) -> None:
 
 
 def test_a_segment_that_is_not_there_says_so(shm_dir: Path) -> None:
-    with pytest.raises(TransportError, match="cannot be joined: No such file or directory; its run has ended"):
+    with pytest.raises(TransportError, match="cannot be opened: No such file or directory; its run has ended"):
         open_segment(shm_dir / "none")
 
 
@@ -113,7 +113,7 @@ def test_another_layout_is_refused(shm_dir: Path, schema: TrajectorySchema) -> N
         WeightsBoard(shm_dir, 128)
 
 
-SHARERS: dict[str, Callable[[Path], object]] = {  # whoever starts or joins processes that share memory
+SHARERS: dict[str, Callable[[Path], object]] = {  # everything that starts or joins processes that share memory
     "train": lambda folder: train(config_in(folder, "local")),
     "launch": lambda folder: launch(do_nothing, 2),
     "a world by hand": lambda folder: World("m0", 0, 1),
@@ -123,7 +123,7 @@ SHARERS: dict[str, Callable[[Path], object]] = {  # whoever starts or joins proc
 
 
 def do_nothing(world: World) -> None:
-    """What a launch would run."""
+    """The target of a launch."""
 
 
 def config_in(folder: Path, engine: str) -> TrainConfig:
@@ -156,7 +156,7 @@ class TestDoorbell:
         assert sleeper.wait(0.0) and sleeper.wait(0.0)
         sleeper.clear()
         assert not sleeper.wait(0.0)
-        sleeper.clear()  # nothing to forget: it does not block
+        sleeper.clear()  # no ring to discard: it does not block
         sleeper.close()
         ringer.close()
 
@@ -245,7 +245,7 @@ class TestSlotRing:
     @settings(max_examples=200, deadline=None)
     @given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 1)), max_size=80))
     def test_any_sequence_keeps_the_order(self, tmp_path_factory: Any, moves: list[tuple[str, int]]) -> None:
-        """Against plain lists: nothing is lost, read twice, or overwritten unread."""
+        """Compared with plain lists: no slot is lost, read twice, or overwritten unread."""
         folder = tmp_path_factory.mktemp("ring")
         spaces = Spaces(gym.spaces.Box(-1.0, 1.0, (1,), np.float32), gym.spaces.Discrete(2))
         ring = SlotRing(folder, TrajectorySchema(spaces, 1, 1), 2, 3)
@@ -294,8 +294,8 @@ class TestWeightsBoard:
         board, out = WeightsBoard(shm_dir, 8), np.zeros(8, np.uint8)
         for version in range(1, 4):
             board.publish([np.array([version])], version)
-        board._reserved[0] = 4  # as far as the dead one came ...
-        board._buffers[4 % board.NUM_BUFFERS][:4] = 255  # ... with half of it written
+        board._reserved[0] = 4  # the dead learner had reserved version 4 ...
+        board._buffers[4 % board.NUM_BUFFERS][:4] = 255  # ... and written half of it
         assert board.read(out) == 3 and out.view(np.int64).item() == 3
         WeightsBoard(shm_dir, 8).publish([np.array([4])], 4)
         assert board.read(out) == 4 and out.view(np.int64).item() == 4

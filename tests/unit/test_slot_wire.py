@@ -1,4 +1,4 @@
-"""Slots on their way to another host come out as they went in, and stacked frames travel once."""
+"""Slots sent to another host arrive unchanged, and each frame of a stack is sent once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 def filled(layout: SlotBytes, rng: np.random.Generator, resets: float) -> Array:
-    """A slot whose stacks move on by a frame from row to row, unless there is a reset."""
+    """A slot whose stacks shift by one frame from row to row, except after a reset."""
     slot = rng.integers(0, 256, layout.nbytes, np.uint8)
     for stack in layout.stacks:
         rows = stack.of(slot)
@@ -28,7 +28,7 @@ def filled(layout: SlotBytes, rng: np.random.Generator, resets: float) -> Array:
 
 
 def copied(layout: SlotBytes, slot: Array) -> tuple[Array, int]:
-    """The slot as it arrives, and the bytes that travelled."""
+    """Returns the slot as received, and the number of bytes sent."""
     parts = [memoryview(bytes(part)) for part in layout.pack(slot)]
     arrived = np.full(layout.nbytes, 7, np.uint8)
     layout.unpack(parts, arrived)

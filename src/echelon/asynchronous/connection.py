@@ -24,7 +24,7 @@ from echelon.transport.episode_wire import (
     Over,
     Stopped,
     Wait,
-    from_door,
+    from_gateway,
     pack,
     socket_name,
 )
@@ -98,12 +98,12 @@ class LearnerConnection:
             self._check_silence(self._client.silent_s)
         self._take_posts()
         assert request.answer is not None
-        return from_door(request.answer[1:])
+        return from_gateway(request.answer[1:])
 
     def _take_posts(self) -> None:
         """Handles messages of the learner about its end."""
         while self._client.posts:
-            message = from_door(self._client.posts.popleft()[1:])
+            message = from_gateway(self._client.posts.popleft()[1:])
             if isinstance(message, Over):
                 raise RunOver
             if isinstance(message, Stopped):

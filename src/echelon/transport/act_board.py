@@ -1,23 +1,26 @@
-"""Act requests in shared memory: one board where actors lay observations and an inference server lays actions.
+"""Act requests in shared memory: one board where actors write observations and inference servers write actions.
 
-A *seat* is one group of environments of one actor: `rows` observations, asked for together. Seats are numbered group by
-group (seat = group * num_clients + client), so that the same group of all clients lies side by side and the server
-reads it without gathering. Servers share the clients; each serves a range of them, in every group.
+A *seat* is one group of environments of one actor: `rows` observations that make up one request. Seats are numbered
+group by group (seat = group * num_clients + client), so the seats of one group are contiguous over all clients and the
+server reads them without gathering. The clients are divided among the servers; each server serves a contiguous range of
+clients, in every group.
 
-Words, each with one writer: the client's `asked` counts its questions, the server's `answered` the ones it answered, so
-a seat is pending where they differ. A reply is laid down before `answered` moves; the client asks again only after it
-read it. The recurrent state of a seat after question n lies in buffer n % 2 and the one before it in the other, so a
-server that dies in the middle of an answer leaves the state before it whole, and the client finds there what the
-learner needs. `incarnation` names the life of a client: the server zeroes the state of a seat that changed hands.
+Shared words, each with one writer: the client's `asked` counts its requests and the server's `answered` counts its
+replies, so a seat is pending where the two differ. The server writes a reply before it moves `answered`; the client
+sends its next request only after it has read the reply. The recurrent state of a seat after request n is stored in
+buffer n % 2 and the state before request n in the other buffer. So a server that dies while it writes a reply leaves
+the earlier state intact, and the client reads the initial state for the learner from there. `incarnation` identifies
+the client process: the server zeroes the recurrent state of a seat whose incarnation changed.
 
-Who waits: a client for its answer, on the server's `round` word; woken by `settle`. A server for questions, on its
-`bell` word; rung by `ask`, only when that matters: its `sleep` word says whether it sleeps, and whether the question
-that completes a round is to wake it, or any. A client looks at it after it has asked and a server looks for questions
-after it has set it, with a fence between, so no question is overlooked. If a client dies, its seat stays pending or
-silent and nobody waits for it (`Batcher`); if a server dies, its clients sleep until its successor answers what stands
-on the board. Every client writes `bell`, each time another value: no ring is lost by one overwriting another.
+Who waits: a client waits for its reply on the server's `round` word and is woken by `settle`. A server waits for
+requests on its `bell` word and is woken by `ask`, but only when needed: its `sleep` word records whether it sleeps, and
+whether any request wakes it or only the request that completes a round. A client reads `sleep` after it has moved
+`asked`, and a server looks for requests after it has set `sleep`, each with a fence in between, so no request is
+missed. If a client dies, its seat stays pending or idle and no round waits for it (see `Batcher`). If a server dies,
+its clients sleep until its successor answers the requests on the board. All clients write `bell`, each write with a
+different value, so no wake-up is lost when one client overwrites another's.
 
-Needs nothing heavier than numpy.
+Imports nothing heavier than numpy.
 """
 
 from __future__ import annotations
@@ -37,12 +40,12 @@ from echelon.transport.shared_memory import Doorbell
 
 Array = np.ndarray[Any, Any]
 WORDS_PER_LINE = ALIGNMENT // 8
-AWAKE, UNTIL_ASKED, UNTIL_DUE = 0, 1, 2  # a server's sleep: over by any question, or by one that completes a round
+AWAKE, UNTIL_ASKED, UNTIL_DUE = 0, 1, 2  # a server sleeps until any request, or until one that completes a round
 
 
 @dataclass(frozen=True, slots=True)
 class ActLayout:
-    """What the board holds: the leaves of an observation, of an action, of a recurrent state, per environment."""
+    """The layout of the board: the leaves of an observation, an action and a recurrent state, per environment."""
 
     observation: tuple[Leaf, ...]
     action: Leaf
@@ -57,7 +60,7 @@ class ActLayout:
         return self.num_clients * self.num_groups
 
     def clients_of(self, server: int) -> range:
-        """The clients that `server` serves: a contiguous share."""
+        """Returns the clients that `server` serves: a contiguous range."""
         start, stop = (self.num_clients * i // self.num_servers for i in (server, server + 1))
         return range(start, stop)
 
@@ -65,7 +68,7 @@ class ActLayout:
         return next(server for server in range(self.num_servers) if client in self.clients_of(server))
 
     def seats_of(self, server: int, group: int) -> range:
-        """The seats of one group that `server` serves: a contiguous range."""
+        """Returns the seats of one group that `server` serves: a contiguous range."""
         clients = self.clients_of(server)
         return range(group * self.num_clients + clients.start, group * self.num_clients + clients.stop)
 
@@ -95,7 +98,7 @@ class ActLayout:
 
 
 class ActBoard:
-    """The board as every process sees it; whoever comes first makes it."""
+    """The board, mapped by every process that uses it; the first process creates it."""
 
     def __init__(self, folder: Path, layout: ActLayout) -> None:
         self.folder, self.layout = folder, layout
@@ -112,7 +115,7 @@ class ActBoard:
         self.answered, self.version, self.known_incarnation, self.expected = (
             views["server_words"][:, i] for i in range(4)
         )
-        self.quorum = views["quorum"][:, :, 0]  # (J, G): seats a round waits for; 0: every question rings
+        self.quorum = views["quorum"][:, :, 0]  # (J, G): seats a round waits for; 0: every request rings
         self.pollable = views["pollable"][:, 0]  # (J,): 1 where the server sleeps on its doorbell, not on its bell
         self.sleep = views["pollable"][:, 1]  # (J,): how the server sleeps on its bell
         self.bells = [Word(views["bells"][j, :1]) for j in range(layout.num_servers)]
@@ -124,17 +127,17 @@ class ActBoard:
         self.state = [views[f"state.{i}"] for i in range(len(layout.state_shapes))]  # (2, S, K, ...)
 
     def doorbell(self, server: int) -> Doorbell:
-        """What a server sleeps on that also listens to sockets."""
+        """Returns the doorbell for a server that sleeps on sockets as well as on the board."""
         return Doorbell(self.folder / f"act-{server}")
 
 
 class Seat:
-    """One group of environments of one client: lay the observations down, ask, wait, read the actions."""
+    """One group of environments of one client: write the observations, call `ask`, `wait`, then read the actions."""
 
-    wants_state = True  # only a remote seat can do without
+    wants_state = True  # only a remote seat can turn it off
 
     def __init__(self, board: ActBoard, client: int, group: int = 0, incarnation: int = 0) -> None:
-        """Takes the seat; the process that had it before must be gone."""
+        """Takes over the seat; the process that used it before must have ended."""
         layout = board.layout
         self.index = seat = group * layout.num_clients + client
         server = layout.server_of(client)
@@ -160,7 +163,7 @@ class Seat:
         board.incarnation[seat] = incarnation + 1
 
     def ask(self) -> None:
-        """Puts the question; `observation` and `first` must be in place, and the last answer read."""
+        """Submits a request; `observation` and `first` must be written, and the previous reply must have been read."""
         self._count += 1
         self._asked_ns[0] = time.monotonic_ns()
         self._asked[0] = self._count
@@ -169,7 +172,7 @@ class Seat:
             self._ring()
 
     def _completes(self) -> bool:
-        """Whether all that a round waits for may have asked; of two who ask in one moment, at least one sees it."""
+        """Returns whether this request may complete a round; of two simultaneous requests, at least one sees True."""
         return bool(np.count_nonzero(self._peers_asked != self._peers_answered) >= self._quorum[0])
 
     def _ring(self) -> None:
@@ -185,7 +188,7 @@ class Seat:
         return self._answered[0] == self._count
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleeps until the answer is there, at most `timeout_s`; whether it is."""
+        """Waits up to `timeout_s` for the reply; returns whether it has arrived."""
         deadline = time.monotonic() + timeout_s
         while True:
             seen = self._round.value
@@ -198,15 +201,15 @@ class Seat:
 
     @property
     def version(self) -> int:
-        """The version of the weights that gave the last answer."""
+        """The version of the weights that computed the last reply."""
         return self._version[0]
 
     def state_before(self) -> list[Array]:
-        """The recurrent state that the last answer started from."""
+        """Returns the recurrent state that the last reply was computed from."""
         return [leaf[(self._count - 1) % 2] for leaf in self._states]
 
     def leave(self) -> None:
-        """Nobody need wait for this seat any longer."""
+        """Leaves the seat: rounds no longer wait for it."""
         self._board.incarnation[self.index] = 0
         self._ring()
         if self._doorbell is not None:

@@ -1,17 +1,18 @@
-"""Blocks: pieces of shared memory that carry the large messages of a line, written once and used again.
+"""Blocks: reusable segments of shared memory that carry the large messages of a line.
 
-The writer of a line keeps a `BlockPool`, the reader a `BlockShelf` of those it has mapped. A block's one word says who
-may write it: FREE, the writer may fill it, and sets TAKEN before it tells the reader; TAKEN, the reader alone may touch
-it, and sets FREE once nothing made of it is left; RETIRED, the writer gave it up, and the reader drops its mapping.
-So the word has one writer at a time. Pages are touched once and then reused: fresh ones cost more than the copy.
+The writer of a line owns a `BlockPool`; the reader keeps the blocks it has mapped in a `BlockShelf`. One word of a
+block holds its state. FREE: the writer may fill the block; it sets TAKEN before it sends the block's number. TAKEN:
+only the reader may access the block; it sets FREE when no view of it is left. RETIRED: the writer has dropped the
+block, and the reader unmaps it. So the word has one writer at a time. Blocks are reused because faulting in fresh pages
+costs more than the copy.
 
-What bounds it: `POOL_BYTES` and `MOST_BLOCKS`; and in the long run what was needed at once, since a block that carried
-nothing for `IDLE_S` goes before another one is made, and when the ring went round (`trim`, `sweep`). A line on which
-nothing is sent any more keeps what it has until it is closed.
+What bounds the pool: `POOL_BYTES` and `MOST_BLOCKS`. In the long run it shrinks to the blocks in use at the same time:
+a block that was idle for `IDLE_S` is retired before another one is made, and each time the ring wraps around (`trim`
+in the writer, `sweep` in the reader). A line on which nothing is sent any longer keeps its blocks until it is closed.
 
-Nobody waits here: with all blocks taken `find` has none, and the line sends another way. A reader that dies keeps its
-blocks taken until the writer closes the line. The reader takes a block's file away when it maps it, so that from then
-on nothing is left behind however the two end.
+Nothing blocks here: when all blocks are taken, `find` returns None and the line sends the message through its ring. If
+the reader dies, its blocks stay taken until the writer closes the line. The reader unlinks a block's file when it maps
+it, so no file is left behind however the two processes end.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from echelon.layout import ALIGNMENT
 from echelon.transport.segments import create_segment, open_segment
 
 Array = np.ndarray[Any, Any]
-POOL_BYTES = 128 << 20  # of the blocks of one line, together
-MOST_BLOCKS = 256  # of one line
+POOL_BYTES = 128 << 20  # total size of the blocks of one line
+MOST_BLOCKS = 256  # per line
 LEAST_BYTES = 1 << 16
-IDLE_S = 10.0  # fresh pages cost more than the copy, so a block outlives the pauses of whoever sends now and then
-WASTE = 4  # a block may be this many times as large as what is put into it
+IDLE_S = 10.0  # fresh pages cost more than the copy, so a block outlives the pauses of an occasional sender
+WASTE = 4  # a block may be this many times as large as the message in it
 FREE, TAKEN, RETIRED = range(3)
 
 
 class SharedBlock:
-    """One block as one of the two processes sees it."""
+    """One block, as mapped by the writer or the reader."""
 
     def __init__(self, number: int, memory: Array) -> None:
         self.number, self.nbytes, self.room = number, memory.nbytes, memory[ALIGNMENT:]
-        self.used_s = monotonic()  # when the writer filled it last
+        self.used_s = monotonic()  # when the writer last filled it
         self._state = memory[:8].view(np.int64).data  # plain integers are faster than numpy's
 
     @property
@@ -57,24 +58,24 @@ class SharedBlock:
 
 
 class BlockPool:
-    """The writer's blocks; its calls take turns under the line's lock."""
+    """The writer's blocks; every call is made under the line's lock."""
 
     def __init__(self, folder: Path, name: str, most_bytes: int = POOL_BYTES) -> None:
         self._folder, self._name, self._most_bytes = folder, name, most_bytes
-        self._blocks: list[SharedBlock] = []  # the smallest first
+        self._blocks: list[SharedBlock] = []  # sorted by size, the smallest first
         self._num_made = 0
-        self._full_until_s = 0.0  # shared memory has no room for more
+        self._full_until_s = 0.0  # until then no allocation is tried: shared memory was full
         self.nbytes = 0
 
     def find(self, nbytes: int) -> SharedBlock | None:
-        """A free block with room for `nbytes`, made if there is none; None if the pool may not grow any more."""
+        """Returns a free block with room for `nbytes`, made if there is none; None if the pool cannot grow."""
         for block in self._blocks:
             if nbytes <= block.room.nbytes <= WASTE * nbytes and block.state == FREE:
                 block.used_s = monotonic()
                 return block
         self.trim()
         size = size_class(nbytes)
-        for block in self._blocks[::-1]:  # those of other sizes make way, the largest first
+        for block in self._blocks[::-1]:  # evict blocks of other sizes, the largest first
             if self._has_room(size):
                 break
             if block.state == FREE:
@@ -82,7 +83,7 @@ class BlockPool:
         return self._make(size) if self._has_room(size) else None
 
     def trim(self) -> None:
-        """Gives up the blocks that carried nothing for a while."""
+        """Retires the free blocks that were idle for `IDLE_S`."""
         idle_since = monotonic() - IDLE_S
         for block in list(self._blocks):
             if block.used_s < idle_since and block.state == FREE:
@@ -97,7 +98,7 @@ class BlockPool:
         self._num_made += 1
         try:
             memory = create_segment(block_path(self._folder, self._name, self._num_made), size)
-        except (TransportError, OSError):  # there is no room for it: make do with what there is
+        except (TransportError, OSError):  # shared memory is full: continue with the existing blocks
             self._full_until_s = monotonic() + IDLE_S
             return None
         block = SharedBlock(self._num_made, memory)
@@ -112,9 +113,9 @@ class BlockPool:
         block_path(self._folder, self._name, block.number).unlink(missing_ok=True)
 
     def close(self, discard: bool) -> None:
-        """Gives all blocks up; the memory of one goes when nothing made of it is left in the reader either.
+        """Drops all blocks; the memory of a block is freed once the reader holds no view of it either.
 
-        With `discard` also the files of blocks that the reader has not opened go.
+        With `discard`, also removes the files of blocks that the reader has not opened.
         """
         for block in list(self._blocks):
             if discard or block.state == FREE:
@@ -123,39 +124,40 @@ class BlockPool:
 
 
 class BlockShelf:
-    """The reader's view of the blocks: mapped at first sight, given back when nothing made of them is left."""
+    """The reader's blocks: mapped on first use, released when no view of them is left."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         self._blocks: dict[int, SharedBlock] = {}
-        self._leases: dict[int, weakref.ref[Array]] = {}  # of the blocks that are taken
+        self._leases: dict[int, weakref.ref[Array]] = {}  # one for each taken block
         self._pid = os.getpid()
 
     @property
     def nbytes(self) -> int:
-        """What is mapped, apart from views that outlive their block's retirement."""
+        """The bytes of the mapped blocks, without retired blocks that views keep alive."""
         return sum(block.nbytes for block in self._blocks.values())
 
     def lease(self, number: int, nbytes: int) -> memoryview:
-        """The first `nbytes` of a block that the writer filled; the block is free again once all views of it died."""
+        """Returns the first `nbytes` of a block that the writer filled; it is freed when no view of it is left."""
         block = self._blocks.get(number) or self._map(number)
         if block.state != TAKEN or number in self._leases or not 0 <= nbytes <= block.room.nbytes:
             raise Refused(
                 f"block {number} of line {self._name} was refused: it has {block.room.nbytes} bytes and state "
-                f"{block.state}, and {nbytes} bytes are said to lie in it."
+                f"{block.state}, and the line announces {nbytes} bytes in it."
             )
-        lease = block.room[:nbytes]  # an array of its own, so that its end can be told
+        lease = block.room[:nbytes]  # a separate array object, for the weak reference below
 
-        def give_back(_: object, getpid: Callable[[], int] = os.getpid, free: int = FREE) -> None:
-            if getpid() == self._pid:  # in a fork of the reader the views are copies, the block is not
+        # Default arguments, because this may run at interpreter exit, after the module's globals are cleared.
+        def release(_: object, getpid: Callable[[], int] = os.getpid, free: int = FREE) -> None:
+            if getpid() == self._pid:  # a fork of the reader has copies of the views, but shares the block
                 self._leases.pop(number, None)
-                block.state = free  # as an argument, like getpid: this may run when the interpreter has dropped both
+                block.state = free
 
-        self._leases[number] = weakref.ref(lease, give_back)
+        self._leases[number] = weakref.ref(lease, release)
         return lease.data
 
     def sweep(self) -> None:
-        """Drops the blocks that the writer gave up."""
+        """Unmaps the blocks that the writer retired."""
         for block in list(self._blocks.values()):
             if block.state == RETIRED:
                 del self._blocks[block.number]
@@ -168,7 +170,7 @@ class BlockShelf:
         return block
 
     def close(self) -> None:
-        """Forgets the blocks; what was made of them stays valid as long as it lives."""
+        """Forgets the blocks; existing views of them stay valid."""
         self._blocks.clear()
 
 
@@ -177,7 +179,7 @@ def block_path(folder: Path, name: str, number: int) -> Path:
 
 
 def size_class(nbytes: int) -> int:
-    """The size of a block for `nbytes`: a quarter of a power of two more at most, so that blocks fit many messages."""
+    """Returns the size of a block for `nbytes`: rounded up by at most a quarter, so that similar sizes share blocks."""
     nbytes = max(nbytes + ALIGNMENT, LEAST_BYTES)
     step = 1 << (nbytes - 1).bit_length() - 3
     return -(-nbytes // step) * step

@@ -1,8 +1,8 @@
-"""What workers and the gateway say to each other: messages with whole pieces of episodes, and answers with weights.
+"""The messages between workers and the gateway: workers send pieces of episodes, and the replies carry weights.
 
-A worker has one message under way at a time. Those that bring something are records of the channel, numbered from 1
-up: the gateway answers every message once it is dealt with, and one that comes again with its answer alone. When the
-run ends, it posts that to all workers.
+A worker has one request in flight at a time. Requests with data (`Piece`, `Score`) are records of the channel, numbered
+from 1: the gateway replies once it has processed a request, and answers a repeated request without processing it again.
+When the run ends, the gateway posts `Over` or `Stopped` to all workers.
 """
 
 from __future__ import annotations
@@ -20,89 +20,89 @@ from echelon.transport.channel import Message as Asked
 from echelon.transport.codec import Buffer, Limits, decode, encode
 
 Array = np.ndarray[Any, Any]
-PROTOCOL = 1  # goes up when a message changes its meaning
+PROTOCOL = 1  # incremented when the meaning of a message changes
 LIMITS = Limits(total_bytes=1 << 30)
 MAX_NAME = 64  # characters of a worker's name
 Count = Annotated[int, msgspec.Meta(ge=-(1 << 40), le=1 << 40)]  # so that sums of them fit into 64 bits
 
 
 class _Message(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True):
-    """One message; its class is its kind."""
+    """A message; its class determines its kind."""
 
 
 class Ask(_Message, tag="ask"):
-    """A worker asks what is trained; the answer is `Task`."""
+    """A worker asks what the run trains; the reply is `Task`."""
 
     protocol: int
 
 
 class Arrive(_Message, tag="arrive"):
-    """A worker is there, with environments of these spaces; the answer is `Welcome`."""
+    """A worker registers, with the spaces of its environments; the reply is `Welcome`."""
 
     protocol: int
     worker: str
     spaces: dict[str, Any]
-    own: bool  # whether it brings a policy object of the user's
+    own: bool  # whether it acts with a policy object of the user's
 
 
 class Piece(_Message, tag="piece"):
-    """Steps of an episode; the answer is `Next`."""
+    """Consecutive steps of an episode; the reply is `Next`."""
 
     worker: str
     number: Count
-    has_version: Count  # of the weights that the worker has
+    has_version: Count  # version of the weights that the worker has
     observation: list[Any]  # leaves (L + 1, ...); a stack of images as {"frames": (F, ...), "numbers": (L + 1, S)}
     action: Any  # (L, ...)
     reward: Any  # (L,)
-    version: Any  # (L,) of the weights that chose each action
-    num_old: Count  # steps at its start that the piece before it had too
+    version: Any  # (L,) version of the weights that chose each action
+    num_old: Count  # steps at its start that the previous piece contained too
     terminated: bool
     truncated: bool
-    episode_return: float  # up to here
+    episode_return: float  # of the episode so far
     episode_length: Count
 
 
 class Score(_Message, tag="score"):
-    """What an evaluation episode came to; the answer is `Next`."""
+    """The result of an evaluation episode; the reply is `Next`."""
 
     worker: str
     number: Count
     has_version: Count
-    version: Count  # of the weights that it began with
+    version: Count  # version of the weights that the episode began with
     episode_return: float
     episode_length: Count
 
 
 class Sign(_Message, tag="sign"):
-    """A worker is alive, at an episode that takes long; there is no answer."""
+    """The heartbeat of a worker during a long episode; there is no reply."""
 
     worker: str
 
 
 class Leave(_Message, tag="leave"):
-    """A worker goes, and will not come again; there is no answer."""
+    """A worker leaves for good; there is no reply."""
 
     worker: str
 
 
 class Task(_Message, tag="task"):
-    """What is trained: the configuration, and the layout of a user's own policy where it is one."""
+    """What the run trains: the configuration and, for a policy of the user's, its layout."""
 
     train: dict[str, Any]
     own: list[Any] | None
 
 
 class Welcome(_Message, tag="welcome"):
-    """A worker may begin; all of its first episodes are learned from."""
+    """A worker may begin; its first episodes are training episodes, not evaluations."""
 
-    place: int  # counts workers from 0: where it stands on a ladder of exploration
+    place: int  # index of the worker from 0, which selects its exploration rate
     version: int
-    weights: Any  # (nbytes,) as the board holds them
+    weights: Any  # (nbytes,) in the layout of the weights board
     env_steps: int  # of the run so far
 
 
 class Next(_Message, tag="next"):
-    """What a message brought is in the learner's hands; the newest weights, unless the worker has them."""
+    """The learner has received the data; carries the newest weights, unless the worker has them already."""
 
     evaluates: bool  # whether the next episode is an evaluation
     version: int
@@ -111,19 +111,19 @@ class Next(_Message, tag="next"):
 
 
 class Wait(_Message, tag="wait"):
-    """Not yet: the learner is still starting."""
+    """The worker must try again later: the learner is still starting."""
 
 
 class Stranger(_Message, tag="stranger"):
-    """This run does not know the worker: the learner was started anew. It has to arrive again."""
+    """The gateway does not know the worker, because the learner was restarted. The worker must register again."""
 
 
 class Over(_Message, tag="over"):
-    """The run has reached its end."""
+    """The run is complete."""
 
 
 class Stopped(_Message, tag="stopped"):
-    """The run was stopped before its end: it may be gone on with, at this address."""
+    """The run was stopped before its end; it may be resumed at this address."""
 
 
 FromWorker = Ask | Arrive | Piece | Score | Sign | Leave
@@ -134,31 +134,31 @@ EPISODES = Service("episodes", Delivery.RECORD)  # Piece, Score; posted: Sign, L
 
 
 def socket_name(worker: str) -> bytes:
-    """The name of a worker's socket, which a gateway that knows the worker finds it by."""
+    """Returns the routing id of a worker's socket, by which the gateway addresses the worker."""
     return b"w" + hashlib.blake2b(worker.encode(), digest_size=16).digest()
 
 
 def pack(message: FromWorker | FromGateway) -> list[Buffer]:
-    """The frames of `message`, to follow a header, which has its number; buffers are views of its arrays."""
+    """Returns the frames of `message` after the header, which carries its number; buffers are views of its arrays."""
     fields = {name: getattr(message, name) for name in message.__struct_fields__ if name != "number"}
     return encode({"kind": message.__struct_config__.tag, **fields}, LIMITS)
 
 
 def from_worker(asked: Asked) -> FromWorker:
-    """The message of a worker; raises Refused on anything else."""
+    """Returns the decoded message of a worker; raises Refused for anything else."""
     number = {} if asked.is_post or asked.service != EPISODES else {"number": asked.number}
     kinds = Sign | Leave if asked.is_post else Ask | Arrive if asked.service == TASK else Piece | Score
     message: FromWorker = _unpack(asked.frames[1:], kinds, number)
     worker = getattr(message, "worker", "")
     if len(worker) > MAX_NAME:
         raise Refused(
-            f"a message of a worker was refused: its name has {len(worker)} characters, {MAX_NAME} are allowed."
+            f"a worker's message was refused: its name has {len(worker)} characters, at most {MAX_NAME} are allowed."
         )
     return message
 
 
-def from_door(frames: Sequence[Buffer]) -> FromGateway:
-    """What the gateway says, in the frames after the header."""
+def from_gateway(frames: Sequence[Buffer]) -> FromGateway:
+    """Returns the gateway's message, decoded from the frames after the header."""
     message: FromGateway = _unpack(frames, FromGateway, {})
     return message
 

@@ -1,8 +1,9 @@
-"""Sleeping on a word of shared memory, and waking those who do: the kernel's futex, by ctypes.
+"""Waiting on a word of shared memory and waking its waiters: the kernel's futex, called through ctypes.
 
-A sleeper names the value it saw, so a change between its look and its sleep is never missed. Sleepers carry a mask of
-32 bits and one call wakes all whose mask meets it: an answer to many costs one call. Nothing is held, so nobody who
-dies can hold it. The words lie in mapped files, so the processes need share nothing else.
+A waiter passes the value it has read, so a change between its read and its sleep is never missed. Each waiter has a
+32-bit mask, and one call wakes all waiters whose mask overlaps the given one: a reply to many clients costs one call. A
+futex is not a lock, so a process that dies holds nothing. The words are in memory-mapped files, so the processes share
+nothing else.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ Array = np.ndarray[Any, Any]
 EVERYONE = 0xFFFFFFFF
 NUM_MASKS = 32
 
-# Processes sleep here on x86-64 alone, which `check_platform` sees to; elsewhere one process may ring its own words.
-_SYS_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(), -1)  # -1: fails and does nothing
+# Several processes wait on words on x86-64 only (`check_platform`); elsewhere a single process may wake its own words.
+_SYS_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(), -1)  # -1: an invalid call, no effect
 _WAIT_BITSET, _WAKE_BITSET = 9, 10
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
@@ -40,19 +41,19 @@ _lock = threading.Lock()
 
 
 def fence() -> None:
-    """What this process stored before is seen by others before it loads anything after: a lock is a full barrier.
+    """Orders this process's earlier stores before its later loads: acquiring a lock is a full memory barrier.
 
-    Of two who each store a word, fence, and load the other's, at least one sees the other.
+    If two processes each store a word, fence, and load the other's word, at least one of them sees the other's store.
     """
     with _lock:
         pass
 
 
 class Word:
-    """One 32-bit word of a segment that processes sleep on."""
+    """One 32-bit word of a segment, on which processes wait."""
 
     def __init__(self, memory: Array) -> None:
-        """`memory` is one element of type int32 inside a segment."""
+        """Wraps `memory`, one int32 element of a segment."""
         assert memory.dtype == np.int32 and memory.size == 1
         self._memory = memory.reshape(1).data  # keeps the mapping alive; plain integers are faster than numpy's
         self._address = memory.ctypes.data
@@ -68,7 +69,7 @@ class Word:
         self._memory[0] = value
 
     def wait(self, seen: int, timeout_s: float, mask: int = EVERYONE) -> bool:
-        """Sleeps while the word is `seen`, at most `timeout_s`; False after a time-out. May wake for nothing."""
+        """Sleeps while the word equals `seen`, at most `timeout_s`; returns False on timeout. May wake spuriously."""
         deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         self._deadline[0], self._deadline[1] = divmod(deadline_ns, 1_000_000_000)
         result = _syscall(
@@ -77,5 +78,5 @@ class Word:
         return not (result < 0 and ctypes.get_errno() == errno.ETIMEDOUT)
 
     def wake(self, mask: int = EVERYONE) -> int:
-        """Wakes every sleeper whose mask meets `mask`; returns how many."""
+        """Wakes every waiter whose mask overlaps `mask`; returns how many were woken."""
         return int(_syscall(_SYS_FUTEX, self._address, _WAKE_BITSET, 0x7FFFFFFF, None, None, mask))

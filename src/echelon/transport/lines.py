@@ -1,22 +1,23 @@
-"""Lines: messages from one process to one other of the same host, in order, through shared memory.
+"""Lines: ordered messages from one process to another on the same host, through shared memory.
 
-A message is a list of buffers, as `codec.encode` makes them, laid end to end (`ring.py`). A small one goes into a ring;
-a large one is copied once into a block (`blocks.py`), where the reader uses it in place, and the ring carries the
-block's number; with no block free it goes through the ring in pieces.
+A message is a list of buffers, as returned by `codec.encode`, stored end to end (`ring.py`). A small message goes into
+a ring. A large message is copied once into a block (`blocks.py`), where the reader uses it in place, and the ring
+carries the block's number. If no block is free, a large message goes through the ring in pieces.
 
-Words, each with one writer: the writer's `head` counts the bytes it put into the ring, the reader's `tail` those it
-took out. A record is whole before `head` passes it, and a message before its last record does, so a writer that dies
-leaves only whole messages. `coming` says that a large one is being copied. `bell` and `room` are what reader and writer
-sleep on; nothing is counted in them, so that a process may also ring its own sleepers: even values are the other
-side's, odd ones its own.
+Shared words, each with one writer: the writer's `head` counts the bytes written to the ring, the reader's `tail` the
+bytes read from it. A record is complete before `head` passes it, and the reader returns a message only with its last
+record, so a writer that dies leaves only whole messages. `coming` is set while a large message is being copied. The
+reader sleeps on `bell`, the writer on `room`. These two words count nothing, so a process may also wake its own
+threads: even values are written by the other side, odd values by its own.
 
-Who waits: the reader for a message, woken by `send`, by `wake`, by the writer's `close`. A writer for room in the
-ring (never for a block, so there is nobody to wait for but the reader's next `receive`), woken when half of the ring
-is empty, and by `close` on either side. Each looks again after it has said that it sleeps, with a fence between, and
-the other looks for sleepers after it has moved its word, so no wake-up is lost. The reader spins before it sleeps, and
-is woken before a large message is copied, not after: so it is awake when that is there.
-If the reader dies, `send` finds the ring full and says so after its timeout; if the writer dies, `receive` returns what
-was sent whole and then waits out its timeout: whoever learns of a death calls `wake`.
+Who waits: the reader waits for a message; `send`, `wake` and the writer's `close` wake it. The writer waits for room in
+the ring (never for a block, so it depends only on the reader's next `receive`); it is woken when half of the ring is
+empty, and by `close` on either side. Each side checks again after it has announced that it sleeps, and the other side
+looks for a sleeper after it has moved its word, both with a fence in between, so no wake-up is lost. The reader spins
+before it sleeps. It is woken before a large message is copied, not after, so that it is awake when the copy is done.
+
+If the reader dies, the ring fills up and `send` returns False after its timeout. If the writer dies, `receive` returns
+the messages that were sent completely and then waits for its timeout: the process that detects the death calls `wake`.
 """
 
 from __future__ import annotations
@@ -50,19 +51,21 @@ from echelon.transport.ring import (
     Ring,
     body_bytes,
     frames_of,
-    lay_body,
     padded,
+    write_body,
 )
 from echelon.transport.segments import create_segment, open_segment
 
-SPIN_S = 60e-6  # a reader looks for so long before it sleeps, if its last wait was over within BRISK_S: a sleep costs
-BRISK_S = 120e-6  # each side some 30 us more, but who waits long is to burn no core
-COMING_S = 1e-3  # it looks so long for a message of which it knows that it is being written
-NUM_LOOKS = 8  # before the core is offered to somebody else
+# A reader spins for SPIN_S before it sleeps if its last wait was shorter than BRISK_S: a sleep costs each side about
+# 30 us more, but a reader that waits long must not burn a core.
+SPIN_S = 60e-6
+BRISK_S = 120e-6
+COMING_S = 1e-3  # how long it spins for a large message that is being copied
+NUM_LOOKS = 8  # reads of `head` between two calls of sched_yield
 
 
 class LineWriter:
-    """The end of a line that sends, from any thread; makes the line, which the reader then opens by name."""
+    """The sending end of a line, usable from any thread; it creates the line, which the reader then opens by name."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._path, self.name = folder / name, name
@@ -74,19 +77,20 @@ class LineWriter:
 
     @property
     def block_bytes(self) -> int:
-        """The shared memory that large messages have taken so far."""
+        """The bytes of shared memory that the blocks of this line take."""
         return self._pool.nbytes
 
     @property
     def abandoned(self) -> bool:
-        """Whether the reader closed its end."""
+        """Whether the reader has closed its end."""
         return bool(self._line.reader[CLOSED])
 
     def send(self, frames: Sequence[Buffer], timeout_s: float, go_on: Callable[[], bool] = lambda: False) -> bool:
-        """Puts one message on the line; the buffers may change afterwards.
+        """Sends one message; the buffers may be changed afterwards.
 
-        False if it is not sent: the reader took nothing in for `timeout_s`, or closed its end. Where a message goes in
-        pieces and is half-way then, `go_on` is asked whether to wait on: to begin it anew may take for ever.
+        Returns False if it was not sent: the reader read nothing for `timeout_s`, or has closed its end. If the timeout
+        passes when some pieces of a large message are already sent, `go_on` decides whether to keep waiting: a message
+        that starts over at every timeout might never complete.
         """
         if not self._lock.acquire(timeout=max(0.0, timeout_s)):
             return False
@@ -97,7 +101,7 @@ class LineWriter:
                 at = self._reserve(nbytes, timeout_s)
                 if at < 0:
                     return False
-                lay_body(self._line.records, at + RECORD.size, frames, lengths)
+                write_body(self._line.records, at + RECORD.size, frames, lengths)
                 self._publish(at, MESSAGE, nbytes)
                 return True
             return self._send_large(frames, lengths, nbytes, timeout_s, go_on)
@@ -115,17 +119,17 @@ class LineWriter:
             return False
         if block is None:
             body = bytearray(nbytes)
-            lay_body(memoryview(body), 0, frames, lengths)
+            write_body(memoryview(body), 0, frames, lengths)
             return self._send_parts(memoryview(body), timeout_s, go_on)
         self._announce()
-        lay_body(block.room.data, 0, frames, lengths)
+        write_body(block.room.data, 0, frames, lengths)
         RECORD.pack_into(self._line.records, at + RECORD.size, block.number, nbytes)
         block.state = TAKEN
         self._publish(at, BLOCK, RECORD.size)
         return True
 
     def _send_parts(self, body: memoryview, timeout_s: float, go_on: Callable[[], bool]) -> bool:
-        """Sends `body` through the ring; the reader drops the beginning of one that stopped half-way."""
+        """Sends `body` through the ring in pieces; if it is cut off, the reader drops the pieces it has."""
         for start in range(0, len(body), PIECE_BYTES):
             piece = body[start : start + PIECE_BYTES]
             while (at := self._reserve(len(piece), timeout_s)) < 0:
@@ -137,11 +141,11 @@ class LineWriter:
         return True
 
     def _reserve(self, nbytes: int, timeout_s: float) -> int:
-        """Where in the ring a record of `nbytes` goes, once there is room for it; -1 if none came."""
+        """Waits for room for a record of `nbytes`; returns its position in the ring, or -1 if the wait failed."""
         line, size = self._line, RECORD.size + padded(nbytes)
         at = self._head % RING_BYTES
         skipped = RING_BYTES - at if at + size > RING_BYTES else 0
-        full = self._head + skipped + size - RING_BYTES  # there is room once `tail` is here
+        full = self._head + skipped + size - RING_BYTES  # there is room once `tail` reaches this
         if self._closed or line.reader[CLOSED] or (line.reader[HEAD] < full and not self._wait(full, timeout_s)):
             return -1
         if skipped:
@@ -169,7 +173,7 @@ class LineWriter:
         return True
 
     def _publish(self, at: int, kind: int, nbytes: int) -> None:
-        """Shows the record at `at` to the reader, which may sleep."""
+        """Makes the record at `at` visible to the reader, and wakes the reader if it sleeps."""
         line = self._line
         RECORD.pack_into(line.records, at, kind, nbytes)
         self._head += RECORD.size + padded(nbytes)
@@ -178,11 +182,11 @@ class LineWriter:
         fence()
         if line.reader[SLEEPS]:
             self._ring()
-        if at == 0:  # once round
+        if at == 0:  # the ring has wrapped around
             self._pool.trim()
 
     def _announce(self) -> None:
-        """Wakes the reader already while a large message is copied, which takes longer than to wake up."""
+        """Wakes the reader before a large message is copied: the copy takes longer than the wake-up."""
         self._line.writer[COMING] = 1
         fence()
         if self._line.reader[SLEEPS]:
@@ -194,9 +198,10 @@ class LineWriter:
         self._line.bell.wake()
 
     def close(self, discard: bool = False) -> None:
-        """Ends the line; the reader still gets what was sent, unless `discard` says that nobody will open it.
+        """Closes the line; the reader still receives the messages already sent.
 
-        A `send` that waits in another thread returns False.
+        With `discard`, removes the line's files: no reader will open it. A `send` that waits in another thread returns
+        False.
         """
         if self._closed:
             return
@@ -213,9 +218,9 @@ class LineWriter:
 
 
 class LineReader:
-    """The end of a line that receives, in one thread at a time; opens a line that its writer made.
+    """The receiving end of a line, used by one thread at a time; it opens a line that the writer created.
 
-    The line's file goes when it is opened: only the two processes keep the memory, so it goes with them.
+    Opening the line unlinks its file, so the memory is freed when both processes have ended.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -224,7 +229,7 @@ class LineReader:
         (folder / name).unlink(missing_ok=True)
         self._shelf = BlockShelf(folder, name)
         self._tail = self._line.reader[HEAD]
-        self._begun: bytearray | None = None  # the pieces of a body so far
+        self._begun: bytearray | None = None  # the pieces received so far
         self._woken = self._closed = self._end_seen = False
         self._wakes = itertools.count(1, 2)
         self._brisk = True  # the last wait was short
@@ -232,16 +237,16 @@ class LineReader:
 
     @property
     def ended(self) -> bool:
-        """Whether the writer closed the line and everything it sent was received."""
+        """Whether the writer has closed the line and everything it sent was received."""
         return bool(self._line.writer[CLOSED]) and self._line.writer[HEAD] == self._tail
 
     def receive(self, timeout_s: float) -> list[memoryview] | None:
-        """The next message: its frames, writable and the receiver's own; None if none came, or `wake` was called.
+        """Returns the frames of the next message, writable and owned by the receiver; None on timeout or after `wake`.
 
-        None also, once and at once, when the writer has closed the line.
+        Also returns None, immediately but only once, when the writer has closed the line.
 
-        Views of a large message lie in shared memory that the writer reuses when the last of them, and of what was
-        made of them, is gone: keep a copy of what is to stay. Raises Refused on what no writer of ours writes.
+        The frames of a large message are views of shared memory, which the writer reuses when the last view of it is
+        released: copy what must be kept for long. Raises Refused if the line holds invalid data.
         """
         line, deadline = self._line, 0.0
         while True:
@@ -253,7 +258,7 @@ class LineReader:
                     return frames
                 continue
             if line.writer[CLOSED] and not self._end_seen:
-                if line.writer[HEAD] != self._tail:  # sent just before
+                if line.writer[HEAD] != self._tail:  # sent just before the line was closed
                     continue
                 self._end_seen = True
                 return None
@@ -264,7 +269,7 @@ class LineReader:
             self._wait(now, deadline)
 
     def _wait(self, now: float, deadline: float) -> None:
-        """Waits until the ring has something, or `deadline`; may come back for nothing."""
+        """Waits until the ring holds a record, at most until `deadline`; may return early."""
         line, tail, start = self._line, self._tail, now
         head = line.writer
         while now < deadline and now < start + (COMING_S if head[COMING] else SPIN_S if self._brisk else 0.0):
@@ -282,20 +287,20 @@ class LineReader:
         self._brisk = time.monotonic() - start < BRISK_S
 
     def _take(self) -> list[memoryview] | None:
-        """Takes one record out of the ring: the message it completes, if it completes one."""
+        """Reads one record from the ring; returns the message that it completes, or None."""
         line, at = self._line, self._tail % RING_BYTES
         kind, nbytes = RECORD.unpack_from(line.records, at)
         waiting = line.writer[HEAD] - self._tail
         size = RING_BYTES - at if kind == SKIP else RECORD.size + padded(nbytes)
         if not 0 <= nbytes <= RING_BYTES or not size <= waiting <= RING_BYTES or at + size > RING_BYTES:
             raise Refused(
-                f"line {self.name} was refused: a record of {nbytes} bytes at {at}, where {waiting} bytes wait in a "
+                f"line {self.name} was refused: a record of {nbytes} bytes at {at}, with {waiting} bytes unread in a "
                 f"ring of {RING_BYTES}."
             )
         payload = line.records[at + RECORD.size : at + RECORD.size + nbytes]
         body: memoryview | None = None
         if kind == MESSAGE:
-            body = memoryview(bytearray(payload))  # of the receiver's own: the ring goes round
+            body = memoryview(bytearray(payload))  # a copy: the ring reuses these bytes
         elif kind == BLOCK and nbytes == RECORD.size:
             body = self._shelf.lease(*RECORD.unpack(payload))
         elif kind == BEGIN:
@@ -306,13 +311,13 @@ class LineReader:
                 body, self._begun = memoryview(self._begun), None
         elif kind != SKIP:
             raise Refused(f"line {self.name} was refused: a record of kind {kind} and {nbytes} bytes at {at}.")
-        if at == 0:  # once round
+        if at == 0:  # the ring has wrapped around
             self._shelf.sweep()
         self._release(size)
         return None if body is None else frames_of(body, self.name)
 
     def _release(self, size: int) -> None:
-        """Gives the ring's bytes back, and wakes a writer that waits for room once there is plenty."""
+        """Frees `size` bytes of the ring, and wakes a waiting writer once half of the ring is empty."""
         line = self._line
         self._tail += size
         line.reader[HEAD] = self._tail
@@ -327,13 +332,13 @@ class LineReader:
         self._line.room.wake()
 
     def wake(self) -> None:
-        """Makes a `receive` that waits in another thread return None; if none waits, the next one does."""
+        """Makes a `receive` that waits in another thread return None; if none waits, the next `receive` does."""
         self._woken = True
         self._line.bell.value = next(self._wakes) & 0x7FFFFFFF
         self._line.bell.wake()
 
     def close(self) -> None:
-        """Ends the line on this side: the writer's sends are False from now on; received views stay valid."""
+        """Closes this end: from now on the writer's `send` returns False. Received views stay valid."""
         if self._closed:
             return
         self._closed = True

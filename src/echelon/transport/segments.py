@@ -1,4 +1,4 @@
-"""Segments of memory that processes of one host share. Needs nothing heavier than numpy."""
+"""Segments of memory shared by the processes of one host. Imports nothing heavier than numpy."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def keeps_store_order() -> bool:
-    """Whether other processes see the plain stores of one in program order, as on x86-64."""
+    """Returns whether the plain stores of a process become visible to others in program order, as on x86-64."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def check_platform() -> None:
-    """Refuses processors that reorder stores: a row, a message or weights are published by a later plain store.
+    """Raises ConfigError on processors that reorder stores: rows, messages and weights are published by a plain store.
 
-    Whatever starts or joins processes that share memory passes here: the local engine, and a member of a world.
+    The local engine and every member of a world call this before they share memory with other processes.
     """
     if not keeps_store_order():
         raise ConfigError(
             f"processes cannot share memory on this machine: its processor is {platform.machine()}, and only x86-64 "
-            "shows the stores of one process to others in their order. Use a machine with x86-64, or train in one "
+            "makes the stores of one process visible to others in order. Use an x86-64 machine, or train in one "
             "process with --engine inline."
         )
 
 
 def create_segment(path: Path, nbytes: int) -> Array:
-    """A new segment of `nbytes` zeros at `path`, with its pages reserved: writing to it later cannot fail."""
+    """Creates a segment of `nbytes` zeros at `path`. Its pages are allocated now, so later writes cannot fail."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
@@ -56,11 +56,11 @@ def create_segment(path: Path, nbytes: int) -> Array:
 
 
 def open_segment(path: Path) -> Array:
-    """The segment that another process made at `path`."""
+    """Opens the segment that another process created at `path`."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise TransportError(f"segment {path} cannot be joined: {error.strerror}; its run has ended") from error
+        raise TransportError(f"segment {path} cannot be opened: {error.strerror}; its run has ended") from error
     try:
         return _map(descriptor, os.fstat(descriptor).st_size)
     finally:
@@ -68,13 +68,13 @@ def open_segment(path: Path) -> Array:
 
 
 def join_segment(path: Path, nbytes: int) -> Array:
-    """The segment at `path`, made of `nbytes` if it is not there; whoever else comes at once joins the same."""
+    """Opens the segment at `path`, or creates it with `nbytes`; processes that call this concurrently get the same."""
     if path.exists():
         return open_segment(path)
     own = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     memory = create_segment(own, nbytes)
     try:
-        os.link(own, path)  # under its name it is there as a whole, or not at all
+        os.link(own, path)  # atomic: under its final name the segment is complete
     except FileExistsError:
         return open_segment(path)
     finally:
@@ -83,13 +83,13 @@ def join_segment(path: Path, nbytes: int) -> Array:
 
 
 def _map(descriptor: int, nbytes: int) -> Array:
-    """Maps a segment until nothing made of it is left.
+    """Maps a segment until the last view of it is released.
 
-    Python's own mmap keeps a descriptor for each, and a process may have no more than a thousand of them.
+    Python's mmap keeps a file descriptor open per mapping, and a process is often limited to about a thousand.
     """
     address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
     if address == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False  # what lives then still uses it
+    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False  # at exit, live views still use it
     return np.frombuffer(memoryview(memory), np.uint8)

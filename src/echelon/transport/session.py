@@ -1,8 +1,9 @@
-"""A session: the private folder that holds everything one run puts into shared memory.
+"""A session: the private folder that holds everything one run stores in shared memory.
 
-Segments, doorbells and sockets of a run lie in one folder under `shm_dir`, owned by the process that made it. Whoever
-ends the run removes the folder; if that process was killed, the fork server or the next `sweep` does. The name of the
-folder says whose it is, and in which namespace of process numbers: containers may share the mount, but not those.
+Segments, doorbells and sockets of a run are in one folder under `shm_dir`, owned by the process that created it. The
+process that ends the run removes the folder; if that process was killed, the fork server or the next `sweep` removes
+it. The folder's name contains the owner's pid and PID namespace, because containers that share the mount may have
+separate PID namespaces.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Leftover:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When process `pid` started, in clock ticks since boot: tells a process from a later one with its number."""
+    """Returns when process `pid` started, in clock ticks since boot, to detect a reused pid; None if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -44,7 +45,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_running(pid: int, ticks: int | None) -> bool:
-    """Whether the process that had this number and started then has not ended."""
+    """Returns whether the process with this pid and this start time is still running."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -53,7 +54,7 @@ def is_running(pid: int, ticks: int | None) -> bool:
 
 
 def pid_namespace() -> str | None:
-    """Where this process's number counts: containers that share a mount do not share process numbers."""
+    """Returns this process's PID namespace: containers that share a mount may not share pids."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -61,37 +62,37 @@ def pid_namespace() -> str | None:
 
 
 def session_name(pid: int, word: str) -> str:
-    """The name of a folder of process `pid`, which tells its others apart by `word`, 8 hexadecimal digits."""
+    """Returns the name of a session folder of process `pid`; `word`, 8 hexadecimal digits, makes it unique."""
     return f"echelon-{pid}-{_namespace()}-{word}"
 
 
 def _namespace() -> str:
-    """A short form of `pid_namespace`: paths of sockets are short. Linux numbers namespaces from 0xf0000000 on."""
+    """Returns a short form of `pid_namespace` for socket paths. Linux numbers namespaces from 0xf0000000."""
     number = re.search(r"\d+", pid_namespace() or "0")
     return f"{int(number[0]) & 0xFFFFFF:x}" if number else "0"
 
 
 def create_session(shm_dir: str) -> Path:
-    """A new session folder under `shm_dir`, after sweeping away what dead runs left there."""
+    """Creates a session folder under `shm_dir`, after removing the folders that dead runs left there."""
     root = Path(shm_dir)
     if not root.is_dir() or not os.access(root, os.W_OK):
-        raise ConfigError(f"shm_dir={shm_dir} is not a folder that can be written. Name another with --shm-dir.")
+        raise ConfigError(f"shm_dir={shm_dir} is not a writable folder. Use another --shm-dir.")
     sweep(shm_dir)
     path = root / session_name(os.getpid(), secrets.token_hex(4))
     owner = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
     try:
         path.mkdir(mode=0o700)
         (path / OWNER).write_text(json.dumps(owner))
-    except BaseException as error:  # a user's Ctrl-C among them: nobody knows of the folder yet
+    except BaseException as error:  # KeyboardInterrupt included: nothing else would remove the folder
         shutil.rmtree(path, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        raise ConfigError(f"shm_dir={shm_dir} has no room for a run: {error}. Name another with --shm-dir.") from error
+        raise ConfigError(f"shm_dir={shm_dir} has no room for a run: {error}. Use another --shm-dir.") from error
     return path
 
 
 def make_secret(session: Path) -> None:
-    """Makes a secret for a run that was given none; it lies in its session, which nobody else can read."""
+    """Generates a secret if ECHELON_SECRET is not set, and stores it in the session, which only its owner can read."""
     if secret_from_environment() is None:
         file = os.open(session / SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(file, "w") as secret:
@@ -99,24 +100,25 @@ def make_secret(session: Path) -> None:
 
 
 def secret_of(session: Path) -> str:
-    """What the processes of a run know each other by over TCP: ECHELON_SECRET, or what the run made for itself."""
+    """Returns the secret with which a run's processes authenticate over TCP: ECHELON_SECRET, or the generated one."""
     return secret_from_environment() or (session / SECRET).read_text()
 
 
 def leftovers(shm_dir: str) -> list[Leftover]:
-    """The session folders under `shm_dir` whose owner is dead."""
+    """Returns the session folders under `shm_dir` whose owner is dead."""
     found = []
     for path in sorted(Path(shm_dir).glob("echelon-*")):
         name = NAME.fullmatch(path.name)
         if name is None or not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
             continue  # not a session, or another user's
         if name["namespace"] != _namespace():
-            continue  # of another container: nobody here can tell whether it lives
+            continue  # of another container: its pids mean nothing here
         try:
             owner = json.loads((path / OWNER).read_text())
             pid, ticks, owned = int(owner["pid"]), owner["start_ticks"], True
         except (OSError, ValueError, KeyError, TypeError):
-            # Being made just now, damaged, or where siblings meet, who may outlive the parent that it is named after.
+            # It is being created, is damaged, or is a rendezvous folder of sibling processes, which may outlive the
+            # parent that it is named after.
             pid, ticks, owned = int(name["pid"]), None, False
         started = start_ticks(pid)
         if (started is None or ticks not in (None, started)) and (owned or not _is_open(path)):
@@ -125,12 +127,12 @@ def leftovers(shm_dir: str) -> list[Leftover]:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether somebody listens at the socket file `path`."""
+    """Returns whether a process listens on the socket file `path`."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
             probe.connect(str(path))
-        except BlockingIOError:  # by somebody who is stopped, at whom many have knocked
+        except BlockingIOError:  # the listener is suspended and its backlog is full
             return True
         except OSError:
             return False
@@ -138,7 +140,7 @@ def is_taken(path: Path) -> bool:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether somebody listens in that folder."""
+    """Returns whether a process listens on a socket in the folder."""
     with contextlib.suppress(FileNotFoundError):  # another run is sweeping too
         return any(is_taken(entry) for entry in path.iterdir() if entry.is_socket())
     return False
@@ -153,7 +155,7 @@ def _num_bytes(path: Path) -> int:
 
 
 def sweep(shm_dir: str) -> list[Leftover]:
-    """Removes what dead runs left under `shm_dir`; says what."""
+    """Removes the session folders that dead runs left under `shm_dir`; returns them."""
     found = leftovers(shm_dir)
     for leftover in found:
         shutil.rmtree(leftover.path, ignore_errors=True)

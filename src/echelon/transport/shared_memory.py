@@ -1,7 +1,7 @@
 """Shared memory between actors and the learner: doorbells, the slot ring and the weights board.
 
-Every shared word has one writer at a time; nothing here takes a lock, so no dead process can keep one. Stores become
-visible in program order (x86), which `check_platform` makes sure of.
+Every shared word has one writer at a time. There are no locks, so a dead process cannot hold one. Stores become visible
+in program order, as on x86-64; `check_platform` refuses other processors.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ WORDS_PER_LINE = ALIGNMENT // 8
 
 
 class Doorbell:
-    """A named FIFO that one process sleeps on and any process rings.
+    """A named FIFO on which one process sleeps and which any process can ring.
 
-    `ring` never blocks: a full pipe means that a wake-up is pending already. If the sleeper dies, rings are kept for
-    its successor; if a ringer dies, nobody else notices.
+    `ring` never blocks: a full pipe means that a wake-up is already pending. If the sleeping process dies, rings are
+    kept for its successor; the death of a ringing process affects no other.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,7 +40,7 @@ class Doorbell:
             os.write(self.descriptor, b"\0")
 
     def clear(self) -> None:
-        """Forgets past rings; call it before looking at what they announced, so that none is missed."""
+        """Discards past rings. Call it before you check what they announced, so that no ring is missed."""
         with contextlib.suppress(BlockingIOError):
             while len(os.read(self.descriptor, 65536)) == 65536:
                 pass
@@ -54,7 +54,7 @@ class Doorbell:
 
 
 class Doorbells:
-    """One for each stream, opened when it is first used: an actor needs its own alone."""
+    """One doorbell per stream, opened on first use: an actor needs only its own."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
@@ -72,7 +72,7 @@ class Doorbells:
 
 
 class SlotLayout(Protocol):
-    """How a slot lies in memory."""
+    """The layout of a slot in memory."""
 
     @property
     def nbytes(self) -> int: ...
@@ -81,15 +81,16 @@ class SlotLayout(Protocol):
 
 
 class SlotRing:
-    """A fixed ring of slots in shared memory, a trajectory or a gradient each: many actors write, one learner reads.
+    """A fixed ring of slots in shared memory, one trajectory or gradient each: many actors write, one learner reads.
 
-    A *stream* is one group of environments of one actor; it owns `num_slots` slots, which its actor alone writes, in
-    ring order. Words, one cache line each: `head` (trajectories committed, written by the actor), `released`
-    (trajectories read, written by the learner) and `granted` (trajectories the actor may start in all, written by the
-    learner: this is the admission ticket that bounds the lag, and the backpressure). An actor at its grant waits on its
-    `free` doorbell, rung by `grant`. The learner waits on `ready`, rung by `commit`.
-    If an actor dies while writing, its successor begins again at `head` once the dead one is reaped: the row is unread.
-    If the learner dies, the words stay; its successor reads on at `released`.
+    A *stream* is one group of environments of one actor. It owns `num_slots` slots, which only its actor writes, in
+    ring order. Its words, one cache line each: `head` (trajectories committed, written by the actor), `released`
+    (trajectories read, written by the learner) and `granted` (the total number of trajectories the actor may start,
+    written by the learner: the admission ticket that bounds the lag and gives backpressure). An actor that has reached
+    its grant waits on its `free` doorbell, rung by `grant`. The learner waits on `ready`, rung by `commit`.
+
+    If an actor dies while it writes a slot, its successor starts over at `head` once the dead process is reaped: no
+    learner has read that slot. If the learner dies, the words remain, and its successor continues at `released`.
     """
 
     def __init__(self, folder: Path, schema: SlotLayout, num_streams: int, num_slots: int) -> None:
@@ -120,11 +121,11 @@ class SlotRing:
         return bool(self.head[stream] < self.granted[stream])
 
     def writable(self, stream: int) -> dict[str, Array]:
-        """The slot that `stream` writes next; allowed when `may_begin`."""
+        """Returns the slot that `stream` writes next; call it only if `may_begin`."""
         return self.slots[stream][int(self.head[stream]) % self.num_slots]
 
     def commit(self, stream: int) -> None:
-        """Shows the written slot to the learner."""
+        """Makes the written slot visible to the learner."""
         self.head[stream] += 1
         self.ready.ring()
 
@@ -134,14 +135,14 @@ class SlotRing:
         return int(self.head[stream] - self.released[stream])
 
     def readable(self, stream: int, ahead: int = 0) -> dict[str, Array]:
-        """The oldest unread slot of `stream`, or the one `ahead` of it."""
+        """Returns the oldest unread slot of `stream`, or the slot `ahead` positions after it."""
         return self.slots[stream][(int(self.released[stream]) + ahead) % self.num_slots]
 
     def release(self, stream: int, count: int = 1) -> None:
         self.released[stream] += count
 
     def grant(self, stream: int, window: int) -> None:
-        """Lets `stream` run `window` trajectories ahead of what was read."""
+        """Lets `stream` start up to `window` trajectories more than were read."""
         assert window <= self.num_slots, f"window {window} exceeds the {self.num_slots} slots of stream {stream}"
         granted = self.released[stream] + window
         if granted != self.granted[stream]:
@@ -154,11 +155,11 @@ class SlotRing:
 
 
 class WeightsBoard:
-    """The newest weights in shared memory: one learner publishes, everybody reads, nobody waits.
+    """The newest weights in shared memory: one learner publishes, any process reads, and no process waits.
 
-    `reserved` is moved before a buffer is overwritten and `latest` after it is whole; a reader copies, then looks at
-    `reserved` again and tries once more if its buffer was taken meanwhile. A learner that dies while publishing leaves
-    `latest` where it was. Version 0 means that nothing was published yet.
+    The learner moves `reserved` before it overwrites a buffer, and `latest` once the buffer is complete. A reader
+    copies a buffer, checks `reserved`, and retries if the buffer was overwritten in the meantime. A learner that dies
+    while it publishes leaves `latest` unchanged. Version 0 means that nothing has been published.
     """
 
     NUM_BUFFERS = 3
@@ -182,7 +183,7 @@ class WeightsBoard:
         return int(self._latest[0])
 
     def publish(self, parts: Sequence[Array], version: int) -> None:
-        """Makes `parts`, laid end to end, version `version` of the weights."""
+        """Publishes the concatenated bytes of `parts` as version `version` of the weights."""
         assert version > self.version, f"version {version} is not above {self.version}"
         self._reserved[0] = version
         buffer, offset = self._buffers[version % self.NUM_BUFFERS], 0

@@ -1,8 +1,8 @@
-"""Slots on their way to another host: the bytes of one, with the frames of stacked images sent once.
+"""The wire format of slots sent to another host; each frame of stacked images is sent once.
 
-An observation that is a stack of the newest S frames repeats S - 1 of them in the next step. The sender compares, and
-where a stack is the one before it moved on by a frame it sends the newest frame alone; elsewhere, as after a reset, the
-whole stack. The receiver rebuilds the slot byte by byte. Needs only numpy.
+An observation that is a stack of the newest S frames repeats S - 1 of them in the next step. The sender compares
+consecutive stacks: where a stack is its predecessor shifted by one frame, it sends only the newest frame; otherwise,
+for example after a reset, it sends the whole stack. The receiver rebuilds the slot bit for bit. Imports only numpy.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from echelon.transport.channel import Delivery, Part, Service
 
 Array = np.ndarray[Any, Any]
 
-SLOTS = Service("slots", Delivery.RECORD)  # own words: stream, how many of it came before, the sender's token
+SLOTS = Service("slots", Delivery.RECORD)  # own words: stream, number of its earlier slots, the sender's token
 PARTS_OF_STACK = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Where stacks of frames lie in a slot."""
+    """The position and shape of stacks of frames in a slot."""
 
     offset: int
     rows: int  # T + 1
     envs: int
-    frames: int  # S of a stack, the newest last
+    frames: int  # S, per stack, the newest last
     frame_bytes: int
 
     @property
@@ -37,14 +37,14 @@ class Stack:
         return self.rows * self.envs * self.frames * self.frame_bytes
 
     def of(self, slot: Array) -> Array:
-        """The stacks in `slot`, (rows, envs, frames, bytes)."""
+        """Returns the stacks in `slot` as a view (rows, envs, frames, bytes)."""
         shape = (self.rows, self.envs, self.frames, self.frame_bytes)
         return slot[self.offset : self.offset + self.nbytes].reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotBytes:
-    """A slot as the bytes that cross to another host; as a layout of a `SlotRing`, one field that is all of it."""
+    """The layout of a slot as raw bytes for another host; in a `SlotRing`, the slot is one field."""
 
     nbytes: int
     stacks: tuple[Stack, ...] = ()
@@ -61,7 +61,7 @@ class SlotBytes:
         return cls(nbytes, tuple(Stack(*stack) for stack in stacks))
 
     def pack(self, slot: Array) -> list[Part]:
-        """The frames of a message with what is in `slot`, to follow a header."""
+        """Returns the message frames, to follow the header, that carry the content of `slot`."""
         parts = [np.concatenate(self._beside(slot)) if self.stacks else slot]
         for stack in self.stacks:
             rows = stack.of(slot)
@@ -70,7 +70,7 @@ class SlotBytes:
         return [part.reshape(-1).view(np.uint8).data for part in parts]
 
     def unpack(self, parts: Sequence[memoryview], slot: Array) -> None:
-        """Writes what `pack` made of a slot into `slot`; raises Refused if it was something else."""
+        """Writes the output of `pack` into `slot`; raises Refused if the parts do not fit the layout."""
         arrays = [np.frombuffer(part, np.uint8) for part in parts]
         if len(arrays) != 1 + PARTS_OF_STACK * len(self.stacks):
             raise Refused(f"a slot was refused: {len(arrays)} parts, not {1 + PARTS_OF_STACK * len(self.stacks)}.")
@@ -85,7 +85,7 @@ class SlotBytes:
             _rebuild(stack, stack.of(slot), arrays[start : start + PARTS_OF_STACK])
 
     def _beside(self, slot: Array) -> list[Array]:
-        """What lies in `slot` beside the stacks."""
+        """Returns the parts of `slot` outside the stacks."""
         pieces, at = [], 0
         for stack in self.stacks:
             pieces.append(slot[at : stack.offset])
@@ -94,12 +94,12 @@ class SlotBytes:
 
 
 def _moved_on(rows: Array) -> Array:
-    """Whether each stack but those of the first row is the one before it, moved on by a frame; (rows - 1, envs)."""
+    """Returns (rows - 1, envs): whether each stack after the first row is its predecessor shifted by one frame."""
     num_rows, envs, _, frame_bytes = rows.shape
     older, newer = rows[:-1, :, 1:], rows[1:, :, :-1]
     wide = np.uint64 if frame_bytes % 8 == 0 and rows.ctypes.data % 8 == 0 else np.uint8
     moved = np.empty((num_rows - 1, envs), np.bool_)
-    for t in range(num_rows - 1):  # row by row: what is compared stays in the cache
+    for t in range(num_rows - 1):  # row by row, so that the compared bytes stay in the cache
         before = older[t].reshape(envs, -1).view(wide)
         moved[t] = (before == newer[t].reshape(envs, -1).view(wide)).all(1)
     return moved

@@ -1,6 +1,6 @@
-"""The rules of our sockets over TCP, on both sides: bounds, heartbeats, reconnecting, and why nobody answers.
+"""The settings of TCP sockets on both sides: bounds, heartbeats and reconnection; and the diagnosis of a silent server.
 
-Needs nothing heavier than pyzmq.
+Imports nothing heavier than pyzmq.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from echelon.errors import ConfigError
 from echelon.transport.curve import Socket, secure_client
 from echelon.transport.secret import SECRET_VARIABLE, numeric
 
-QUEUED_MESSAGES = 8  # per connection and direction, where nothing else is said
-HEARTBEAT_MS, SILENCE_MS = 2_000, 10_000  # a connection that is silent so long is closed
+QUEUED_MESSAGES = 8  # default, per connection and direction
+HEARTBEAT_MS, SILENCE_MS = 2_000, 10_000  # a connection is closed after SILENCE_MS without a heartbeat
 CURVE_BYTES = 64  # more than encryption adds to a frame
-HANDSHAKE_BYTES = 1_024  # more than any frame of the handshake, which the limit on frames holds for, too
-LINGER_MS = 200  # how long a farewell may take
+HANDSHAKE_BYTES = 1_024  # more than any handshake frame: the limit on the frame size applies to these too
+LINGER_MS = 200  # how long the last messages may take to be sent on close
 RECONNECT_MS, MAX_RECONNECT_MS = 50, 1_000
-KNOCK_S = 1.0  # how long a listener may take to let us in or hang up
-NUM_HANGUPS = 3  # in a row: one may also come from a peer that ends just then
-MORE = zmq.SNDMORE | zmq.NOBLOCK  # made once: to join two flags takes longer than to use them
+PROBE_S = 1.0  # how long a listener may take to accept or reject the handshake
+NUM_HANGUPS = 3  # in a row: a single one may also come from a peer that is shutting down
+MORE = zmq.SNDMORE | zmq.NOBLOCK  # computed once: combining two flags takes longer than using them
 HUNG_UP, REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 def make_socket(context: zmq.Context[Socket], kind: int, max_bytes: int, queued: int = QUEUED_MESSAGES) -> Socket:
-    """A socket that takes frames of at most `max_bytes`; nothing is sent on it that its queue does not hold."""
+    """Returns a socket that receives frames of at most `max_bytes` and queues `queued` messages in each direction."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, queued)
@@ -51,9 +51,10 @@ def connect(
     name: bytes = b"",
     context: zmq.Context[Socket] | None = None,
 ) -> Socket:
-    """A client's socket on its way to `address`; it goes on trying for as long as it is open.
+    """Returns a client's socket that connects to `address` in the background, and reconnects while it is open.
 
-    Under its `name` the server finds it again, whichever of them was lost meanwhile; without one it gets one.
+    The server recognizes a client by its `name` after a reconnect or a restart of either side; without `name`, libzmq
+    assigns one.
     """
     socket = make_socket(context or zmq.Context.instance(), zmq.DEALER, max_bytes, queued)
     if name:
@@ -71,15 +72,15 @@ def connect(
 
 
 def send_frames(socket: Socket, frames: Sequence[bytes | bytearray | memoryview], copy: bool = True) -> None:
-    """Queues a message, or the rest of one; raises zmq.Again where there is no room for it."""
+    """Queues a message, or the rest of one; raises zmq.Again if the queue is full."""
     for frame in frames[:-1]:
         socket.send(frame, MORE, copy=copy)
     socket.send(frames[-1], zmq.NOBLOCK, copy=copy)
 
 
 def receive_frames(socket: Socket, flags: int = 0) -> list[memoryview]:
-    """The frames of the next message, or the rest of one, where they are; raises zmq.Again where there is none."""
-    part: Any = socket.recv(flags, copy=False)  # knows whether more follows: to ask the socket takes longer
+    """Returns the frames of the next message, or the rest of one, without a copy; raises zmq.Again if there is none."""
+    part: Any = socket.recv(flags, copy=False)  # has the `more` flag: querying the socket takes longer
     frames = [memoryview(part)]
     while part.more:
         part = socket.recv(flags, copy=False)
@@ -88,52 +89,52 @@ def receive_frames(socket: Socket, flags: int = 0) -> list[memoryview]:
 
 
 def why_silent(address: str) -> str:
-    """What keeps us from the server at `address`, as far as can be seen from here, and what to do."""
+    """Returns the probable reason why the server at `address` does not reply, and the remedy."""
     try:
-        _touch(address)
+        _probe(address)
     except (OSError, ValueError) as error:
-        return f"nobody listens there ({error}). Start it, or check the address and the firewall between."
+        return f"nothing listens there ({error}). Start it, or check the address and the firewall."
     return (
-        f"somebody listens there, but does not let us in, or is busy. Set {SECRET_VARIABLE} to the same value on both "
-        "sides, or on neither."
+        f"a process listens there, but refuses the handshake or is busy. Set {SECRET_VARIABLE} to the same value on "
+        "both sides, or on neither."
     )
 
 
-def _touch(address: str) -> None:
-    """Connects and hangs up; raises OSError where nobody listens."""
+def _probe(address: str) -> None:
+    """Connects and disconnects; raises OSError if nothing listens at `address`."""
     host, _, port = numeric(address).removeprefix("tcp://").rpartition(":")
     sockets.create_connection((host, int(port)), timeout=1.0).close()
 
 
 def is_turned_away(address: str, secret: str | None) -> bool:
-    """Whether whoever listens at the tcp `address` hangs up on us: only one of us has a secret, or they differ."""
+    """Returns whether the listener at the tcp `address` refuses the handshake: secrets differ, or one is missing."""
     try:
-        _touch(address)
-    except (OSError, ValueError):  # nobody listens
+        _probe(address)
+    except (OSError, ValueError):  # nothing listens
         return False
     context: zmq.Context[Socket] = zmq.Context()
-    knock = make_socket(context, zmq.DEALER, HANDSHAKE_BYTES)
+    probe = make_socket(context, zmq.DEALER, HANDSHAKE_BYTES)
     if secret is not None:
-        secure_client(knock, secret)
-    monitor: Any = knock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | HUNG_UP | REFUSED)
-    deadline, num_hangups = time.monotonic() + KNOCK_S, 0
+        secure_client(probe, secret)
+    monitor: Any = probe.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | HUNG_UP | REFUSED)
+    deadline, num_hangups = time.monotonic() + PROBE_S, 0
     try:
-        knock.connect(address)
+        probe.connect(address)
         while num_hangups < NUM_HANGUPS and monitor.poll(max(0.0, deadline - time.monotonic()) * 1000):
             event = parse_monitor_message(monitor.recv_multipart())["event"]
             if event != HUNG_UP:
                 return bool(event == REFUSED)
             num_hangups += 1
     finally:
-        knock.disable_monitor()
+        probe.disable_monitor()
         monitor.close(linger=0)
-        knock.close()
+        probe.close()
         context.term()
     return num_hangups == NUM_HANGUPS
 
 
 def announce(file: Path, address: str) -> None:
-    """Writes an address down where those who ask look for it; they find all of it or nothing."""
+    """Writes `address` to `file` atomically, so that readers find all of it or no file."""
     whole = file.with_suffix(".new")
     whole.write_text(address)
     whole.rename(file)
