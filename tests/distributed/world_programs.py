@@ -178,7 +178,7 @@ def refuse_bad_calls(world: World) -> Any:
         group.rpc_sync(other, add, args=({"k": {1}},))
     with pytest.raises(ConfigError, match=r"kwargs\['b'\] is a builtins.object"):
         group.rpc_sync(other, add, args=(1,), kwargs={"b": object()})
-    with pytest.raises(RpcException, match="which the wire does not carry"):
+    with pytest.raises(RpcException, match="which cannot be sent"):
         group.rpc_sync(other, make_unsendable)
     with pytest.raises(RpcException, match="SystemExit: 3"):
         group.rpc_sync(other, leave_by_exit)

@@ -1,4 +1,4 @@
-"""The codec keeps every value it carries, names what it cannot, and answers hostile bytes with Refused only."""
+"""The codec preserves every value that it supports, names the others, and raises only Refused on hostile bytes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Ext = msgspec.msgpack.Ext
 
 
 def travel(message: object) -> Any:
-    """`message` after the wire: the frames as the bytes a socket would deliver."""
+    """Returns `message` after a round trip, with the frames as bytes, as a socket delivers them."""
     return decode([bytes(frame) for frame in encode(message)])
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type and value, nan equal to nan."""
+    """Returns whether two values are equal in type and value; NaN equals NaN."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):

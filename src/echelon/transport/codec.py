@@ -1,11 +1,12 @@
-"""One codec for every socket: a msgpack header with the object tree, then raw buffers; never pickle.
+"""The codec of every socket: a msgpack header with the object tree, followed by raw buffers; never pickle.
 
-The header is the message as msgpack. What msgpack cannot say is an extension, and since no extension object can be put
-into a message, no message can forge one: a list that opens with TUPLE is a tuple; BYTES, ARRAY and TENSOR stand for the
+The header is the message as msgpack. Types that msgpack lacks are extensions; a message cannot contain an extension
+object itself, so none can be forged. A list that starts with TUPLE is a tuple; BYTES, ARRAY and TENSOR stand for the
 next raw frame, in order, each frame used once; SCALAR is a numpy scalar. Buffers are little-endian.
 
-A tensor arrives on the CPU and without its graph, wherever it was: the receiver may have another GPU, or none, and
-knows best where it wants it. An OrderedDict (a `state_dict()`) arrives as a dict, and a torch.Size as a tuple.
+A tensor arrives on the CPU and without its graph, whatever its device was: the receiver may have another GPU or none,
+and moves the tensor where it needs it. An OrderedDict (a `state_dict()`) arrives as a dict, and a torch.Size as a
+tuple.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ INLINE_BYTES = 1024  # bytes objects up to this size stay in the header
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one message may be at most; the encoder keeps to it and the decoder refuses what does not."""
+    """The limits of one message; the encoder raises ConfigError and the decoder Refused beyond them."""
 
     header_bytes: int = 1 << 20
     total_bytes: int = 256 << 20  # header and buffers together
@@ -61,13 +62,13 @@ _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
 _TUPLE, _BYTES = Ext(TUPLE, b""), Ext(BYTES, b"")
 _LEAVES = frozenset((type(None), bool, int, float, str, bytes))
-_tensors: ModuleType | None = None  # echelon.transport.tensors, once it is needed
+_tensors: ModuleType | None = None  # echelon.transport.tensors, imported when first needed
 
 
 def encode(message: object, limits: Limits = DEFAULT_LIMITS) -> list[Buffer]:
-    """The frames of `message`; buffers are views of its arrays, so send them before the arrays change.
+    """Returns the frames of `message`; buffers are views of its arrays, so send them before the arrays change.
 
-    Raises ConfigError, naming the place inside the message, on anything the wire does not carry.
+    Raises ConfigError, naming the place inside the message, for anything that the codec does not support.
     """
     writer = _Writer(limits)
     try:
@@ -76,23 +77,23 @@ def encode(message: object, limits: Limits = DEFAULT_LIMITS) -> list[Buffer]:
         raise ConfigError(f"message{error.place} {error.problem}") from None
     if len(header) > limits.header_bytes:
         raise ConfigError(
-            f"a message has a header of {len(header)} bytes, more than the {limits.header_bytes} the wire carries. "
+            f"a message has a header of {len(header)} bytes, more than the limit of {limits.header_bytes}. "
             "Send numbers as arrays and long text as bytes."
         )
     total = len(header) + sum(map(len, writer.buffers))
     if total > limits.total_bytes or len(writer.buffers) > limits.frames:
         raise ConfigError(
-            f"a message of {total} bytes in {len(writer.buffers)} buffers exceeds the {limits.total_bytes} bytes or "
-            f"{limits.frames} buffers the wire carries. Send it in parts."
+            f"a message of {total} bytes in {len(writer.buffers)} buffers exceeds the limit of {limits.total_bytes} "
+            f"bytes or {limits.frames} buffers. Send it in parts."
         )
     return [header, *writer.buffers]
 
 
 def decode(frames: Sequence[Buffer], limits: Limits = DEFAULT_LIMITS, copy: bool = True) -> Any:
-    """The message of `frames`, its arrays writable copies; raises Refused, and nothing else, on hostile frames.
+    """Returns the message in `frames`, its arrays writable copies; raises Refused, and only Refused, on hostile frames.
 
-    Without `copy`, arrays and tensors are views of the frames, which they keep alive; frames that are read-only or do
-    not lie as their numbers must are copied all the same.
+    Without `copy`, arrays and tensors are views of the frames, which they keep alive; frames that are read-only or
+    misaligned for their dtype are copied nevertheless.
     """
     if not 1 <= len(frames) <= limits.frames + 1:
         raise Refused(f"a message of {len(frames)} frames was refused: 1 to {limits.frames + 1} are allowed.")
@@ -114,7 +115,7 @@ def decode(frames: Sequence[Buffer], limits: Limits = DEFAULT_LIMITS, copy: bool
 
 
 class _Writer:
-    """Turns a message into what msgpack can say, and collects the buffers on the way."""
+    """Converts a message into msgpack types, and collects the buffers on the way."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -130,7 +131,7 @@ class _Writer:
             return value
         if kind is tuple or kind is list or kind is dict:
             if depth >= self.limits.depth:
-                raise Unsayable(f"lies more than {self.limits.depth} containers deep; is it part of a cycle?")
+                raise Unsayable(f"is nested more than {self.limits.depth} containers deep; is it part of a cycle?")
             return self._dict(value, depth + 1) if kind is dict else self._items(value, depth + 1)
         if kind is bytes:
             return value if len(value) <= INLINE_BYTES else self._refer(_BYTES, value)
@@ -146,7 +147,7 @@ class _Writer:
         if kind is OrderedDict or (tensors is not None and kind is tensors.Size):
             return self.plain(dict(value) if kind is OrderedDict else tuple(value), depth)
         raise Unsayable(
-            f"is a {kind.__module__}.{kind.__qualname__}, which the wire does not carry. Use None, bool, int, "
+            f"is a {kind.__module__}.{kind.__qualname__}, which cannot be sent. Use None, bool, int, "
             "float, str, bytes, list, tuple, dict, numpy arrays and scalars, or tensors."
         )
 
@@ -155,7 +156,7 @@ class _Writer:
         num_tags = len(plain)
         try:
             for item in value:
-                plain.append(self.plain(item, depth))  # no comprehension: its length is the place of an error
+                plain.append(self.plain(item, depth))  # not a comprehension: the length locates an error
         except Unsayable as error:
             raise error.inside(f"[{len(plain) - num_tags}]") from None
         return plain
@@ -165,7 +166,7 @@ class _Writer:
         try:
             for key, item in value.items():
                 if type(key) is not str and type(key) is not int:
-                    raise Unsayable(f"is behind a key of type {type(key).__name__}; keys are str or int.")
+                    raise Unsayable(f"has a key of type {type(key).__name__}; keys must be str or int.")
                 plain[self.plain(key, depth)] = self.plain(item, depth)
         except Unsayable as error:
             raise error.inside(f"[{key!r}]") from None
@@ -184,7 +185,7 @@ class _Writer:
 
 
 class _Reader:
-    """Turns a decoded header back into the message, taking the raw frames in order."""
+    """Converts a decoded header back into the message, using the raw frames in order."""
 
     def __init__(self, frames: Iterator[Buffer], limits: Limits, copy: bool) -> None:
         self.frames, self.limits, self.copy = frames, limits, copy
@@ -199,7 +200,7 @@ class _Reader:
             return self._container(tree, depth + 1)
         if kind is Ext:
             return self._extension(tree)
-        raise Refused(f"a message was refused: it holds a {kind.__name__}, which no sender of ours writes.")
+        raise Refused(f"a message was refused: it contains a {kind.__name__}, which the encoder never writes.")
 
     def _container(self, tree: Any, depth: int) -> Any:
         if type(tree) is dict:
@@ -224,12 +225,12 @@ class _Reader:
                 return scalar_of(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise Refused(f"a message was refused: extension {code} is malformed, {error}.") from None
-        raise Refused(f"a message was refused: it holds extension {code}, which no sender of ours writes.")
+        raise Refused(f"a message was refused: it contains extension {code}, which the encoder never writes.")
 
     def _next(self) -> Buffer:
         frame = next(self.frames, None)
         if frame is None:
-            raise Refused("a message was refused: its header names more frames than came.")
+            raise Refused("a message was refused: its header refers to more frames than were received.")
         return frame
 
     def _array(self, form: ArrayHeader) -> np.ndarray[Any, Any]:
@@ -243,17 +244,17 @@ class _Reader:
         return tensor
 
     def _sized(self, form: ArrayHeader) -> bytearray | memoryview:
-        """The next frame, or a copy: writable, and exactly as long as `form` says."""
+        """Returns the next frame, or a copy of it: writable, and of exactly the size of `form`."""
         frame = self._next()
         if len(frame) != form.nbytes:
             raise Refused(f"a frame of {len(frame)} bytes was refused: {form.name} {form.shape} does not fit it.")
         if form.name == "bool" and np.frombuffer(frame, np.uint8).max(initial=0) > 1:
-            raise Refused("an array was refused: it is bool, but a byte of it is neither 0 nor 1.")
+            raise Refused("a bool array was refused: one of its bytes is neither 0 nor 1.")
         return bytearray(frame) if self.copy or isinstance(frame, bytes) or frame.readonly else frame
 
 
 def _find_tensors() -> ModuleType | None:
-    """What packs tensors; None in a process without torch, where nothing is one."""
+    """Returns the module that packs tensors, or None in a process that has not imported torch."""
     return _load_tensors() if "torch" in sys.modules else None
 
 
@@ -267,7 +268,7 @@ def _load_tensors() -> ModuleType:
 
 def _check_int(value: int) -> int:
     if not -(1 << 63) <= value < 1 << 64:
-        raise Unsayable(f"is an integer of {value.bit_length()} bits; the wire carries 64. Send it as text.")
+        raise Unsayable(f"is an integer of {value.bit_length()} bits; at most 64 can be sent. Send it as text.")
     return value
 
 
@@ -276,5 +277,5 @@ def _check_text(value: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise Unsayable(f"is text that UTF-8 cannot say ({error.reason}). Send it as bytes.") from None
+            raise Unsayable(f"is text that UTF-8 cannot encode ({error.reason}). Send it as bytes.") from None
     return value

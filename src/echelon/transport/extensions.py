@@ -1,4 +1,4 @@
-"""What msgpack cannot say: tuples, numpy scalars, and how raw frames are bytes, arrays and tensors."""
+"""The msgpack extensions of the codec: tuples, numpy scalars, and raw frames as bytes, arrays and tensors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
         *("float16", "float32", "float64"),
     )
 }
-MAX_LAYOUT_BYTES = 16 + 10 * MAX_RANK  # of a dtype and a shape as msgpack
+MAX_LAYOUT_BYTES = 16 + 10 * MAX_RANK  # the largest packed dtype and shape
 
 
 class Unsayable(Exception):
-    """A part of a message cannot travel; `place` inside the message grows on the way up."""
+    """A part of a message cannot be encoded; `place` is its path in the message, extended on the way up."""
 
     def __init__(self, problem: str) -> None:
         self.problem, self.place = problem, ""
@@ -39,7 +39,7 @@ class Unsayable(Exception):
 
 
 class _Layout(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """How a raw frame is an array or a tensor."""
+    """The dtype and shape of a raw frame."""
 
     dtype: str
     shape: list[int]
@@ -59,7 +59,7 @@ _unpack_scalar = msgspec.msgpack.Decoder(_Scalar).decode
 
 @dataclass(frozen=True, slots=True)
 class ArrayHeader:
-    """What a frame holds, checked."""
+    """The checked dtype, shape and size of a frame."""
 
     name: str
     dtype: Any  # numpy's or torch's
@@ -70,12 +70,12 @@ class ArrayHeader:
 
 @functools.lru_cache(maxsize=1024)
 def array_header(code: int, data: bytes, most_bytes: int) -> ArrayHeader:
-    """What `data`, from the wire, says of a frame."""
+    """Parses and checks the description `data` of a received frame."""
     layout = _unpack_layout(data)
     what = "an array" if code == ARRAY else "a tensor"
     dtype: Any = (ARRAY_DTYPES if code == ARRAY else _tensor_dtypes()).get(layout.dtype)
     if dtype is None:
-        raise Refused(f"{what} was refused: dtype {layout.dtype[:40]!r} is not on the list.")
+        raise Refused(f"{what} was refused: dtype {layout.dtype[:40]!r} is not supported.")
     if problem := _shape_problem(layout.shape, dtype.itemsize, most_bytes):
         raise Refused(f"{what} of shape {layout.shape[:MAX_RANK]} was refused: {problem}.")
     nbytes = math.prod(layout.shape) * dtype.itemsize
@@ -90,19 +90,19 @@ def _tensor_dtypes() -> Mapping[str, Any]:
 
 @functools.lru_cache(maxsize=1024)
 def tag_of(code: int, dtype: str, shape: tuple[int, ...], itemsize: int, most_bytes: int) -> Ext:
-    """What goes into the header for a frame of ours."""
+    """Returns the header extension that describes a frame to send."""
     if problem := _shape_problem(shape, itemsize, most_bytes):
         raise Unsayable(f"has the shape {shape}: {problem}.")
     return Ext(code, _pack(_Layout(dtype, list(shape))))
 
 
 def scalar_tag(scalar: np.generic) -> Ext:
-    """What goes into the header for a numpy scalar."""
+    """Returns the header extension of a numpy scalar."""
     return Ext(SCALAR, _pack(_Scalar(check_dtype(scalar.dtype.name, ARRAY_DTYPES), scalar.tobytes())))
 
 
 def scalar_of(data: bytes) -> Any:
-    """The numpy scalar that `data`, from the wire, says."""
+    """Returns the numpy scalar in the received `data`."""
     scalar = _unpack_scalar(data)
     dtype = ARRAY_DTYPES.get(scalar.dtype)
     if dtype is None or len(scalar.raw) != dtype.itemsize:
@@ -112,12 +112,12 @@ def scalar_of(data: bytes) -> Any:
 
 def check_dtype(name: str, known: dict[str, Any]) -> str:
     if name not in known:
-        raise Unsayable(f"has the dtype {name}, which the wire does not carry. Use one of {', '.join(known)}.")
+        raise Unsayable(f"has the dtype {name}, which cannot be sent. Use one of {', '.join(known)}.")
     return name
 
 
 def _shape_problem(shape: Sequence[int], itemsize: int, most_bytes: int) -> str:
-    """Why an array of `shape` cannot travel, or ""; a zero hides no huge dimension, which numpy would choke on."""
+    """Returns why an array of `shape` cannot be sent, or "". Zeros are skipped, so they hide no huge dimension."""
     if len(shape) > MAX_RANK:
         return f"{len(shape)} dimensions, {MAX_RANK} are allowed"
     if any(size < 0 for size in shape):

@@ -1,4 +1,4 @@
-"""Tensors on the wire. The codec imports this with its first tensor: a process that meets none needs no torch."""
+"""The encoding of tensors. The codec imports it with the first tensor: a process without tensors needs no torch."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Tensor, Size = torch.Tensor, torch.Size
 
 
 def pack(tensor: torch.Tensor, buffers: list[bytes | memoryview], most_bytes: int) -> Ext:
-    """What goes into the header for `tensor`; its bytes are added to `buffers`."""
+    """Returns the header extension of `tensor`, and appends its bytes to `buffers`."""
     if (dtype := NAMES.get(tensor.dtype)) is None:
         dtype = check_dtype(str(tensor.dtype).removeprefix("torch."), DTYPES)
     if tensor.layout != torch.strided or tensor.is_meta:
-        raise Unsayable(f"is a {tensor.layout} tensor on {tensor.device}; send a dense one with data.")
+        raise Unsayable(f"is a {tensor.layout} tensor on {tensor.device}; send a dense tensor with data.")
     tag = tag_of(TENSOR, dtype, tuple(tensor.shape), tensor.itemsize, most_bytes)
     if tensor.requires_grad or not tensor.is_cpu or tensor.is_neg() or not tensor.is_contiguous():
         tensor = tensor.detach().cpu().resolve_neg().contiguous()
     if dtype == "bfloat16":
-        tensor = tensor.view(torch.int16)  # numpy has none
+        tensor = tensor.view(torch.int16)  # numpy has no bfloat16
     buffers.append(tensor.numpy().reshape(-1).view(np.uint8).data)
     return tag
 
 
 def unpack(frame: bytearray | memoryview, form: ArrayHeader) -> torch.Tensor:
-    """The tensor whose bytes are in `frame`, which has the size that `form` says."""
+    """Returns the tensor whose bytes are in `frame`, which has the size given by `form`."""
     if not form.nbytes:
         return torch.empty(form.shape, dtype=form.dtype)
     tensor = torch.frombuffer(frame, dtype=form.dtype)
