@@ -109,7 +109,7 @@ class TestProcesses:
         friend = start("client", address=address, client=1, num_questions=50, secret=ours)
         told = stranger.hear()
         assert told["error"] == "Refused"
-        assert f"seat 0: the inference server at {address} does not let us in" in told["text"]
+        assert f"seat 0: the inference server at {address} refuses the handshake" in told["text"]
         assert "Set ECHELON_SECRET to the same value on both sides" in told["text"]
         assert friend.hear()["num_answers"] == 50
         counted = server.finish()

@@ -222,7 +222,7 @@ def test_strangers_are_refused_and_the_rest_goes_on(site: Site, monkeypatch: pyt
     good = site.worker(address)
     for worker in (wrong, none):
         assert worker.code() == 1
-        assert "does not let us in" in worker.text() and "Set ECHELON_SECRET to the same value" in worker.text()
+        assert "refuses the handshake" in worker.text() and "Set ECHELON_SECRET to the same value" in worker.text()
     assert other.code() == 1
     text = other.text()
     assert "(6,)" in text and "Discrete(3)" in text and "(4,)" in text and "Discrete(2)" in text and "Give both" in text

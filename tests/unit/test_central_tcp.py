@@ -107,7 +107,7 @@ class TestSecret:
         try:
             assert not stranger.answered
         except Refused as error:  # it may have noticed the refusal by now
-            assert "does not let us in" in str(error)
+            assert "refuses the handshake" in str(error)
         stranger.leave()
 
 

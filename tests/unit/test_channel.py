@@ -219,7 +219,7 @@ def test_one_that_is_no_longer_wanted_is_forgotten(make_peer: Any, make_client: 
     [
         (READ, b"bad", "the peer at .* refused this client: nobody reads that"),
         (Service("readings", Delivery.READ, 8), b"", "it was made for another layout of readings"),
-        (Service("nothing", Delivery.READ), b"", "nothing of that kind is served here"),
+        (Service("nothing", Delivery.READ), b"", "this server does not offer that service"),
     ],
 )
 def test_what_does_not_fit_costs_the_connection_and_others_nothing(
@@ -265,7 +265,7 @@ def test_a_server_of_something_else_is_told_apart(make_client: Any, frame: bytes
         request = ask(client, READ)
         connection, *_ = socket.recv_multipart()
         socket.send_multipart([connection, frame])
-        with pytest.raises(Refused, match="bytes that are no answer: the peer is not there"):
+        with pytest.raises(Refused, match="bytes that are not a reply: it is not the peer"):
             client.wait(request, DEADLINE_S)
         client.close()
 
@@ -274,7 +274,7 @@ def test_a_server_of_something_else_is_told_apart(make_client: Any, frame: bytes
 def test_another_secret_is_told_at_once(make_peer: Any, make_client: Any, ours: str | None, theirs: str | None) -> None:
     peer = make_peer(secret=theirs)
     client = make_client(peer, secret=ours)
-    with pytest.raises(Refused, match=r"does not let us in. Set ECHELON_SECRET to the same value on both sides"):
+    with pytest.raises(Refused, match=r"refuses the handshake. Set ECHELON_SECRET to the same value on both sides"):
         client.wait(ask(client, READ), DEADLINE_S)
     assert peer.num_read == 0
 

@@ -211,7 +211,7 @@ def restless() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("service", "words"),
     [
-        (fail_with(Mute()), "Mute: (its text could not be made: ZeroDivisionError)"),
+        (fail_with(Mute()), "Mute: (its message could not be formatted: ZeroDivisionError)"),
         (fail_with(Harsh("no")), "Harsh: no"),
         (fail_with(SystemExit(3)), "SystemExit: 3"),
         (restless, "RuntimeError: dictionary changed size during iteration"),

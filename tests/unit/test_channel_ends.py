@@ -118,7 +118,7 @@ class TestTcp:
     def test_what_is_no_call_is_refused(self, pair: tuple[SocketEnd, SocketEnd], message: list[bytes]) -> None:
         callee, caller = pair
         caller._socket.send_multipart(message)
-        with pytest.raises(Refused, match="it is no call, or of another release"):
+        with pytest.raises(Refused, match="not a call, or from another release"):
             callee.receive(PATIENCE_S)
 
     def test_a_frame_that_is_too_long_never_arrives(self, pair: tuple[SocketEnd, SocketEnd]) -> None:

@@ -496,7 +496,7 @@ class TestStrangers:
     @pytest.mark.parametrize("secret", [None, SECRET + "!"])
     def test_another_secret_is_not_let_in(self, scene: Scene, secret: str | None) -> None:
         link = scene.link(secret=secret)
-        with pytest.raises(Refused, match=r"does not let us in. Set ECHELON_SECRET"):
+        with pytest.raises(Refused, match=r"refuses the handshake. Set ECHELON_SECRET"):
             link.arrive(30.0)
         server = scene.far.server
         assert server is not None

@@ -1,6 +1,6 @@
-"""The server's side of act requests over TCP: questions from other hosts are laid on the board, answers sent back.
+"""The server's side of act requests over TCP: writes requests of other hosts to the board, and sends the replies.
 
-Needs nothing heavier than numpy and pyzmq.
+Imports nothing heavier than numpy and pyzmq.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from echelon.transport.batcher import IDLE_SLEEP_S, Batcher, Round
 from echelon.transport.channel import HEADER, MAGIC, Kind, Message
 from echelon.transport.channel_server import Server
 
-BURST = 1_000  # messages taken in before the batcher gets its turn
+BURST = 1_000  # messages received before the batcher runs
 FLAGS = bytes([0] + 255 * [1])  # by a byte, the boolean that it means
 
 
 class Asker(NamedTuple):
-    """Where the last question of a remote seat came from, and what it wants."""
+    """The client of a remote seat's last request, and what the request wants."""
 
     connection: bytes
-    asked: int  # the count of that question
+    asked: int  # the number of that request
     wants_state: bool
 
 
 class Destination(NamedTuple):
-    """Where one array of a question goes."""
+    """The destination of one array of a request."""
 
     row: memoryview  # the bytes of the seat on the board
-    span: slice  # of the frame
-    is_flag: bool  # bytes other than 0 and 1 are no booleans, whoever sent them
+    span: slice  # in the frame
+    is_flag: bool  # booleans are normalized, because a byte other than 0 and 1 is not a valid one
 
 
 class Bounds(NamedTuple):
-    """The values that a discrete leaf of an observation may have: low to high, both among them."""
+    """The values that a discrete leaf of an observation may have: low to high, inclusive."""
 
-    leaf: int  # its place in the layout's observation
+    leaf: int  # its index in the layout's observation
     low: Any
     high: Any
 
 
 class ActListener:
-    """Where act requests of other hosts come in: they are laid on the board, and answered when their round is.
+    """Receives act requests of other hosts, writes them to the board, and replies when their round is settled.
 
-    One listener a server, used by that server's thread alone.
+    There is one listener per server, used only by that server's thread.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class ActListener:
         secret: str | None = None,
         choices: Sequence[Bounds] = (),
     ) -> None:
-        """Listens at `address` (tcp://HOST:PORT, port 0: any free one); off the loopback only with a secret.
+        """Listens at `address` (tcp://HOST:PORT, port 0: any free one); outside the loopback only with a secret.
 
-        A question with an observation out of its bounds in `choices` is refused: no network can look it up.
+        Requests with an observation outside its bounds in `choices` are refused: no embedding has such an index.
         """
         layout = board.layout
         self.board, self.server = board, server
@@ -81,7 +81,7 @@ class ActListener:
             words.data for words in (board.asked, board.asked_ns, board.answered, board.incarnation)
         )
         self._choices = [(wire.question[2 + bounds.leaf], bounds) for bounds in choices]
-        rows = np.zeros((layout.num_seats, wire.stateful_bytes), np.uint8)  # answers on their way out
+        rows = np.zeros((layout.num_seats, wire.stateful_bytes), np.uint8)  # outgoing replies
         self._rows, self._row_bytes = wire.answer_views(rows), rows.reshape(-1).data
         self._rows["words"][:, :4] = MAGIC, Kind.ANSWER, wire.act.digest, wire.act.layout
         self._channel = Server("act requests", address, secret, wire.question_bytes)
@@ -93,11 +93,11 @@ class ActListener:
 
     @property
     def num_refused(self) -> int:
-        """Frames and handshakes that were refused."""
+        """The number of frames and handshakes that were refused."""
         return self._channel.num_refused
 
     def next(self, batcher: Batcher, timeout_s: float) -> Round | None:
-        """The next round by the batcher's rule, of questions from here and elsewhere, waiting at most `timeout_s`."""
+        """Waits up to `timeout_s` for the batcher's next round, of requests from this and other hosts."""
         deadline = time.monotonic() + timeout_s
         while True:
             emptied = self._channel.take(BURST) < BURST
@@ -108,7 +108,7 @@ class ActListener:
             if left_s <= 0.0:
                 return None
             if emptied:
-                # As the batcher sleeps: of two first questions of this host in one moment neither may have rung.
+                # As short as the batcher's sleep: of two simultaneous first requests of this host, neither may ring.
                 self._sleep(min(wait_s, left_s, IDLE_SLEEP_S))
 
     def _sleep(self, timeout_s: float) -> None:
@@ -116,7 +116,7 @@ class ActListener:
             self._doorbell.clear()
 
     def _take_seat(self, message: Message) -> None:
-        """Somebody takes a seat, or leaves it."""
+        """Handles a client that takes or leaves a seat."""
         seat = message.own[0]
         self._check(message, seat, HEADER.size)
         if message.is_post:
@@ -127,38 +127,38 @@ class ActListener:
             self._channel.answer(message)
 
     def _take(self, message: Message) -> None:
-        """A question."""
+        """Handles an act request."""
         seat, wants_state, _ = message.own
         self._check(message, seat, self._wire.question_bytes)
         self._check_values(message.frames[0])
         self._ask(Asker(message.connection, message.number, bool(wants_state)), seat, message.frames[0])
 
     def _check(self, message: Message, seat: int, nbytes: int) -> None:
-        """Raises Refused at what no client of this server would say."""
+        """Raises Refused for a malformed message, or one of an old incarnation."""
         frames, number = message.frames, message.own[1] if message.is_post else message.number
         if len(frames) != 1 or len(frames[0]) != nbytes:
-            raise Refused(f"{len(frames[0])} bytes in {len(frames)} frames are no act request")
+            raise Refused(f"{len(frames[0])} bytes in {len(frames)} frames are not an act request")
         if seat not in self._seats:
             raise Refused(f"server {self.server} does not serve seat {seat}")
         life = number >> LIFE_BITS
         if not 0 < life <= MAX_LIFE:
-            raise Refused(f"{life - 1} is no incarnation")
+            raise Refused(f"{life - 1} is not an incarnation")
         if life < self._incarnation[seat] or number < self._asked[seat]:
             latest = max(self._incarnation[seat], self._asked[seat] >> LIFE_BITS) - 1
             raise Refused(f"seat {seat} was taken by incarnation {latest}; its successor needs a higher one")
 
     def _check_values(self, frame: memoryview) -> None:
-        """Raises Refused at an observation that no network can look up."""
+        """Raises Refused for an observation outside its bounds."""
         for field, (leaf, low, high) in self._choices:
             raw = np.frombuffer(frame, np.uint8, field.nbytes, field.offset)
             values = raw.view(field.dtype).reshape(field.shape)
             stray = values[(values < low) | (values > high)]
             if stray.size:
                 path = self.board.layout.observation[leaf].path
-                raise Refused(f"{path} holds {stray[0]}, which its space does not")
+                raise Refused(f"{path} holds {stray[0]}, which is not in its space")
 
     def _ask(self, asker: Asker, seat: int, frame: memoryview) -> None:
-        """Lays a question on the board, as its client would; a repeated one is there already."""
+        """Writes a request to the board, as a local client would; a repeated one is already there."""
         count = asker.asked
         self._askers[seat] = asker
         if count == self._asked[seat]:
@@ -172,7 +172,7 @@ class ActListener:
         self._asked[seat] = count
 
     def reply(self, round: Round) -> None:
-        """Sends the answers of a settled round to those of its seats that are elsewhere."""
+        """Sends the replies of a settled round to its remote seats."""
         seats, askers = [], []
         for seat, count in zip(round.seats.tolist(), round.asked.tolist(), strict=True):
             asker = self._askers.get(seat)
@@ -183,7 +183,7 @@ class ActListener:
             self._answer(seats, askers)
 
     def _answer(self, seats: list[int], askers: list[Asker]) -> None:
-        """Sends what stands on the board for `seats`."""
+        """Sends the replies on the board for `seats`."""
         board, rows, n = self.board, self._rows, len(seats)
         counts = [asker.asked for asker in askers]
         rows["words"][:n, SEAT] = seats
@@ -199,10 +199,10 @@ class ActListener:
                 for i, leaf in enumerate(board.state):
                     rows[f"state.{i}"][place] = leaf[(asker.asked - 1) % 2, seats[place]]
             if not self._channel.send(asker.connection, self._row_bytes[place * stride : place * stride + stop]):
-                self.num_lost_answers += 1  # it asks again if it lives
+                self.num_lost_answers += 1  # it repeats its request if it is alive
 
     def close(self) -> None:
-        """Hangs up; what stands on the board stays there for a successor."""
+        """Closes the connections; requests on the board remain for a successor."""
         self.board.pollable[self.server] = 0
         self._doorbell.close()
         self._channel.close()

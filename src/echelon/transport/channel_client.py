@@ -1,13 +1,13 @@
-"""The client's side of the channel: questions to one server, repeated until they are answered.
+"""The client's side of the channel: requests to one server, repeated until they are answered.
 
-A client belongs to one thread and works only inside its own methods: `ask` sends, `poll` and `wait` take in what came
-and repeat what is due. Who waits: the caller, for answers. What bounds it: what it has asked for and not been answered.
-Questions are repeated when nothing at all was heard for a while, and one by one when others are answered and they are
-not: they may have been lost with a connection. A server that is gone is waited for, for as long as the caller likes:
-`silent_s` says how long it has said nothing. One that refuses raises Refused, and so does one that does not let this
-client in at all, by its secret.
+A client belongs to one thread and works only inside its methods: `ask` sends; `poll` and `wait` receive replies and
+repeat requests that are due. Who waits: the caller, for replies. What bounds it: the caller's unanswered requests. All
+requests are repeated when the server has been silent for a while. A single request is repeated when others are answered
+but it is not: it may have been lost with a connection. The client waits for a dead server as long as the caller likes:
+`silent_s` is the time since the server fell silent. If the server refuses a request, or refuses the handshake because
+of the secret, the client raises Refused.
 
-Needs nothing heavier than pyzmq.
+Imports nothing heavier than pyzmq.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from echelon.transport.sockets import (
     why_silent,
 )
 
-FIRST_REPEAT_S, MAX_REPEAT_S = 0.25, 1.0  # when what nobody answers is sent again
-OVERDUE_S = 2.0  # when one question is sent again while others are answered; then after twice as long
-FULL_S = 0.05  # when what the queue had no room for is sent again
-NUM_POSTS = 16  # that are kept; the oldest are forgotten
+FIRST_REPEAT_S, MAX_REPEAT_S = 0.25, 1.0  # when requests to a silent server are repeated
+OVERDUE_S = 2.0  # when one request is repeated while others are answered; doubled each time
+FULL_S = 0.05  # when a request that did not fit into the queue is sent again
+NUM_POSTS = 16  # posts kept; the oldest are dropped
 
-Make = Callable[[], Sequence[Part]]  # the frames of a question, whenever it is sent; the first has room for a header
+Make = Callable[[], Sequence[Part]]  # makes the frames of a request at each send; the first has space for the header
 
 
 class PendingRequest:
-    """A question under way, and its answer."""
+    """A request in flight, and its reply."""
 
     __slots__ = ("answer", "make", "number", "overdue_at", "overdue_s", "own", "service")
 
     def __init__(self, service: Service, make: Make, number: int, own: Own, now: float) -> None:
         self.service, self.make, self.number, self.own = service, make, number, own
-        self.answer: list[memoryview] | None = None  # the first frame opens with the header, whose words are `own` then
+        self.answer: list[memoryview] | None = None  # the first frame starts with the header; its words replace `own`
         self.overdue_s = OVERDUE_S
-        self.overdue_at = now + OVERDUE_S  # then it is sent again, though others are answered
+        self.overdue_at = now + OVERDUE_S  # then it is repeated, even if others are answered
 
 
 class Client:
-    """Asks the services of the server at `address`."""
+    """Sends requests to the services of the server at `address`."""
 
     def __init__(
         self,
@@ -66,31 +66,32 @@ class Client:
         name: bytes = b"",
         repeat_s: tuple[float, float] = (FIRST_REPEAT_S, MAX_REPEAT_S),
     ) -> None:
-        """Connects in the background to `what`; answers have frames of at most `max_bytes`.
+        """Connects in the background to `what`; replies have frames of at most `max_bytes`.
 
-        Under its `name` the server finds it again, whichever of them was lost meanwhile; without one it gets one.
+        The server recognizes a client by its `name` after a reconnect or a restart of either side; without `name`,
+        libzmq assigns one.
         """
         check_secret(address, secret)
         self.what, self.address = what, numeric(address)
         self.has_heard = False
-        self.num_tries = 0  # since the server was last heard
+        self.num_tries = 0  # since the last message from the server
         self._secret, self._first_s, self._max_s = secret, *repeat_s
-        self.posts = collections.deque[list[memoryview]](maxlen=NUM_POSTS)  # what came unasked, the oldest first
-        self._requests: dict[tuple[int, int], PendingRequest] = {}  # under way, the oldest first
+        self.posts = collections.deque[list[memoryview]](maxlen=NUM_POSTS)  # posts of the server, the oldest first
+        self._requests: dict[tuple[int, int], PendingRequest] = {}  # in flight, the oldest first
         self._last_number = 0
-        self._silent_since = math.inf  # when something was first asked again, since the server was last heard
+        self._silent_since = math.inf  # time of the first repetition since the last message from the server
         self._repeat_s, self.repeat_at = self._first_s, math.inf
         max_bytes = max(max_bytes, HEADER.size + MAX_REASON_BYTES)
         self._receive_ms = -1
         self.socket = connect(self.address, secret, max_bytes, queued, name)
         self.descriptor = int(self.socket.getsockopt(zmq.FD))
 
-    # What is asked.
+    # Requests.
 
     def ask(self, service: Service, make: Make, *, number: int = 0, own: Own = NOTHING) -> PendingRequest:
-        """Sends a question; what `make` returns must rest until it is answered, unless it is made anew each time.
+        """Sends a request; buffers that `make` returns again must not change until the reply has arrived.
 
-        `number` is that of a record, or one of the service's own, the same however often it is sent; 0: any.
+        `number` is the number of a record, or one chosen by the service; it is the same in every repetition. 0: any.
         """
         if not number:
             self._last_number += 1
@@ -103,11 +104,11 @@ class Client:
         return request
 
     def post(self, service: Service, parts: Sequence[Part], *, own: Own = NOTHING) -> bool:
-        """Sends what has no answer; it may be lost. False where the queue has no room for it."""
+        """Sends a message without a reply, which may be lost; returns False if the queue is full."""
         return self._transmit(Kind.POST, service, 0, own, parts, copy=True)
 
     def forget(self, request: PendingRequest) -> None:
-        """Waits no longer for an answer."""
+        """Stops waiting for the reply to `request`."""
         self._requests.pop((request.service.digest, request.number), None)
 
     def _send(self, request: PendingRequest, copy: bool) -> None:
@@ -118,14 +119,14 @@ class Client:
         HEADER.pack_into(parts[0], 0, MAGIC, kind, service.digest, service.layout, number, *own)
         try:
             send_frames(self.socket, parts, copy)
-        except zmq.Again:  # the queue is full of what was sent before: nobody takes anything in
+        except zmq.Again:  # the queue is full: the server does not receive
             return False
         return True
 
-    # What comes.
+    # Replies.
 
     def wait(self, request: PendingRequest, timeout_s: float) -> bool:
-        """Sleeps until `request` is answered, at most `timeout_s`; whether it is."""
+        """Waits up to `timeout_s` for the reply to `request`; returns whether it has arrived."""
         if request.answer is not None:
             return True
         now = time.monotonic()
@@ -141,7 +142,7 @@ class Client:
                 return False
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Takes in what comes within `timeout_s`, and asks again what was not answered; whether anything came."""
+        """Receives messages for up to `timeout_s` and repeats due requests; returns whether any message arrived."""
         heard = self._receive(min(timeout_s, max(0.0, self.repeat_at - time.monotonic())) if timeout_s else 0.0)
         came = heard
         while came:
@@ -150,11 +151,11 @@ class Client:
         return heard
 
     def has_mail(self) -> bool:
-        """Whether something is there to take in; to be looked at before sleeping on the descriptor."""
+        """Returns whether a message is waiting; check it before sleeping on the descriptor."""
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _receive(self, timeout_s: float) -> bool:
-        """Takes in one message if one comes within `timeout_s`."""
+        """Receives one message within `timeout_s`; returns whether one arrived."""
         timeout_ms = max(0, math.ceil(timeout_s * 1000))
         if timeout_ms != self._receive_ms:
             self.socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
@@ -167,7 +168,7 @@ class Client:
         return True
 
     def _take(self, frames: list[memoryview]) -> None:
-        """One message of the server; answers to what is no longer asked are passed over."""
+        """Processes one message of the server; replies to forgotten requests are ignored."""
         if len(frames[0]) < HEADER.size:
             raise self._no_server(frames)
         magic, kind, digest, _, number, one, two, three = HEADER.unpack_from(frames[0])
@@ -187,9 +188,9 @@ class Client:
             request.answer, request.own = frames, (one, two, three)
 
     def _no_server(self, frames: list[memoryview]) -> Refused:
-        return Refused(f"{self.address} sent {len(frames[0])} bytes that are no answer: {self.what} is not there.")
+        return Refused(f"{self.address} sent {len(frames[0])} bytes that are not a reply: it is not {self.what}.")
 
-    # What is not answered.
+    # Repetition.
 
     def _repeat_due(self, now: float) -> None:
         if now >= self.repeat_at:
@@ -201,29 +202,29 @@ class Client:
                 self._send(request, copy=True)
 
     def _repeat(self, now: float) -> None:
-        """Asks again: the connection, or the server, may be a new one."""
+        """Repeats all requests: the connection or the server may be a new one."""
         self.num_tries += 1
-        self._silent_since = min(self._silent_since, now)  # not before: this process may have been stopped
+        self._silent_since = min(self._silent_since, now)  # not earlier: this process may have been suspended
         if not self.has_heard and self.num_tries % 4 == 1 and is_turned_away(self.address, self._secret):
             raise Refused(
-                f"{self.what} at {self.address} does not let us in. Set {SECRET_VARIABLE} to the same value on both "
+                f"{self.what} at {self.address} refuses the handshake. Set {SECRET_VARIABLE} to the same value on both "
                 "sides, or on neither."
             )
         self._repeat_s = min(2 * self._repeat_s, self._max_s)
         self.repeat_at = now + self._repeat_s
         for request in self._requests.values():
             request.overdue_at = now + request.overdue_s
-            self._send(request, copy=True)  # should the first get through after all, its arrays may change meanwhile
+            self._send(request, copy=True)  # copied: if the first one is answered, its arrays may change
 
     @property
     def silent_s(self) -> float:
-        """How long nothing was heard though it was asked again."""
+        """How long the server has been silent, counted from the first repetition."""
         return max(0.0, time.monotonic() - self._silent_since)
 
     def why_silent(self) -> str:
-        """What keeps us from the server, as far as can be seen from here, and what to do."""
+        """Returns the probable reason why the server does not reply, and the remedy."""
         return why_silent(self.address)
 
     def close(self) -> None:
-        """Hangs up, waiting a little for what was posted last."""
+        """Closes the connection, after waiting up to `LINGER_MS` for the last posts to be sent."""
         self.socket.close(linger=LINGER_MS)

@@ -1,10 +1,10 @@
-"""The ends of calls: those that are sockets, and what they have in common with lines.
+"""The ends of a connection for calls: socket ends, and the interface that they share with lines.
 
-Lines (lines.py) lead from a process to another of the same host or to itself, sockets to a process of any host by TCP.
-A writer sends from any thread: messages of at least one frame, whose buffers may change afterwards. It says False where
-nothing was taken in for a while, or it is closed. A reader receives in one thread at a time: the next message, or None
-if none came in time or `wake` was called, which is kept for the next one if nobody waits; it raises Refused at what is
-no message.
+Lines (lines.py) connect a process to another on the same host or to itself; sockets connect it to a process on any host
+over TCP. A writer sends from any thread: messages of at least one frame, whose buffers may be changed afterwards. It
+returns False if the peer received nothing for a while, or if it is closed. A reader receives in one thread at a time:
+it returns the next message, or None on timeout or after `wake`, which applies to the next receive if none waits. It
+raises Refused for data that is not a message.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from echelon.transport.curve import Socket, admit
 from echelon.transport.lines import LineReader, LineWriter
 from echelon.transport.sockets import LINGER_MS, connect, make_socket, receive_frames
 
-QUEUED_CALLS = 64  # messages that wait on either side of a connection, and for each direction, before the sender does
-LOOK_S = 0.001  # how often a sender that waits looks for room
+QUEUED_CALLS = 64  # messages queued per side and direction of a connection before the sender waits
+LOOK_S = 0.001  # how often a waiting sender checks for room
 
 CALLS = Service("calls", Delivery.CALL, digest_of("codec 1"))
-OPENING = header(Kind.ASK, CALLS, 0)  # of every message
+OPENING = header(Kind.ASK, CALLS, 0)  # the header of every message
 
 Buffer = bytes | memoryview
 
 
 class SocketWriter:
-    """The writer of a SocketEnd; what has come can be received when it is closed."""
+    """The writer of a SocketEnd; messages that have arrived can still be received after it is closed."""
 
     def __init__(self, end: SocketEnd) -> None:
         self._end, self._closed = end, False
 
     def send(self, frames: Sequence[Buffer], timeout_s: float, go_on: Callable[[], bool] = lambda: False) -> bool:
-        """Messages go whole or not at all, so `go_on` is never asked."""
+        """Sends one message, whole or not at all, so `go_on` is never called."""
         return not self._closed and self._end.send(frames, timeout_s)
 
     def close(self) -> None:
@@ -50,23 +50,23 @@ class SocketWriter:
 
 
 class SocketEnd:
-    """One end of a connection, and its reader: any thread sends by `writer`, one at a time receives.
+    """One end of a connection, and its reader: any thread sends through `writer`, one thread at a time receives.
 
-    The callee listens at an address of its own for the one caller that knows its `name`. What bounds it: `QUEUED_CALLS`
-    on each side, and what the kernel holds; a sender at the bound waits until its peer takes something in. A connection
-    that breaks is made again; what was under way then is lost, and nothing is sent twice. Nobody sleeps with the lock
-    held. A socket announces what comes only once: a sender that takes the announcement away rings the receiver's bell.
+    The callee listens at a separate address for the one caller with this `name`. What bounds it: `QUEUED_CALLS` on each
+    side, and the kernel's buffers; a sender at the bound waits until its peer receives. A broken connection is
+    re-established; messages in flight are then lost, and nothing is sent twice. No thread sleeps while it holds the
+    lock. A socket's descriptor is edge-triggered: a sender that consumes the edge rings the receiver's bell.
     """
 
     def __init__(self, socket: Socket, name: bytes = b"") -> None:
-        """An end that talks to the client `name` alone, or is a client itself."""
+        """Wraps a socket; with `name`, the end exchanges messages only with the client of that name."""
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._socket, self._route = socket, [name] if name else []
         self._lock = threading.Lock()
         self._inbox: deque[list[memoryview]] = deque()  # at most QUEUED_CALLS
         self._sleeps = self._woken = self._closed = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        released = weakref.finalize(self, _release, socket, self._bell)  # when nobody can be waiting any more
+        released = weakref.finalize(self, _release, socket, self._bell)  # once no thread can be waiting
         released.atexit = False
         self._poller = select.poll()
         for descriptor in (int(socket.getsockopt(zmq.FD)), self._bell):
@@ -76,10 +76,10 @@ class SocketEnd:
     def listen(
         cls, context: zmq.Context[Socket], address: str, secret: str | None, max_bytes: int, name: str
     ) -> SocketEnd:
-        """The end of a callee, for the caller `name`; with a `secret`, the context has a gate that admits it."""
+        """Returns the callee's end for the caller `name`; with a `secret`, the context must have a gate."""
         socket = make_socket(context, zmq.ROUTER, max_bytes, QUEUED_CALLS)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says so when the caller is not there, or takes nothing in
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a caller that comes again takes its place
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # send fails if the caller is not connected or its queue is full
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a caller that reconnects takes over its old connection
         if secret is not None:
             admit(socket, secret)
         try:
@@ -93,16 +93,16 @@ class SocketEnd:
     def connect(
         cls, context: zmq.Context[Socket], address: str, secret: str | None, max_bytes: int, name: str
     ) -> SocketEnd:
-        """The end of the caller `name`."""
+        """Returns the end of the caller `name`."""
         return cls(connect(address, secret, max_bytes, QUEUED_CALLS, name.encode(), context))
 
     @property
     def writer(self) -> SocketWriter:
-        """What sends, for one user."""
+        """A new writer of this end, for one user."""
         return SocketWriter(self)
 
     def send(self, frames: Sequence[Buffer], timeout_s: float) -> bool:
-        """As `writer` does, until this end is closed."""
+        """Sends like `writer`, until this end is closed."""
         message = [*self._route, OPENING + frames[0], *frames[1:]]
         deadline = time.monotonic() + timeout_s
         while True:
@@ -126,7 +126,7 @@ class SocketEnd:
         return True
 
     def receive(self, timeout_s: float) -> list[memoryview] | None:
-        """As a `LineReader` does."""
+        """Receives like `LineReader.receive`."""
         deadline = 0.0
         while True:
             with self._lock:
@@ -146,25 +146,25 @@ class SocketEnd:
                 os.eventfd_read(self._bell)
 
     def _fetch(self) -> bool:
-        """Takes in what has come from our peer; whether anything has."""
+        """Receives the peer's messages that have arrived; returns whether there are any."""
         with suppress(zmq.Again):
             while len(self._inbox) < QUEUED_CALLS:
                 frames = receive_frames(self._socket, zmq.NOBLOCK)
                 if self._route and frames.pop(0) != self._route[0]:
-                    continue  # somebody who was not told to come here
+                    continue  # not the expected caller
                 if not frames or frames[0][: HEADER.size] != OPENING:
-                    raise Refused(f"a message at {self.address} was refused: it is no call, or of another release.")
+                    raise Refused(f"a message at {self.address} was refused: not a call, or from another release.")
                 frames[0] = frames[0][HEADER.size :]
                 self._inbox.append(frames)
         return bool(self._inbox)
 
     def wake(self) -> None:
-        """As a `LineReader` does."""
+        """Wakes like `LineReader.wake`."""
         self._woken = True
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Ends every wait, and the connection once what was sent last has gone out, or a little later."""
+        """Ends every wait, and closes the connection once the last messages are sent, or after `LINGER_MS`."""
         with self._lock:
             if not self._closed:
                 self._closed = True

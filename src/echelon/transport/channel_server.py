@@ -1,12 +1,12 @@
-"""The server's side of the channel: questions come in, from anybody at all, and answers go out.
+"""The server's side of the channel: receives requests from any client and sends replies.
 
-It listens on one ROUTER socket, off the loopback only with a secret, and lets in whom the gate admits (`curve`). Its
-owner calls `take` until nothing is left and then `sleep`; one thread does all of it. What bounds it: a queue for each
-connection, a longest frame, and one held question for each connection and service. Where a client takes nothing in, its
-answers are dropped, and it asks again if it lives. Whoever breaks the rules is refused: nothing more is read from that
-connection. If the owner dies, clients' connections heal once its successor listens at the same address.
+It listens on one ROUTER socket (outside the loopback only with a secret) and accepts the clients that the gate admits
+(`curve`). Its owner calls `take` until nothing is left, and then `sleep`, all in one thread. What bounds it: a queue
+per connection, a maximum frame size, and one held request per connection and service. If a client does not receive, its
+replies are dropped; it repeats its request if it is alive. A client that sends an invalid message is refused: nothing
+more is read from its connection. If the owner dies, clients reconnect once its successor listens at the same address.
 
-Needs nothing heavier than pyzmq.
+Imports nothing heavier than pyzmq.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from echelon.transport.curve import Socket, secure_server
 from echelon.transport.secret import check_secret, numeric
 from echelon.transport.sockets import LINGER_MS, MORE, QUEUED_MESSAGES, make_socket, receive_frames, send_frames
 
-IGNORED_CONNECTIONS = 10_000  # the oldest are forgotten
-GATE_S = 0.01  # an owner that never sleeps looks at the gate this often
-HOLD_S = 0.2  # a client that waits for something newer hears at least this often that there is nothing
+IGNORED_CONNECTIONS = 10_000  # refused connections remembered; the oldest are dropped
+GATE_S = 0.01  # how often the gate is served if the owner never sleeps
+HOLD_S = 0.2  # a held request is answered after this time even if nothing is newer
 
-MALFORMED = (ValueError, TypeError, LookupError, ArithmeticError, MemoryError)  # what sense made of nonsense raises
+MALFORMED = (ValueError, TypeError, LookupError, ArithmeticError, MemoryError)  # raised by malformed messages
 
 Handler = Callable[[Message], None]
 
 
 class _Held(NamedTuple):
-    """A question for something newer."""
+    """A held request for newer state."""
 
     is_due: Callable[[], bool]
     answer: Callable[[], None]
@@ -54,7 +54,7 @@ class _Held(NamedTuple):
 
 
 class Server:
-    """Questions in, answers out. A handler raises Refused at a bad or hostile message."""
+    """Receives requests and sends replies. A handler raises Refused for an invalid or hostile message."""
 
     def __init__(
         self, what: str, address: str, secret: str | None, max_bytes: int, queued: int = QUEUED_MESSAGES
@@ -67,8 +67,8 @@ class Server:
         self._ignored: dict[bytes, None] = {}
         self._context: zmq.Context[Socket] = zmq.Context()
         self._socket = make_socket(self._context, zmq.ROUTER, max_bytes, queued)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says so when a peer is gone
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that comes again under its name takes its place
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # send fails if the peer is not connected
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects replaces its old connection
         self._socket.setsockopt(zmq.BACKLOG, 1024)
         self._gate = secure_server(self._socket, secret) if secret is not None else None
         self._gate_at = 0.0
@@ -86,7 +86,7 @@ class Server:
 
     @property
     def descriptors(self) -> list[int]:
-        """Readable when something may have come: `take` then, until there is nothing more."""
+        """Readable when a message may have arrived: then call `take` until nothing is left."""
         return self._descriptors
 
     @property
@@ -94,25 +94,25 @@ class Server:
         return not self._socket.closed
 
     def serve(self, service: Service, handler: Handler) -> None:
-        """Has `handler` deal with what comes for `service`: it calls `answer`, sooner or later, or `hold`."""
-        assert service.delivery is not Delivery.CALL, "clients repeat what they ask, and calls run at most once"
+        """Registers `handler` for the messages of `service`; it calls `answer`, now or later, or `hold`."""
+        assert service.delivery is not Delivery.CALL, "clients repeat requests, but calls run at most once"
         self._offers[service.digest] = service, handler
 
     @property
     def num_refused(self) -> int:
-        """Messages and handshakes that were refused."""
+        """The number of messages and handshakes that were refused."""
         return self.num_refused_messages + self.num_refused_handshakes
 
     @property
     def num_refused_handshakes(self) -> int:
         return self._gate.num_refused if self._gate else 0
 
-    # What comes in.
+    # Receiving.
 
     def take(self, most: int) -> int:
-        """Deals with what has come, at most `most` messages; returns how many there were.
+        """Handles up to `most` messages that have arrived; returns how many.
 
-        `sleep` only when there were fewer: it wakes only for what comes later.
+        Call `sleep` only if there were fewer than `most`: it wakes only for later messages.
         """
         self._look_at_gate()
         num = 0
@@ -134,7 +134,7 @@ class Server:
             return None
 
     def _deal(self, connection: bytes, frames: list[memoryview]) -> None:
-        """One message, from anybody at all."""
+        """Handles one message, from any client."""
         if len(frames[0]) < HEADER.size:
             self.refuse(connection)
             return
@@ -144,7 +144,7 @@ class Server:
             return
         offered = self._offers.get(digest)
         if offered is None:
-            self.refuse(connection, "nothing of that kind is served here: it is another server's address")
+            self.refuse(connection, "this server does not offer that service: it is another server's address")
             return
         known, handler = offered
         if layout != known.layout:
@@ -155,16 +155,16 @@ class Server:
             handler(Message(connection, known, kind == Kind.POST, number, (one, two, three), frames))
         except Refused as error:
             self.refuse(connection, str(error))
-        except MALFORMED as error:  # costs whoever sent it its connection, and nobody else anything
+        except MALFORMED as error:  # only the sender loses its connection
             self.refuse(connection, f"its message could not be handled: {type(error).__name__}: {error}")
 
     def hold(self, message: Message, is_due: Callable[[], bool], answer: Callable[[], None]) -> None:
-        """Calls `answer` as soon as `take` finds that there is something newer, or after HOLD_S."""
+        """Calls `answer` as soon as `take` finds `is_due()` True, or after `HOLD_S`."""
         assert message.service.delivery is Delivery.STATE
         self._held[message.connection, message.service.name] = _Held(is_due, answer, time.monotonic() + HOLD_S)
 
     def _release(self) -> int:
-        """Answers those that are held and need not be any longer."""
+        """Answers the held requests that are due."""
         now = time.monotonic()
         due = [key for key, held in self._held.items() if now >= held.until or held.is_due()]
         for key in due:
@@ -173,11 +173,11 @@ class Server:
 
     @property
     def is_holding(self) -> bool:
-        """Whether somebody waits for something newer: its owner looks again when there is."""
+        """Whether a request for newer state is held: the owner must call `take` when there is some."""
         return bool(self._held)
 
     def sleep(self, timeout_s: float, descriptors: Sequence[int] = ()) -> list[int]:
-        """Sleeps until something comes, at most `timeout_s`; returns those of `descriptors` that are readable."""
+        """Sleeps up to `timeout_s` until a message arrives; returns those of `descriptors` that are readable."""
         if self._held:
             until = min(held.until for held in self._held.values())
             timeout_s = min(timeout_s, max(0.0, until - time.monotonic()))
@@ -189,13 +189,13 @@ class Server:
         return [descriptor for descriptor in ready if descriptor in descriptors] if descriptors else []
 
     def _watch(self, descriptors: Sequence[int]) -> None:
-        """Has `sleep` look at these, too."""
+        """Makes `sleep` poll these descriptors too."""
         self._poller, self._watched = select.poll(), descriptors
         for descriptor in (*self._descriptors, *descriptors):
             self._poller.register(descriptor, select.POLLIN)
 
     def _look_at_gate(self) -> None:
-        """Admits those who knock, now and then, also where the owner hardly sleeps."""
+        """Serves the gate every `GATE_S`, for an owner that hardly sleeps."""
         if self._gate and time.monotonic() >= self._gate_at:
             self._serve_gate()
 
@@ -204,20 +204,22 @@ class Server:
             self._gate.serve()
             self._gate_at = time.monotonic() + GATE_S
 
-    # What goes out.
+    # Sending.
 
     def answer(self, message: Message, *parts: Part, own: Own = NOTHING, copy: bool = True) -> bool:
-        """Answers with a header and `parts`, each in a frame of its own; False when the client is gone or takes
-        nothing in. Without `copy` the parts must rest."""
+        """Replies with a header and `parts`, each in a separate frame.
+
+        Returns False if the client is not connected or does not receive. Without `copy` the parts must not change.
+        """
         words = header(Kind.ANSWER, message.service, message.number, own)
         return self.send(message.connection, words, *parts, copy=copy)
 
     def post(self, connection: bytes, service: Service, *parts: Part) -> bool:
-        """Sends what nobody asked for, and what may be lost; as `answer`."""
+        """Sends a message without a request, which may be lost; returns as `answer` does."""
         return self.send(connection, header(Kind.POST, service, 0), *parts)
 
     def send(self, connection: bytes, *parts: Part, copy: bool = True) -> bool:
-        """Queues a message, the first part of which opens with a header; as `answer`."""
+        """Queues a message whose first part starts with a header; returns as `answer` does."""
         try:
             self._socket.send(connection, MORE)
             send_frames(self._socket, parts, copy)
@@ -228,7 +230,7 @@ class Server:
         return True
 
     def refuse(self, connection: bytes, reason: str = "") -> None:
-        """Takes nothing more from `connection`, and tells it the `reason` where there is one."""
+        """Ignores `connection` from now on, and sends it the `reason`, if there is one."""
         self.num_refused_messages += 1
         self._ignored[connection] = None
         if len(self._ignored) > IGNORED_CONNECTIONS:

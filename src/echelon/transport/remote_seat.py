@@ -1,6 +1,6 @@
-"""The client's side of act requests over TCP: a seat whose server is elsewhere.
+"""The client's side of act requests over TCP: a seat whose server is on another host.
 
-Needs nothing heavier than numpy and pyzmq.
+Imports nothing heavier than numpy and pyzmq.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from echelon.transport.channel_client import Client, PendingRequest
 
 
 class RemoteSeat:
-    """A seat whose server is elsewhere: a `Seat` in all but where its arrays lie.
+    """A seat whose server is on another host; it has the interface of `Seat`, with its arrays in private memory.
 
-    With `wants_state` an answer brings the recurrent state that it started from; without, it is shorter and
-    `state_before` is that of the last one that did. A server that went away is waited for: `wait` says False, and the
-    question is repeated until it, or its successor at the same address, answers.
+    With `wants_state` a reply carries the recurrent state that it was computed from; without it, the reply is shorter
+    and `state_before` returns the state of the last reply that carried one. If the server is gone, `wait` returns False
+    and the request is repeated until the server, or its successor at the same address, replies.
     """
 
     wants_state = True
@@ -40,10 +40,10 @@ class RemoteSeat:
         secret: str | None = None,
         connect_timeout_s: float = 30.0,
     ) -> None:
-        """Takes the seat; a successor needs a higher `incarnation` than the process that had it before.
+        """Takes the seat; a successor needs a higher `incarnation` than the process that used it before.
 
-        `wait` raises TransportTimeout once the server has not said a word for `connect_timeout_s` from the first
-        question on, and Refused when it said no.
+        `wait` raises TransportTimeout if the server sends nothing within `connect_timeout_s` of the first request, and
+        Refused if the server refuses.
         """
         if not 0 <= incarnation < MAX_LIFE:
             raise ConfigError(f"incarnation={incarnation} of client {client} is not in 0 to {MAX_LIFE - 1}.")
@@ -58,7 +58,7 @@ class RemoteSeat:
         self.first = question["first"]
         self.action, self.log_prob, self.value = reply["action"], reply["log_prob"], reply["value"]
         self._states = [reply[f"state.{i}"] for i in range(len(layout.state_shapes))]
-        self.version = 0  # of the weights that gave the last answer
+        self.version = 0  # of the weights that computed the last reply
         self._count = (incarnation + 1) << LIFE_BITS
         self._connect_timeout_s, self._connect_by = connect_timeout_s, math.inf
         self.client = Client("the inference server", address, secret, wire.stateful_bytes)
@@ -70,13 +70,13 @@ class RemoteSeat:
         self._request: PendingRequest | None = None
 
     def ask(self) -> None:
-        """Sends the question; `observation` and `first` must be in place, and the last answer read."""
+        """Sends a request; `observation` and `first` must be written, and the previous reply must have been read."""
         self._count += 1
-        if self._arrival is not None:  # a question takes the seat, too
+        if self._arrival is not None:  # an act request takes the seat too
             self.client.forget(self._arrival)
             self._arrival = None
         own = (self.index, int(self.wants_state), 0)
-        # The arrays rest until the answer is read.
+        # The arrays do not change until the reply is read.
         self._request = self.client.ask(self._wire.act, self._question, number=self._count, own=own)
         if not self.client.has_heard:
             self._connect_by = min(self._connect_by, time.monotonic() + self._connect_timeout_s)
@@ -86,7 +86,7 @@ class RemoteSeat:
         return self.wait(0.0)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleeps until the answer is there, at most `timeout_s`; whether it is."""
+        """Waits up to `timeout_s` for the reply; returns whether it has arrived."""
         request = self._request
         if request is None:
             return True
@@ -109,28 +109,28 @@ class RemoteSeat:
         assert request.answer is not None
         frame = request.answer[0]
         if len(request.answer) != 1 or len(frame) not in self._reply_sizes:
-            raise Refused(f"{self.address} sent {len(frame)} bytes, which is no answer: it is no inference server.")
+            raise Refused(f"{self.address} sent {len(frame)} bytes, not a reply: it is not an inference server.")
         self._reply[: len(frame)] = frame
         self.version, self._request = request.own[1], None
 
     def state_before(self) -> list[Array]:
-        """The recurrent state that the last answer started from."""
+        """Returns the recurrent state that the last reply was computed from."""
         return self._states
 
     def leave(self) -> None:
-        """Nobody need wait for this seat any longer."""
+        """Leaves the seat: rounds no longer wait for it."""
         self.client.post(self._wire.seat, [bytearray(HEADER.size)], own=(self.index, self._count, 0))
         self.client.close()
 
 
 def wait_any(seats: Sequence[RemoteSeat], timeout_s: float) -> bool:
-    """Sleeps until one of `seats` has its answer, at most `timeout_s`; whether one has."""
+    """Waits up to `timeout_s` until one of `seats` has its reply; returns whether one has."""
     if len(seats) == 1:
         return seats[0].wait(timeout_s)
     deadline, poller = time.monotonic() + timeout_s, zmq.Poller()
     for seat in seats:
         poller.register(seat.client.socket, zmq.POLLIN)
-    while not any(seat.answered for seat in seats):  # which takes in what came, and repeats what is due
+    while not any(seat.answered for seat in seats):  # receives replies, and repeats due requests
         now = time.monotonic()
         if now >= deadline:
             return False
