@@ -1,6 +1,6 @@
-"""The server's side of the act board: questions are gathered into rounds by a rule, and settled together.
+"""The server's side of the act board: gathers requests into rounds by a rule, and publishes their replies together.
 
-Needs nothing heavier than numpy.
+Imports nothing heavier than numpy.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from echelon.transport.act_board import AWAKE, UNTIL_ASKED, UNTIL_DUE, ActBoard
 from echelon.transport.futex import NUM_MASKS, fence
 
 Array = np.ndarray[Any, Any]
-IDLE_SLEEP_S = 0.01  # between two looks at a silent board
+IDLE_SLEEP_S = 0.01  # between two checks of an idle board
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Questions that are answered together."""
+    """Requests that are answered in one batch."""
 
     seats: Array  # (n,) the pending seats, ascending
-    asked: Array  # (n,) the count of each one's question
-    first_ns: int  # when the earliest was put, by the monotonic clock
+    asked: Array  # (n,) the number of each seat's request
+    first_ns: int  # when the earliest was submitted, on the monotonic clock
 
     @property
     def span(self) -> slice:
-        """The contiguous seats from the first to the last."""
+        """The slice from the first seat to the last."""
         return slice(int(self.seats[0]), int(self.seats[-1]) + 1)
 
     @property
     def whole(self) -> bool:
-        """Whether every seat of the span asked."""
+        """Whether the round contains every seat of the span."""
         return int(self.seats[-1]) - int(self.seats[0]) + 1 == len(self.seats)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRule:
-    """When a server answers: once all that are expected have asked, or enough rows, or the time is up."""
+    """When a round is complete: all expected seats have a request, or there are enough rows, or the wait is over."""
 
-    batch: bool = True  # False: every question by itself, in the order they came
+    batch: bool = True  # False: every request by itself, in order of arrival
     max_batch: int = 0  # rows; 0: no limit
-    max_wait_us: float = 1000.0  # since the first question of the round
-    spin_us: float = 0.0  # how long to look for questions, giving way to others, before sleeping
+    max_wait_us: float = 1000.0  # since the first request of the round
+    spin_us: float = 0.0  # how long to poll for requests, yielding the core, before sleeping
 
 
 class _Group:
-    """The seats of one group that a server serves, and their words."""
+    """The seats of one group that a server serves, with their shared words."""
 
     def __init__(self, board: ActBoard, number: int, seats: range, taken: Array) -> None:
         span = slice(seats.start, seats.stop)
@@ -61,36 +61,36 @@ class _Group:
         self.num_expected = 0
 
     def is_complete(self, places: Array) -> bool:
-        """Whether everybody who is expected has asked."""
+        """Returns whether every expected seat has a request."""
         if self.num_expected <= len(places) and self.num_expected == np.count_nonzero(self.expected[places]):
             return True
         missing = self.expected.copy()
         missing[places] = 0
-        return not missing[self.incarnation > 0].any()  # those who left are not waited for
+        return not missing[self.incarnation > 0].any()  # clients that left are not waited for
 
 
 class _Pending(NamedTuple):
-    """The questions of one group that are in no round yet."""
+    """The requests of one group that are in no round yet."""
 
     first_ns: int
     group: _Group
-    places: Array  # in the group
+    places: Array  # indices in the group
 
 
 class Batcher:
-    """The server's side of the board: gathers questions into rounds, and settles them.
+    """The server's side of the board: gathers requests into rounds, and settles them.
 
-    A round waits for the seats of one group (that of its oldest question) that are expected: those whose client is
-    there and asked in time before. Whoever misses a round is not expected until it asks again. So a stopped or dead
-    client costs the others `max_wait_us` once, and a slow one once for each of its questions. A question is in one
-    round only: further rounds can be gathered while one is being answered.
+    A round waits for the expected seats of one group, the group of its oldest request. A seat is expected if its client
+    has not left and was in time for the previous round. A seat that misses a round is not expected until its next
+    request. So a stopped or dead client delays the others by `max_wait_us` once, and a slow client once per request. A
+    request is in one round only: further rounds can be gathered while one is being answered.
     """
 
     def __init__(self, board: ActBoard, server: int, rule: BatchRule) -> None:
         self.board, self.server, self.rule = board, server, rule
         layout = board.layout
         self.groups = [layout.seats_of(server, group) for group in range(layout.num_groups)]
-        self.num_missed = 0  # rounds that went without somebody who was expected
+        self.num_missed = 0  # rounds that did not wait for an expected seat
         max_seats = max(1, rule.max_batch // max(1, layout.rows)) if rule.max_batch else layout.num_seats
         self._max_seats = max_seats if rule.batch else 1
         self._max_wait_s = rule.max_wait_us * 1e-6 if rule.batch else 0.0
@@ -98,20 +98,20 @@ class Batcher:
         self._sleep = board.sleep[server : server + 1].data
         self._sleep[0] = AWAKE
         self._masks = np.uint32(1) << (np.arange(layout.num_seats) % NUM_MASKS).astype(np.uint32)
-        self._taken = board.answered.copy()  # of each seat, the last question that is in a round, answered or under way
-        self._queue: deque[Round] = deque()  # without batches: taken, to be answered one by one
+        self._taken = board.answered.copy()  # per seat: the last request in a round, answered or not
+        self._queue: deque[Round] = deque()  # without batching: requests to answer one by one
         self._groups = [_Group(board, number, seats, self._taken) for number, seats in enumerate(self.groups)]
         self.expect_all()
 
     def expect_all(self) -> None:
-        """The next rounds wait for everybody who is there, whoever missed the last."""
+        """Makes the next rounds wait for every client that has not left, even if it missed the last round."""
         for group in self._groups:
             self._set_expected(group, (group.incarnation > 0).nonzero()[0])
 
     def next(self, timeout_s: float) -> Round | None:
-        """The next round, waiting at most `timeout_s` for one."""
+        """Waits up to `timeout_s` for the next round; returns it, or None."""
         deadline = time.monotonic() + timeout_s
-        # Who sleeps no longer than a round may wait need not be woken by its first question: so at first a short nap.
+        # A sleep no longer than `max_wait_us` need not end at the first request of a round, so the first one is short.
         nap_s = min(self._max_wait_s or IDLE_SLEEP_S, IDLE_SLEEP_S)
         while True:
             seen = self._bell.value
@@ -124,12 +124,12 @@ class Batcher:
             kind = UNTIL_DUE if sleep_s <= self._max_wait_s else UNTIL_ASKED
             if self._sleep[0] != kind:
                 self._sleep[0] = kind
-                fence()  # who asked before this did not ring: look again
+                fence()  # requests submitted before this did not ring: look again
             elif not self._bell.wait(seen, sleep_s):
                 nap_s = IDLE_SLEEP_S
 
     def look(self) -> tuple[Round | None, float]:
-        """The round that is due, or None and how long until one must be looked for again."""
+        """Returns the round that is due, or None and the time until the next check."""
         if self._queue:
             return self._queue.popleft(), 0.0
         now_ns = time.monotonic_ns()
@@ -153,10 +153,10 @@ class Batcher:
         return (self._gather(due), 0.0) if due else (None, wait_s)
 
     def _gather(self, due: Sequence[_Pending]) -> Round:
-        """The questions of the groups that are due, up to the limit, the oldest first."""
+        """Returns a round of the due groups' requests, the oldest first, up to the limit."""
         board = self.board
         seats = np.concatenate([entry.group.seats[entry.places] for entry in due])
-        if self._max_seats == 1:  # all of them in their order: whoever asks meanwhile comes after them
+        if self._max_seats == 1:  # queue all in order: later requests come after them
             seats = seats[np.argsort(board.asked_ns[seats], kind="stable")]
             asked = board.asked[seats]
             self._taken[seats] = asked
@@ -172,7 +172,7 @@ class Batcher:
         return Round(seats, asked, min(entry.first_ns for entry in due))
 
     def _expect(self, group: _Group, places: Array) -> None:
-        """Those who asked in time are expected next time; those who did not are not."""
+        """Expects in the next round the seats that were in time for this one, and no others."""
         if not len(places) == len(group.seats) == group.num_expected:
             self.num_missed += int(group.num_expected > np.count_nonzero(group.expected[places]))
             self._set_expected(group, places)
@@ -185,7 +185,7 @@ class Batcher:
         self.board.quorum[self.server, group.number] = min(count, self._max_seats)
 
     def claim(self, round: Round) -> None:
-        """Zeroes the recurrent state of seats that changed hands; before their state is read."""
+        """Zeroes the recurrent state of seats with a new client. Call it before their state is read."""
         if not self.board.state:
             return
         board, seats = self.board, round.seats
@@ -196,7 +196,7 @@ class Batcher:
             board.known_incarnation[seat] = board.incarnation[seat]
 
     def settle(self, round: Round, version: int) -> None:
-        """Shows the replies that were laid down, and wakes those who wait for them."""
+        """Publishes the replies written to the board, and wakes the clients that wait for them."""
         board, seats = self.board, round.seats
         board.version[seats] = version
         board.answered[seats] = round.asked

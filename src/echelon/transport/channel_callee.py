@@ -1,13 +1,13 @@
-"""The callee's side of calls: runs those of one other process, one after another, and answers them.
+"""The callee's side of calls: runs the calls of one other process in order, and replies to them.
 
-Each caller has a thread here, so calls of one caller run in their order and those of different callers side by side. If
-a call that runs here has to wait for an answer itself, its thread hands the reader over to a new one first, and ends
-once its own call is answered: two processes that call each other, however deep, never wait for a thread. It waits
-`PATIENCE_S` before it does, since most answers come sooner. No more than `MOST_AWAY` threads of a process are away from
-their readers so; beyond that a thread keeps its reader, whose calls wait until its own is answered.
+Each caller has a thread here, so the calls of one caller run in order and the calls of different callers run
+concurrently. If a running call must itself wait for a reply, its thread first hands the reader over to a new thread,
+and ends once its own call is answered. So two processes that call each other, at any depth, never wait for a thread. A
+thread waits `PATIENCE_S` before the handover, because most replies arrive sooner. At most `MOST_AWAY` threads of a
+process can have handed over their readers; beyond that a thread keeps its reader, and the caller's next calls wait.
 
-A caller that takes no answers in holds up its own calls alone: it is asked to make room. If it dies, whoever learns of
-it calls `close`.
+A caller that does not read its replies delays only its own calls: it is asked to make room. If a caller dies, the
+process that detects it calls `close`.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from echelon.transport.codec import Limits, decode, encode
 
 PATIENCE_S = 0.002
 IDLE_S = 60.0
-ROOM_S = 0.05  # how long an answer waits for room before the caller is asked for some
+ROOM_S = 0.05  # how long a reply waits for room before the caller is asked to make some
 MOST_AWAY = 256
 
-Handle = Callable[[tuple[Any, ...]], Any]  # the value of a request, which opens with its number; 0: a post
+Handle = Callable[[tuple[Any, ...]], Any]  # maps a request, which starts with its number (0: a post), to its value
 
 _here = threading.local()
-_away = threading.BoundedSemaphore(MOST_AWAY)  # taken by a thread that handed its reader over, until it ends
+_away = threading.BoundedSemaphore(MOST_AWAY)  # held by each thread that handed over its reader, until it ends
 
 
 class Missing(Exception):
-    """A handler does not have (any more) what a call names; the caller may ask elsewhere."""
+    """A handler does not have (any longer) the key of a call; the caller may try another process."""
 
 
 class Turn:
-    """One thread's time at a reader; `succeed` starts the thread that goes on with it."""
+    """The time during which one thread uses a reader; `succeed` starts the thread that takes it over."""
 
     def __init__(self, succeed: Callable[[], None]) -> None:
         self._succeed = succeed
         self.over = False
 
     def end(self) -> None:
-        """Hands the reader over, the first time; keeps it if too many have, or no thread can be started."""
+        """Hands over the reader, once; keeps it if too many threads have done so, or no thread can be started."""
         if self.over or not _away.acquire(blocking=False):
             return
         try:
             self._succeed()
             self.over = True
-        except RuntimeError:  # the machine has no more threads for us
+        except RuntimeError:  # the thread limit is reached
             _away.release()
 
     def begin(self) -> None:
@@ -58,13 +58,13 @@ class Turn:
 
 
 def current_turn() -> Turn | None:
-    """The turn of this thread, if it serves a caller and has not handed the reader over."""
+    """Returns the turn of this thread, if it serves a caller and has not handed over the reader."""
     turn: Turn | None = getattr(_here, "turn", None)
     return turn if turn is not None and not turn.over else None
 
 
 def wait_for(event: threading.Event, timeout_s: float) -> bool:
-    """Waits for `event`; whoever serves a caller hands its reader over first."""
+    """Waits for `event`; a thread that serves a caller hands over its reader first."""
     turn = current_turn()
     if turn is not None:
         if event.wait(min(PATIENCE_S, timeout_s)):
@@ -74,7 +74,7 @@ def wait_for(event: threading.Event, timeout_s: float) -> bool:
 
 
 class Callee:
-    """Serves one `caller`."""
+    """Serves the calls of one `caller`."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Callee:
         limits: Limits,
         ask_room: Callable[[], None],
     ) -> None:
-        """What `handle` raises is told to the caller; `ask_room` asks it, by another way, to take answers in."""
+        """Sends exceptions of `handle` to the caller; `ask_room` asks the caller, by other means, to read replies."""
         self.caller, self.handle = caller, handle
         self._reader, self._writer, self._limits = reader, writer, limits
         self._ask_room = ask_room
@@ -108,28 +108,28 @@ class Callee:
                 self._answer(request)
                 del request
             except Refused as error:
-                print_error(f"a call of {self.caller!r} was refused, and nothing more is taken from it: {error}")
+                print_error(f"a call of {self.caller!r} was refused, and no more of its calls are accepted: {error}")
                 self.close()
-            except TransportError:  # the caller is dead, and its shared memory gone with what it sent last
+            except TransportError:  # the caller is dead, and its shared memory was removed
                 self.close()
         if turn.over:
             _away.release()
 
     def _answer(self, request: object) -> None:
         if not isinstance(request, tuple) or not request or not isinstance(request[0], int):
-            raise Refused(f"it is no request but {str(request)[:80]}.")
+            raise Refused(f"it is not a request: {str(request)[:80]}.")
         outcome = self._run(request)
         if (number := request[0]) == 0:
             return
         try:
             answer = encode((number, *outcome), self._limits)
-        except BaseException as error:  # it is nothing that the wire carries, or another thread changes it just now
+        except BaseException as error:  # the codec cannot encode it, or another thread is changing it
             answer = encode((number, *failure(error)), self._limits)
         while not self._closed and not self._writer.send(answer, ROOM_S, self._go_on):
             self._ask_room()
 
     def _go_on(self) -> bool:
-        """Half of an answer is sent and the caller takes no more in: asks for room; whether to wait for it."""
+        """Asks for room after part of a reply was sent; returns whether to keep waiting."""
         self._ask_room()
         return not self._closed
 
@@ -138,11 +138,11 @@ class Callee:
             return ("answer", self.handle(request))
         except Missing:
             return ("missing",)
-        except BaseException as error:  # not ours to handle: it goes to the caller, with its traceback
+        except BaseException as error:  # the caller handles it: it is sent with its traceback
             return failure(error)
 
     def close(self) -> None:
-        """Takes nothing more in; a call that runs is not interrupted, and its answer is dropped."""
+        """Stops receiving calls; a running call is not interrupted, and its reply is dropped."""
         self._closed = True
         self._reader.close()
         self._writer.close()

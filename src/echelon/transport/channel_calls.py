@@ -1,9 +1,10 @@
-"""The caller's side of calls: those to one other process, and the futures that wait for its answers.
+"""The caller's side of calls: calls to one other process, and the futures of their replies.
 
-There is no thread behind it: whoever waits for an answer reads the answers, one thread at a time, and settles the
-futures of the others on the way, which sleep until they are settled or the reader leaves. Answers nobody waits for are
-taken in when a call finds no room, or when the callee asks for some (`drain`), so neither side blocks for ever.
-If the peer dies, `fail` wakes everyone, after what it had answered is taken in, as far as that still can be read.
+It has no thread of its own. A thread that waits for a reply reads replies, one thread at a time, and settles the
+futures of the other threads as it does; these sleep until their future is settled or the reading thread stops. Replies
+that no thread waits for are read when a call finds the queue full, or when the callee asks for room (`drain`), so
+neither side blocks forever. If the peer dies, `fail` reads the replies that it had sent, as far as they are readable,
+and wakes all waiting threads.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from echelon.transport.channel_callee import PATIENCE_S, current_turn
 from echelon.transport.channel_ends import CallReader, CallWriter
 from echelon.transport.codec import Buffer, Limits, decode, encode
 
-SEND_S = 0.02  # how long a call waits for room before it takes answers in
-MISSING = object()  # the value of a call that names what its peer does not have (any more)
+SEND_S = 0.02  # how long a call waits for room before it reads replies
+MISSING = object()  # the value of a call for a key that the peer does not have (any longer)
 
 
 class Future:
-    """The answer to a call, once it comes."""
+    """The future reply to a call."""
 
     __slots__ = ("_calls", "_error", "_settled", "_value", "if_missing", "left_s", "number", "what")
 
     def __init__(self, calls: Calls, number: int, what: str, timeout_s: float) -> None:
         self._calls, self.number, self.what = calls, number, what
-        self.left_s = timeout_s  # how long a wait for it may take
+        self.left_s = timeout_s  # how long a wait may take
         self._settled = False
         self._value: Any = None
         self._error: BaseException | None = None
-        self.if_missing: Callable[[], Any] | None = None  # what to do if the peer does not have the key (any more)
+        self.if_missing: Callable[[], Any] | None = None  # called if the peer does not have the key (any longer)
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """The value, or the error of the call; without `timeout_s` it waits as long as the call allows."""
+        """Returns the value of the call, or raises its error; without `timeout_s`, waits up to the call's timeout."""
         if not self._settled:
             self._calls.wait(self, self.left_s if timeout_s is None else timeout_s)
         if self._error is not None:
@@ -48,11 +49,11 @@ class Future:
         return self._value
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """The same as `wait`."""
+        """Same as `wait`."""
         return self.wait(timeout_s)
 
     def done(self) -> bool:
-        """Whether the answer has come."""
+        """Returns whether the reply has arrived."""
         if not self._settled:
             self._calls.drain()
         return self._settled
@@ -67,7 +68,7 @@ class Future:
 
 
 class Calls:
-    """Calls of this process to the process `peer`, answered in any order."""
+    """The calls of this process to the process `peer`; replies arrive in any order."""
 
     def __init__(self, peer: str, writer: CallWriter, reader: CallReader, limits: Limits) -> None:
         self.peer, self._limits = peer, limits
@@ -76,13 +77,13 @@ class Calls:
         self._futures: dict[int, Future] = {}
         self._changed = threading.Condition()
         self._reading = False
-        self._unreadable = False  # so is what the peer sent next
-        self._failure: Callable[[str], BaseException] | None = None  # makes the error of a call that cannot be answered
+        self._unreadable = False  # a reply could not be read: those after it cannot either
+        self._failure: Callable[[str], BaseException] | None = None  # makes the error of a failed call
 
     def begin(self, what: str, request: tuple[Any, ...], timeout_s: float) -> Future:
-        """Sends `request` and returns at once; raises TransportTimeout if the peer takes nothing in.
+        """Sends `request` and returns its future; raises TransportTimeout if the peer does not receive it.
 
-        What sending takes is taken off what waiting may take: together they are bounded by `timeout_s`.
+        `timeout_s` bounds sending and waiting together: the time spent on sending is deducted from the wait.
         """
         deadline = time.monotonic() + timeout_s
         number = next(self._numbers)
@@ -103,7 +104,7 @@ class Calls:
         def go_on() -> bool:
             if (turn := current_turn()) is not None:
                 turn.end()
-            self.drain()  # it may take nothing in because we do not
+            self.drain()  # the peer may be blocked because its replies are not read
             return self._failure is None and time.monotonic() < deadline
 
         while self._failure is None:
@@ -114,16 +115,16 @@ class Calls:
         if self._failure is not None:
             raise self._failure(what)
         raise TransportTimeout(
-            f"{self.peer!r} did not take {what} in within {round(timeout_s, 2):g} s, so it could not be sent. Is it "
-            "stopped, busy, or are its calls slower than they come?"
+            f"{self.peer!r} did not receive {what} within {round(timeout_s, 2):g} s, so it could not be sent. Is it "
+            "stopped or busy, or does it receive calls faster than it completes them?"
         )
 
     def post(self, request: tuple[Any, ...]) -> bool:
-        """Sends what has no answer, if there is room for it just now."""
+        """Sends a message without a reply if there is room now; returns whether it was sent."""
         return self._writer.send(encode((0, *request), self._limits), 0.0)
 
     def wait(self, future: Future, timeout_s: float) -> None:
-        """Returns when `future` is settled; raises TransportTimeout after `timeout_s`, and forgets it."""
+        """Waits until `future` is settled; after `timeout_s`, forgets it and raises TransportTimeout."""
         deadline = time.monotonic() + timeout_s
         turn = current_turn()
         with self._changed:
@@ -148,21 +149,21 @@ class Calls:
                 self._changed.notify_all()
 
     def _read(self, future: Future, deadline: float) -> bool:
-        """Takes answers in until `future` is settled; False at the `deadline`."""
+        """Reads replies until `future` is settled; returns False at the `deadline`."""
         while not future.settled:
             left_s = 0.0 if self._failure is not None else deadline - time.monotonic()
             if self._take_next(max(0.0, left_s), future):
                 continue
             if self._failure is not None:
                 self._fail_rest()
-                if not future.settled:  # it timed out before, and is not among the rest
+                if not future.settled:  # it timed out before, so it is not in `_futures`
                     future.settle(None, self._failure(future.what))
             elif time.monotonic() >= deadline:
                 return future.settled
         return True
 
     def _take_next(self, timeout_s: float, mine: Future | None = None) -> bool:
-        """Takes one answer in, if one comes; the first that cannot be read is the end of them."""
+        """Reads one reply if one arrives; after the first unreadable reply, reads no more."""
         if self._unreadable:
             return False
         try:
@@ -177,18 +178,18 @@ class Calls:
         return True
 
     def _failure_of(self, error: TransportError) -> Callable[[str], BaseException]:
-        """Makes the error of a call whose answer cannot be read because of `error`."""
-        kind = Refused if isinstance(error, Refused) else PeerLost  # its folder is gone, so it is, too
+        """Returns the function that makes the error of a call whose reply cannot be read because of `error`."""
+        kind = Refused if isinstance(error, Refused) else PeerLost  # its folder was removed, so the peer is dead
         text = str(error)
-        return lambda what: kind(f"{self.peer!r} answers {what} no more: {text}")
+        return lambda what: kind(f"{self.peer!r} can no longer answer {what}: {text}")
 
     def _take(self, frames: Sequence[Buffer], mine: Future | None) -> None:
         answer = decode(frames, self._limits, copy=False)
         if not isinstance(answer, tuple) or len(answer) < 2:
-            raise Refused(f"an answer of {self.peer!r} was refused: it is a {type(answer).__name__}.")
+            raise Refused(f"a reply of {self.peer!r} was refused: it is a {type(answer).__name__}.")
         future = self._futures.pop(answer[0], None)
         if future is None:
-            return  # nobody waits for it any longer
+            return  # its call has timed out
         match answer:
             case (_, "answer", value):
                 future.settle(value)
@@ -201,7 +202,7 @@ class Calls:
                 self._changed.notify_all()
 
     def drain(self) -> None:
-        """Takes in the answers that have come, unless somebody is reading them; never blocks."""
+        """Reads the replies that have arrived, unless another thread is reading; never blocks."""
         with self._changed:
             if self._reading:
                 return
@@ -217,7 +218,7 @@ class Calls:
                 self._changed.notify_all()
 
     def fail(self, failure: Callable[[str], BaseException]) -> None:
-        """Nothing more will be answered: what waits and what comes gets the error that `failure` makes of a call."""
+        """Fails all pending and later calls, each with the error that `failure` makes for it."""
         if self._failure is None:
             self._failure = failure
             self._writer.close()
@@ -226,7 +227,7 @@ class Calls:
 
     def _fail_rest(self) -> None:
         assert self._failure is not None
-        while self._take_next(0.0):  # it answered these before it was gone
+        while self._take_next(0.0):  # replies sent before the peer died
             pass
         for number in list(self._futures):
             if future := self._futures.pop(number, None):
