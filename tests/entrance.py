@@ -20,11 +20,11 @@ from echelon.transport.episode_wire import (
     EPISODES,
     PROTOCOL,
     TASK,
-    Arrive,
-    Ask,
+    EpisodePiece,
+    Heartbeat,
     Leave,
-    Piece,
-    Sign,
+    Register,
+    TaskRequest,
     from_gateway,
     pack,
     socket_name,
@@ -93,7 +93,7 @@ class Entrance:
         wait_until(look, "it said so")
         return from_gateway(self.client.posts.popleft()[1:])
 
-    def say(self, message: Sign | Leave) -> None:
+    def say(self, message: Heartbeat | Leave) -> None:
         self.client.post(EPISODES, [bytearray(HEADER.size), *pack(message)])
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
@@ -101,11 +101,11 @@ class Entrance:
         wait_until(lambda: (self.gateway.step(0.01), condition())[1], what)
 
     def ask(self, message: Any, timeout_s: float = DEADLINE_S) -> Any:
-        service = TASK if isinstance(message, Ask | Arrive) else EPISODES
+        service = TASK if isinstance(message, TaskRequest | Register) else EPISODES
         return self.finish(self.begin(service, list(pack(message)), getattr(message, "number", 0)), timeout_s)
 
     def arrive(self, name: str = "w", spaces: Spaces | None = None) -> Any:
-        return self.ask(Arrive(PROTOCOL, name, (spaces or self.stage.context.spaces).to_json(), False))
+        return self.ask(Register(PROTOCOL, name, (spaces or self.stage.context.spaces).to_json(), False))
 
     def items(self) -> dict[str, Array]:
         return items_of(self.stage)
@@ -133,7 +133,7 @@ def make_entrance(make_stage: MakeStage) -> Iterator[Callable[..., Entrance]]:
         entrance.close()
 
 
-def piece(length: int = 5, number: int = 1, **changes: Any) -> Piece:
+def piece(length: int = 5, number: int = 1, **changes: Any) -> EpisodePiece:
     """An episode of the counter that terminates."""
     t = np.arange(length + 1)
     fields: dict[str, Any] = {
@@ -150,7 +150,7 @@ def piece(length: int = 5, number: int = 1, **changes: Any) -> Piece:
         "episode_return": 10.0,
         "episode_length": length,
     }
-    return Piece(**{**fields, **changes})
+    return EpisodePiece(**{**fields, **changes})
 
 
 def items_of(stage: Stage) -> dict[str, Array]:

@@ -35,7 +35,7 @@ from echelon.runs.checkpoint import save_weights
 from echelon.runs.console import Status, final_summary, plain_line
 from echelon.runs.folder import RunFolder
 from echelon.schema import Spaces
-from echelon.transport.episode_wire import PROTOCOL, Ask, Task
+from echelon.transport.episode_wire import PROTOCOL, Task, TaskRequest
 
 Array = np.ndarray[Any, Any]
 CART_POLE = Spaces(gym.spaces.Box(-np.inf, np.inf, (4,), np.float32), gym.spaces.Discrete(2))
@@ -322,7 +322,7 @@ def test_a_worker_gives_a_silent_learner_up_after_its_patience(monkeypatch: pyte
         nobody.bind(("127.0.0.1", 0))
         connection = LearnerConnection(f"tcp://127.0.0.1:{nobody.getsockname()[1]}", "w", None, 0.05, told.append)
         with pytest.raises(TransportTimeout, match=r"was silent for \d+ s: nothing listens there"):
-            connection.ask(Ask(PROTOCOL), Task)
+            connection.ask(TaskRequest(PROTOCOL), Task)
         connection.close()
 
 

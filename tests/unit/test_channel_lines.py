@@ -102,7 +102,7 @@ class TestLargeMessagesInPieces:
     def test_one_that_is_not_taken_in_is_given_up_in_time(self, shm_dir: Path) -> None:
         requests = line(shm_dir, "requests", blocks=False)
         calls = Calls("m1", requests.writer, Nobody(), DEFAULT_LIMITS)
-        with pytest.raises(TransportTimeout, match=r"'m1' did not take f\(\) in within 0.1 s"):
+        with pytest.raises(TransportTimeout, match=r"'m1' did not receive f\(\) within 0.1 s"):
             calls.begin("f()", ("g", SERVICE, "f", (self.BODY,), {}, False), 0.1)
         assert calls._futures == {}
         calls.close()

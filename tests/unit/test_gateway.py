@@ -22,13 +22,13 @@ from echelon.transport.codec import encode
 from echelon.transport.episode_wire import (
     PROTOCOL,
     TASK,
-    Arrive,
-    Ask,
+    EpisodePiece,
     Next,
-    Piece,
+    Register,
     Score,
-    Stranger,
     Task,
+    TaskRequest,
+    UnknownWorker,
     Wait,
     Welcome,
     from_gateway,
@@ -52,7 +52,7 @@ class StackEnv(toy.CounterEnv):
 
 def test_an_episode_becomes_transitions_and_is_answered_with_new_weights(make_entrance: Any) -> None:
     entrance = make_entrance()
-    task = entrance.ask(Ask(PROTOCOL))
+    task = entrance.ask(TaskRequest(PROTOCOL))
     assert isinstance(task, Task) and task.train["algorithm"]["name"] == "dqn" and task.own is None
     welcome = entrance.arrive()
     assert isinstance(welcome, Welcome) and (welcome.version, welcome.place, welcome.env_steps) == (1, 0, 0)
@@ -124,7 +124,7 @@ def test_strangers_arrive_first_and_nobody_before_the_learner(make_entrance: Any
     entrance = make_entrance(is_open=False)
     assert isinstance(entrance.arrive(), Wait) and isinstance(entrance.ask(piece()), Wait)
     entrance.open()
-    assert isinstance(entrance.ask(piece()), Stranger) and entrance.head == 0
+    assert isinstance(entrance.ask(piece()), UnknownWorker) and entrance.head == 0
     assert isinstance(entrance.arrive(), Welcome) and isinstance(entrance.ask(piece()), Next)
 
 
@@ -134,12 +134,12 @@ SPACE = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (Ask(PROTOCOL + 1), f"speaks protocol {PROTOCOL + 1}, the learner {PROTOCOL}"),
-        (Arrive(PROTOCOL, "w", Spaces(SPACE, gym.spaces.Discrete(2)).to_json(), False), r"\(4,\).*\(3,\).*Give both"),
-        (Arrive(PROTOCOL, "w", {"observation": {"kind": "dict"}, "action": {}}, False), "spaces cannot be read"),
-        (Arrive(PROTOCOL, "w", {"observation": {"kind": "box", "shape": "x"}}, False), "spaces cannot be read"),
-        (Arrive(PROTOCOL, "w" * 100, {}, False), "its name has 100 characters"),
-        (Arrive(PROTOCOL, "w", {}, True), "but the worker has a policy of its own"),
+        (TaskRequest(PROTOCOL + 1), f"speaks protocol {PROTOCOL + 1}, the learner {PROTOCOL}"),
+        (Register(PROTOCOL, "w", Spaces(SPACE, gym.spaces.Discrete(2)).to_json(), False), r"\(4,\).*\(3,\).*Give both"),
+        (Register(PROTOCOL, "w", {"observation": {"kind": "dict"}, "action": {}}, False), "spaces cannot be read"),
+        (Register(PROTOCOL, "w", {"observation": {"kind": "box", "shape": "x"}}, False), "spaces cannot be read"),
+        (Register(PROTOCOL, "w" * 100, {}, False), "its name has 100 characters"),
+        (Register(PROTOCOL, "w", {}, True), "but the worker has a policy of its own"),
         (Score("w", 9, 1, 1, float("nan"), 5), "return nan"),
         (Score("w", 9, 1, 1, 1.0, 0), "an episode of 0 steps"),
         (Score("w", 9, 1, 1, 1.0, 1 << 62), "<= 1099511627776 - at `\\$.episode_length`"),
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(make_entrance: Any, me
     entrance = make_entrance()
     entrance.arrive()
     entrance.ask(piece(number=1))
-    if isinstance(message, Piece | Score):
+    if isinstance(message, EpisodePiece | Score):
         message = msgspec.structs.replace(message, number=2)
     answer = entrance.ask(message)
     with pytest.raises(Refused, match=words):
@@ -194,7 +194,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(make_entrance: Any, me
 def test_hostile_frames_cost_the_connection(make_entrance: Any, frames: list[Any]) -> None:
     entrance = make_entrance()
     assert isinstance(entrance.finish(entrance.begin(TASK, frames)), Refused)
-    assert entrance.ask(Ask(PROTOCOL), 0.1) is None
+    assert entrance.ask(TaskRequest(PROTOCOL), 0.1) is None
     assert entrance.gateway.server.num_refused == 1 and entrance.head == 0
 
 

@@ -12,11 +12,11 @@ import toy_envs as toy
 from echelon.errors import Refused
 from echelon.roles import gateway as door_module
 from echelon.roles.intake import action_bounds
-from echelon.transport.episode_wire import EPISODES, Leave, Next, Over, Sign, Stopped, Stranger, pack
+from echelon.transport.episode_wire import EPISODES, Heartbeat, Leave, Next, RunEnded, Stopped, UnknownWorker, pack
 from entrance import piece
 
 
-@pytest.mark.parametrize(("calls", "word"), [(["over", "stop"], Over), (["stop"], Stopped)])
+@pytest.mark.parametrize(("calls", "word"), [(["over", "stop"], RunEnded), (["stop"], Stopped)])
 def test_all_workers_are_told_whether_the_run_is_over_or_stopped(make_entrance: Any, calls: Any, word: Any) -> None:
     entrance = make_entrance()
     entrance.arrive()
@@ -59,12 +59,12 @@ def test_workers_that_leave_are_forgotten_and_those_that_show_a_sign_are_not(mak
     journal, worker_registry = entrance.gateway.journal, entrance.gateway.worker_registry
     journal._workers["last_seen"] -= 1e6
     assert worker_registry.num_active == 0
-    entrance.say(Sign("w"))
+    entrance.say(Heartbeat("w"))
     entrance.until(lambda: worker_registry.num_active == 1, "the sign was seen")
-    for message in (Sign("nobody"), Leave("nobody"), Leave("w")):
+    for message in (Heartbeat("nobody"), Leave("nobody"), Leave("w")):
         entrance.say(message)
     entrance.until(lambda: journal.sockets(float("inf")) == [], "it is forgotten")
-    assert isinstance(entrance.ask(piece()), Stranger)
+    assert isinstance(entrance.ask(piece()), UnknownWorker)
     entrance.stage.world.poll(0.0)
     assert (
         "worker w joined (1 active)" in entrance.stage.messages

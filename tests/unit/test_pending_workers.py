@@ -16,7 +16,7 @@ from echelon.roles.user_policy import StateLayout
 from echelon.schema import Spaces
 from echelon.transport.channel import HEADER
 from echelon.transport.channel_client import Client, PendingRequest
-from echelon.transport.episode_wire import EPISODES, PROTOCOL, TASK, Arrive, Ask, Score, pack
+from echelon.transport.episode_wire import EPISODES, PROTOCOL, TASK, Register, Score, TaskRequest, pack
 from stage import Stage
 
 FIELDS = {"engine": "local", "workers.address": "tcp://127.0.0.1:0"}
@@ -56,8 +56,8 @@ class Crowd:
             client.close()
 
 
-def arrive(spaces: Spaces, *, own: bool = False) -> Arrive:
-    return Arrive(PROTOCOL, "w", spaces.to_json(), own)
+def arrive(spaces: Spaces, *, own: bool = False) -> Register:
+    return Register(PROTOCOL, "w", spaces.to_json(), own)
 
 
 def wait(config: TrainConfig, own: StateLayout | None, crowd: Crowd, misfits: Crowd) -> tuple[Spaces, str]:
@@ -76,7 +76,7 @@ def test_the_first_worker_says_what_is_observed_and_done(make_stage: Callable[..
     stage = make_stage(toy.CounterEnv, "dqn", **FIELDS)
     config = replace(stage.context.train, algorithm=UserPolicyConfig())
     layout = StateLayout.of({"w": np.zeros(3, np.float32)})
-    crowd = Crowd([b"x"], SCORE, Ask(PROTOCOL), arrive(stage.context.spaces, own=True))
+    crowd = Crowd([b"x"], SCORE, TaskRequest(PROTOCOL), arrive(stage.context.spaces, own=True))
     spaces, address = await_spaces(config, layout, crowd.tell)
     assert spaces.observation == stage.context.spaces.observation and address.rpartition(":")[2] != "0"
     crowd.close()
@@ -90,7 +90,7 @@ def test_workers_that_do_not_fit_are_refused_and_the_next_is_waited_for(make_sta
         arrive(Spaces(good.observation, square)),  # no built-in policy has such actions
         arrive(Spaces(good.observation, force)),  # nor does this algorithm
         arrive(good, own=True),
-        Ask(PROTOCOL + 1),
+        TaskRequest(PROTOCOL + 1),
     )
     crowd = Crowd(arrive(good))
     spaces, _ = wait(stage.context.train, None, crowd, misfits)

@@ -30,16 +30,16 @@ from echelon.transport.episode_wire import (
     EPISODES,
     PROTOCOL,
     TASK,
-    Arrive,
-    Ask,
+    EpisodePiece,
     FromGateway,
     FromWorker,
+    Heartbeat,
     Leave,
-    Over,
-    Piece,
-    Sign,
+    Register,
+    RunEnded,
     Stopped,
     Task,
+    TaskRequest,
     Wait,
     Welcome,
     from_worker,
@@ -58,7 +58,7 @@ def learner(answers: Answers) -> Iterator[tuple[str, list[FromWorker]]]:
     def take(asked: Message) -> None:
         heard.append(from_worker(asked))
         for answer in answers(heard[-1]):
-            if isinstance(answer, Over | Stopped):
+            if isinstance(answer, RunEnded | Stopped):
                 server.post(asked.connection, EPISODES, *pack(answer))
             else:
                 server.answer(asked, *pack(answer))
@@ -91,7 +91,7 @@ def work(asked: Task, **options: Any) -> tuple[str, list[FromWorker]]:
     output = io.StringIO()
 
     def answers(message: FromWorker) -> list[FromGateway]:
-        return [] if isinstance(message, Leave) else [asked if isinstance(message, Ask) else Over()]
+        return [] if isinstance(message, Leave) else [asked if isinstance(message, TaskRequest) else RunEnded()]
 
     with learner(answers) as (address, heard):
         AsyncWorker(address, output=output, **options).work()
@@ -105,7 +105,7 @@ def test_a_learner_runs_no_code_of_its_choice_on_a_worker(tmp_path: Path) -> Non
         work(asked)
     assert not made.exists()
     told, heard = work(asked, env="CartPole-v1")  # named on the worker
-    assert any(isinstance(message, Arrive) for message in heard) and "the run is over; 0 episodes" in told
+    assert any(isinstance(message, Register) for message in heard) and "the run is over; 0 episodes" in told
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def test_a_trusted_learner_may_name_what_it_likes() -> None:
     with pytest.raises(ConfigError, match="toy_envs:CounterEnv"):
         work(task(**{"env.id": "toy_envs:CounterEnv"}))
     _, heard = work(task(**{"env.id": "toy_envs:CounterEnv"}), trust_learner=True)
-    assert any(isinstance(message, Arrive) for message in heard)
+    assert any(isinstance(message, Register) for message in heard)
     _, heard = work(task(**{"env.wrappers": ("toy_envs:lost",)}), env=EnvConfig("CartPole-v1"))
-    assert any(isinstance(message, Arrive) for message in heard)
+    assert any(isinstance(message, Register) for message in heard)
 
 
 def test_a_stopped_learner_is_waited_for_and_told_of_once() -> None:
@@ -155,7 +155,7 @@ def test_a_stopped_learner_is_waited_for_and_told_of_once() -> None:
     asked = task()
     with learner(lambda message: [Stopped(), Stopped(), asked]) as (address, _):
         connection = LearnerConnection(address, "w", None, 60.0, told.append)
-        assert isinstance(connection.ask(Ask(PROTOCOL), Task), Task)
+        assert isinstance(connection.ask(TaskRequest(PROTOCOL), Task), Task)
         connection.close()
     assert [text.partition(address)[2] for text in told] == [
         " was stopped; retrying until it is resumed",
@@ -164,7 +164,7 @@ def test_a_stopped_learner_is_waited_for_and_told_of_once() -> None:
 
 
 def test_a_worker_says_goodbye_whatever_ends_it() -> None:
-    with learner(lambda message: [task()] if isinstance(message, Ask) else []) as (address, heard):
+    with learner(lambda message: [task()] if isinstance(message, TaskRequest) else []) as (address, heard):
         output = io.StringIO()
         worker = AsyncWorker(address, env="No-v0", output=output)
         with pytest.raises(ConfigError, match="is not registered with gymnasium"):
@@ -182,7 +182,7 @@ def test_a_learner_that_is_still_starting_is_given_time(monkeypatch: pytest.Monk
     with learner(lambda message: [words.pop()] if words else []) as (address, _):
         connection = LearnerConnection(address, "w", None, 0.1, told.append)
         with pytest.raises(TransportTimeout):
-            connection.ask(Ask(PROTOCOL), Task)
+            connection.ask(TaskRequest(PROTOCOL), Task)
         connection.close()
     assert bool(told) != is_starting
 
@@ -191,9 +191,13 @@ def test_a_worker_shows_signs_of_life_during_a_long_episode(monkeypatch: pytest.
     monkeypatch.setattr(worker_module, "HEARTBEAT_S", 0.0)
     spaces = Spaces(gym.spaces.Box(-np.inf, np.inf, (4,), np.float32), gym.spaces.Discrete(2))
     weights = ModelActing(preset("dqn", "CartPole-v1"), spaces, 0, 1, 0).mirror.memory
-    answers: dict[type, FromGateway] = {Ask: task(), Arrive: Welcome(0, 1, weights, 0), Piece: Over()}
+    answers: dict[type, FromGateway] = {
+        TaskRequest: task(),
+        Register: Welcome(0, 1, weights, 0),
+        EpisodePiece: RunEnded(),
+    }
     output = io.StringIO()
     with learner(lambda message: [answers[type(message)]] if type(message) in answers else []) as (address, heard):
         assert AsyncWorker(address, output=output).work() == 0
-    assert any(isinstance(message, Sign) for message in heard)
+    assert any(isinstance(message, Heartbeat) for message in heard)
     assert f"at {address.removeprefix('tcp://')}, CartPole-v1, dqn" in output.getvalue()

@@ -21,7 +21,7 @@ from echelon.transport.episode_wire import (
     TASK,
     FromGateway,
     FromWorker,
-    Over,
+    RunEnded,
     Stopped,
     Wait,
     from_gateway,
@@ -104,7 +104,7 @@ class LearnerConnection:
         """Handles messages of the learner about its end."""
         while self._client.posts:
             message = from_gateway(self._client.posts.popleft()[1:])
-            if isinstance(message, Over):
+            if isinstance(message, RunEnded):
                 raise RunOver
             if isinstance(message, Stopped):
                 self._report_stopped()

@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class EpisodePart:
     """Steps of one episode that are ready to be sent; its arrays are views, valid until the environment's next step."""
 
     env: int
@@ -69,7 +69,7 @@ class OpenEpisodes:
         self._t[envs] = self._num_old[envs] = self._lengths[envs] = 0
         self._returns[envs] = 0.0
 
-    def step(self, action: Array, version: int, rows: StepRows) -> list[Stretch]:
+    def step(self, action: Array, version: int, rows: StepRows) -> list[EpisodePart]:
         """Records one step of every environment; returns the steps that must be sent before the next one."""
         going = np.flatnonzero(rows.valid)
         kept = going[~self.evaluates[going]]
@@ -89,9 +89,9 @@ class OpenEpisodes:
             self.begin(np.flatnonzero(~rows.valid), rows.observation)
         return stretches
 
-    def _stretch(self, env: int, rows: StepRows) -> Stretch:
+    def _stretch(self, env: int, rows: StepRows) -> EpisodePart:
         length = int(self._t[env])
-        return Stretch(
+        return EpisodePart(
             env=env,
             observation=[memory[env, : length + 1] for memory in self._observation],
             action=self._action[env, :length],

@@ -20,7 +20,7 @@ import numpy as np
 from echelon import config_io
 from echelon.asynchronous.acting import ModelActing, UserActing, WorkerActing
 from echelon.asynchronous.connection import LearnerConnection, RunOver, address_of
-from echelon.asynchronous.open_episodes import OpenEpisodes, Stretch
+from echelon.asynchronous.open_episodes import EpisodePart, OpenEpisodes
 from echelon.asynchronous.trust import check_names
 from echelon.config import EnvConfig, replace
 from echelon.envs.make import env_seeds, make_group
@@ -33,15 +33,15 @@ from echelon.roles.user_policy import StateLayout, check_policy
 from echelon.schema import action_leaf, space_leaves
 from echelon.transport.episode_wire import (
     PROTOCOL,
-    Arrive,
-    Ask,
+    EpisodePiece,
+    Heartbeat,
     Leave,
     Next,
-    Piece,
+    Register,
     Score,
-    Sign,
-    Stranger,
     Task,
+    TaskRequest,
+    UnknownWorker,
     Welcome,
 )
 from echelon.transport.secret import secret_from_environment
@@ -103,7 +103,7 @@ class AsyncWorker:
         why = "leaving"
         try:
             while True:
-                task = self.connection.ask(Ask(PROTOCOL), Task)
+                task = self.connection.ask(TaskRequest(PROTOCOL), Task)
                 runner = TaskRunner(self, task)
                 try:
                     while not episodes or self.num_episodes < episodes:
@@ -172,7 +172,7 @@ class TaskRunner:
 
     def _register(self) -> Welcome:
         spaces, own = self.group.spaces.to_json(), self.worker.policy is not None
-        welcome = self.connection.ask(Arrive(PROTOCOL, self.worker.name, spaces, own), Welcome)
+        welcome = self.connection.ask(Register(PROTOCOL, self.worker.name, spaces, own), Welcome)
         self.env_steps = welcome.env_steps
         return welcome
 
@@ -200,13 +200,13 @@ class TaskRunner:
             else:
                 episodes.continue_episode(stretch.env)
         if time.monotonic() - self.connection.last_sent > HEARTBEAT_S:
-            self.connection.post(Sign(self.worker.name))
+            self.connection.post(Heartbeat(self.worker.name))
 
-    def _send(self, stretch: Stretch) -> bool:
+    def _send(self, stretch: EpisodePart) -> bool:
         """Sends steps until the learner acknowledges them, which counts them once; returns whether to evaluate next."""
         number = self.worker.next_number()
         while True:
-            answer = self.connection.ask(self._message(stretch, number), Next, Stranger)
+            answer = self.connection.ask(self._message(stretch, number), Next, UnknownWorker)
             if isinstance(answer, Next):
                 break
             self._register_again()
@@ -215,12 +215,12 @@ class TaskRunner:
             self.acting.load(answer.weights, answer.version)
         return answer.evaluates
 
-    def _message(self, stretch: Stretch, number: int) -> Piece | Score:
+    def _message(self, stretch: EpisodePart, number: int) -> EpisodePiece | Score:
         worker, has_version = self.worker.name, self.acting.version
         value, length = stretch.episode_return, stretch.episode_length
         if stretch.evaluates:
             return Score(worker, number, has_version, stretch.first_version, value, length)
-        return Piece(
+        return EpisodePiece(
             worker=worker,
             number=number,
             has_version=has_version,
@@ -237,7 +237,7 @@ class TaskRunner:
 
     def _register_again(self) -> None:
         """Registers with a restarted learner; raises TaskChanged if the learner trains a different task."""
-        task = self.connection.ask(Ask(PROTOCOL), Task)
+        task = self.connection.ask(TaskRequest(PROTOCOL), Task)
         if task.own != self.task.own or any(task.train[part] != self.task.train[part] for part in SAME):
             raise TaskChanged
         welcome = self._register()

@@ -30,18 +30,18 @@ from echelon.transport.episode_wire import (
     EPISODES,
     PROTOCOL,
     TASK,
-    Arrive,
-    Ask,
+    EpisodePiece,
     FromGateway,
+    Heartbeat,
     Leave,
     Next,
-    Over,
-    Piece,
+    Register,
+    RunEnded,
     Score,
-    Sign,
     Stopped,
-    Stranger,
     Task,
+    TaskRequest,
+    UnknownWorker,
     Wait,
     Welcome,
     from_worker,
@@ -140,7 +140,7 @@ class Gateway:
 
         Waits up to GOODBYE_S for active workers that are reconnecting; silent workers are not waited for.
         """
-        frames, deadline = pack(Over() if self.is_over else Stopped()), time.monotonic() + GOODBYE_S
+        frames, deadline = pack(RunEnded() if self.is_over else Stopped()), time.monotonic() + GOODBYE_S
 
         def say(message: Message) -> None:
             self.server.post(message.connection, EPISODES, *frames)
@@ -177,10 +177,10 @@ class Gateway:
         start, is_episode = time.perf_counter(), False
         try:
             message = from_worker(asked)
-            if isinstance(message, Sign | Leave):
+            if isinstance(message, Heartbeat | Leave):
                 self._note(message)
             else:
-                is_episode = isinstance(message, Piece)
+                is_episode = isinstance(message, EpisodePiece)
                 self.server.answer(asked, *pack(self._answer(message)), copy=False)
         except Refused as error:
             self.handling.refused += 1
@@ -190,7 +190,7 @@ class Gateway:
         finally:
             self.handling.note(time.perf_counter() - start, is_episode=is_episode)
 
-    def _note(self, message: Sign | Leave) -> None:
+    def _note(self, message: Heartbeat | Leave) -> None:
         """Handles a message that gets no reply."""
         if isinstance(message, Leave):
             if self.journal.leave(message.worker):
@@ -198,13 +198,13 @@ class Gateway:
         elif self.journal.row_of(message.worker) is not None:
             self.worker_registry.seen(message.worker)
 
-    def _answer(self, message: Ask | Arrive | Piece | Score) -> FromGateway:
-        if isinstance(message, Ask):
+    def _answer(self, message: TaskRequest | Register | EpisodePiece | Score) -> FromGateway:
+        if isinstance(message, TaskRequest):
             check_protocol(message.protocol)
             return self.task
         if not (self.tally.is_open and self.weights_cache.version):
             return Wait()
-        if isinstance(message, Arrive):
+        if isinstance(message, Register):
             check_protocol(message.protocol)
             self._check_arrival(message)
             is_new = self.journal.row_of(message.worker) is None
@@ -214,7 +214,7 @@ class Gateway:
             return Welcome(place=row, version=version, weights=weights, env_steps=self.tally.env_steps)
         found = self.journal.row_of(message.worker)
         if found is None:
-            return Stranger()
+            return UnknownWorker()
         self.worker_registry.seen(message.worker)
         if message.number > self.journal.last(found):
             self._take(message, found)
@@ -222,12 +222,12 @@ class Gateway:
             self.journal.repeated()
         return self._next(message, found)
 
-    def _next(self, message: Piece | Score, row: int) -> Next:
+    def _next(self, message: EpisodePiece | Score, row: int) -> Next:
         version, weights = self.weights_cache.newer_than(message.has_version)
         evaluates = self.journal.evaluates(row)
         return Next(evaluates, version, weights, self.tally.env_steps)
 
-    def _check_arrival(self, arrival: Arrive) -> None:
+    def _check_arrival(self, arrival: Register) -> None:
         check_user_policy(arrival, self.config)
         mine, theirs = self.context.spaces, spaces_of(arrival)
         if not same_spaces(mine, theirs):
@@ -236,7 +236,7 @@ class Gateway:
                 f"observes {mine.observation} and acts in {mine.action}. Give both the same environment and wrappers."
             )
 
-    def _take(self, message: Piece | Score, row: int) -> None:
+    def _take(self, message: EpisodePiece | Score, row: int) -> None:
         """Stores the content of a message exactly once.
 
         If the gateway is killed at any point, its successor either finishes this or receives the message again.
@@ -297,7 +297,7 @@ def check_protocol(protocol: int) -> None:
         )
 
 
-def check_user_policy(arrival: Arrive, config: TrainConfig) -> None:
+def check_user_policy(arrival: Register, config: TrainConfig) -> None:
     """Raises Refused if only one of worker and learner has a user policy."""
     has_user_policy = config.algorithm.is_users
     if arrival.own and not has_user_policy:
@@ -308,7 +308,7 @@ def check_user_policy(arrival: Arrive, config: TrainConfig) -> None:
         raise Refused("the learner trains a user policy, but the worker has none. Pass the same policy (policy=...).")
 
 
-def spaces_of(arrival: Arrive) -> Spaces:
+def spaces_of(arrival: Register) -> Spaces:
     try:
         return Spaces.from_json(arrival.spaces)
     except (KeyError, TypeError, ValueError, AssertionError, AttributeError, ConfigError) as error:

@@ -19,7 +19,7 @@ from echelon.replay.shard import ShardWriter
 from echelon.roles.frame_stacks import stack_leaves
 from echelon.roles.journal import GATEWAY
 from echelon.schema import action_leaf, space_choices, space_leaves
-from echelon.transport.episode_wire import Piece
+from echelon.transport.episode_wire import EpisodePiece
 
 if TYPE_CHECKING:
     from echelon.roles.plan.replay import ReplayPlan
@@ -52,7 +52,7 @@ class Intake:
 
     # Validation.
 
-    def check(self, piece: Piece) -> None:
+    def check(self, piece: EpisodePiece) -> None:
         """Raises Refused if a piece is invalid."""
         length = len(piece.reward) if isinstance(piece.reward, np.ndarray) and piece.reward.ndim else 0
         if not 1 <= length <= self.max_steps:
@@ -91,7 +91,7 @@ class Intake:
         _fits(numbers, Leaf(f"numbers of {leaf.path}", leaf.shape[:1], np.dtype(np.int64)), count)
         _within(numbers, 0, num_frames - 1, f"numbers of {leaf.path}")
 
-    def _check_values(self, piece: Piece) -> None:
+    def _check_values(self, piece: EpisodePiece) -> None:
         """Raises Refused if a number is NaN or infinite, or outside its space."""
         named = zip(self.leaves, piece.observation, strict=True)
         arrays = {leaf.path: value for leaf, value in named if leaf.dtype.kind == "f" and isinstance(value, np.ndarray)}
@@ -109,7 +109,7 @@ class Intake:
 
     # Storage.
 
-    def spans(self, piece: Piece) -> Spans:
+    def spans(self, piece: EpisodePiece) -> Spans:
         """Returns the transitions of a valid piece. Raises Refused if an n-step reward overflows float32."""
         reward = np.clip(piece.reward, -self.clip, self.clip) if self.clip else piece.reward
         spans = spans_of(reward, self.n_step, self.discount, terminated=piece.terminated, truncated=piece.truncated)
@@ -122,7 +122,7 @@ class Intake:
             )
         return spans
 
-    def append(self, piece: Piece, spans: Spans, newest: int) -> None:
+    def append(self, piece: EpisodePiece, spans: Spans, newest: int) -> None:
         """Appends the transitions of a piece atomically. Versions above `newest` are clipped to it."""
         count = len(spans.start)
         if count == 0:

@@ -22,13 +22,13 @@ from echelon.transport.channel_server import Server
 from echelon.transport.episode_wire import (
     EPISODES,
     TASK,
-    Arrive,
-    Ask,
     FromWorker,
+    Heartbeat,
     Leave,
-    Sign,
-    Stranger,
+    Register,
     Task,
+    TaskRequest,
+    UnknownWorker,
     Wait,
     from_worker,
     pack,
@@ -55,9 +55,9 @@ def await_spaces(config: TrainConfig, own: StateLayout | None, report: Callable[
         except Refused as error:
             report(f"a worker was refused: {error}")
             raise
-        if not isinstance(said, Sign | Leave):
-            answer = Wait() if spaces is not None else Stranger()
-            server.answer(asked, *pack(task if isinstance(said, Ask) else answer))
+        if not isinstance(said, Heartbeat | Leave):
+            answer = Wait() if spaces is not None else UnknownWorker()
+            server.answer(asked, *pack(task if isinstance(said, TaskRequest) else answer))
         found.extend([spaces] if spaces is not None else [])
 
     server.serve(TASK, take)
@@ -75,9 +75,9 @@ def await_spaces(config: TrainConfig, own: StateLayout | None, report: Callable[
 
 def _spaces_in(message: FromWorker, config: TrainConfig) -> Spaces | None:
     """Returns the spaces if `message` is an arrival, else None. Raises Refused if the worker is not suitable."""
-    if isinstance(message, Ask | Arrive):
+    if isinstance(message, TaskRequest | Register):
         check_protocol(message.protocol)
-    if not isinstance(message, Arrive):
+    if not isinstance(message, Register):
         return None
     check_user_policy(message, config)
     spaces = spaces_of(message)

@@ -1,8 +1,9 @@
 """The messages between workers and the gateway: workers send pieces of episodes, and the replies carry weights.
 
-A worker has one request in flight at a time. Requests with data (`Piece`, `Score`) are records of the channel, numbered
-from 1: the gateway replies once it has processed a request, and answers a repeated request without processing it again.
-When the run ends, the gateway posts `Over` or `Stopped` to all workers.
+A worker has one request in flight at a time. Requests with data (`EpisodePiece`, `Score`) are records of the channel,
+numbered from 1: the gateway replies once it has processed a request, and answers a repeated request without processing
+it again.
+When the run ends, the gateway posts `RunEnded` or `Stopped` to all workers.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class _Message(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True):
     """A message; its class determines its kind."""
 
 
-class Ask(_Message, tag="ask"):
+class TaskRequest(_Message, tag="ask"):
     """A worker asks what the run trains; the reply is `Task`."""
 
     protocol: int
 
 
-class Arrive(_Message, tag="arrive"):
+class Register(_Message, tag="arrive"):
     """A worker registers, with the spaces of its environments; the reply is `Welcome`."""
 
     protocol: int
@@ -45,7 +46,7 @@ class Arrive(_Message, tag="arrive"):
     own: bool  # whether it acts with a policy object of the user's
 
 
-class Piece(_Message, tag="piece"):
+class EpisodePiece(_Message, tag="piece"):
     """Consecutive steps of an episode; the reply is `Next`."""
 
     worker: str
@@ -73,7 +74,7 @@ class Score(_Message, tag="score"):
     episode_length: Count
 
 
-class Sign(_Message, tag="sign"):
+class Heartbeat(_Message, tag="sign"):
     """The heartbeat of a worker during a long episode; there is no reply."""
 
     worker: str
@@ -114,11 +115,11 @@ class Wait(_Message, tag="wait"):
     """The worker must try again later: the learner is still starting."""
 
 
-class Stranger(_Message, tag="stranger"):
+class UnknownWorker(_Message, tag="stranger"):
     """The gateway does not know the worker, because the learner was restarted. The worker must register again."""
 
 
-class Over(_Message, tag="over"):
+class RunEnded(_Message, tag="over"):
     """The run is complete."""
 
 
@@ -126,8 +127,8 @@ class Stopped(_Message, tag="stopped"):
     """The run was stopped before its end; it may be resumed at this address."""
 
 
-FromWorker = Ask | Arrive | Piece | Score | Sign | Leave
-FromGateway = Task | Welcome | Next | Wait | Stranger | Over | Stopped
+FromWorker = TaskRequest | Register | EpisodePiece | Score | Heartbeat | Leave
+FromGateway = Task | Welcome | Next | Wait | UnknownWorker | RunEnded | Stopped
 
 TASK = Service("the task", Delivery.READ)  # Ask, Arrive
 EPISODES = Service("episodes", Delivery.RECORD)  # Piece, Score; posted: Sign, Leave, Over, Stopped
@@ -147,7 +148,13 @@ def pack(message: FromWorker | FromGateway) -> list[Buffer]:
 def from_worker(asked: Asked) -> FromWorker:
     """Returns the decoded message of a worker; raises Refused for anything else."""
     number = {} if asked.is_post or asked.service != EPISODES else {"number": asked.number}
-    kinds = Sign | Leave if asked.is_post else Ask | Arrive if asked.service == TASK else Piece | Score
+    kinds = (
+        Heartbeat | Leave
+        if asked.is_post
+        else TaskRequest | Register
+        if asked.service == TASK
+        else EpisodePiece | Score
+    )
     message: FromWorker = _unpack(asked.frames[1:], kinds, number)
     worker = getattr(message, "worker", "")
     if len(worker) > MAX_NAME:
