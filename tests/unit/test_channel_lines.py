@@ -41,9 +41,9 @@ class TestAPeerWhoseMemoryIsGone:
             future.wait()
 
     def test_whoever_reads_before_its_end_is_told_learns_of_it(self, future: Future) -> None:
-        with pytest.raises(PeerLost, match=r"'m1' answers f\(\) no more: segment .* cannot be opened"):
+        with pytest.raises(PeerLost, match=r"'m1' can no longer answer f\(\): segment .* cannot be opened"):
             future.wait()
-        with pytest.raises(PeerLost, match=r"'m1' answers g\(\) no more"):
+        with pytest.raises(PeerLost, match=r"'m1' can no longer answer g\(\)"):
             self.calls.begin("g()", (), PATIENCE_S)
         self.calls.fail(lambda what: PeerLost("later"))
 
