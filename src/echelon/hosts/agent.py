@@ -1,11 +1,9 @@
-"""The host agent: one process per host that joins a run; owns that host's shared memory and starts its roles.
+"""The host agent: one process on each host that joins a run; it owns that host's shared memory and starts its roles.
 
-It is the coordinator of its roles as they see it: their world is in its session, and so are their ring and their board.
-It waits for all of them at once: commands and answers of the head, slots that its actors commit, exits, reports. Slots
-go up in the order of each stream, several under way, and stay in the ring until the head has them. Weights come down on
-a connection of their own, before the grants that assume them. An agent that has heard nothing for a lease ends its
-roles, as the head then gives them to another host; a connection that comes back before costs nothing. If the agent is
-killed, the fork server ends its roles and removes its session.
+Roles of this host see the agent as their coordinator: their world, ring and board are in its session. The agent waits
+on commands and replies of the head, slots that its actors commit, exits, and reports of its roles. An agent that has
+received no reply for a lease ends its roles, because the head then starts them elsewhere; a connection that recovers
+earlier costs nothing. If the agent is killed, the fork server ends its roles and removes its session.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import signal
 import socket
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,14 +27,13 @@ import zmq
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import CRASHES, Exit, ProcessSpec
 from echelon.errors import EchelonError, PeerLost
+from echelon.hosts.bulk import Bulk
 from echelon.hosts.messages import (
     COMMANDS,
     EVENTS,
     GAUGES,
     JOIN,
     MAX_BYTES,
-    NEWER,
-    QUEUED_BYTES,
     Assignment,
     Command,
     Dismiss,
@@ -54,21 +50,19 @@ from echelon.hosts.messages import (
     unpack,
 )
 from echelon.memory_check import check_fits, check_processes, free_memory
-from echelon.transport.channel import HEADER, Part
+from echelon.transport.channel import HEADER
 from echelon.transport.channel_client import Client, PendingRequest
 from echelon.transport.secret import secret_from_environment
 from echelon.transport.segments import open_segment
 from echelon.transport.session import create_session, start_ticks
-from echelon.transport.shared_memory import SlotRing, WeightsBoard
-from echelon.transport.slot_wire import SLOTS, SlotBytes
 from echelon.version import __version__
 from echelon.world.exits import take_exits
 from echelon.world.node import Node
 
 ASK_AGAIN_S = 0.2  # while the run is not ready
 LOOK_S = 0.1
-GAUGES_S = 0.25  # between two posts of what the roles show
-SILENT_S = 5.0  # without a word from the carrier, before the user is told
+GAUGES_S = 0.25  # between two posts of the gauges of the roles
+SILENT_S = 5.0  # without a reply of the carrier, before the user is warned
 GOODBYE_S = 1.0
 LOG_TAIL_BYTES = 6_000
 Reporter = Callable[[str], None]
@@ -88,9 +82,10 @@ class Agent:
         self._gauges: dict[str, np.ndarray[Any, Any]] = {}
         self._gauges_at = 0.0
         self._has_failed = self._is_warned = False
-        self._closing = contextlib.ExitStack()  # what was made last is ended first
+        self._closing = contextlib.ExitStack()  # closes in the reverse order of creation
         try:
-            self._control = self._connect("the run", address, MAX_BYTES)
+            self._control = self._connect("the run", address, MAX_BYTES, 8)
+            self._closing.callback(self._control.close)
             self._session = create_session(shm_dir)
             self._closing.callback(shutil.rmtree, self._session, ignore_errors=True)
             self._logs = make_log_folder()
@@ -101,14 +96,12 @@ class Agent:
             self.close(str(error))
             raise
 
-    def _connect(self, what: str, address: str, max_bytes: int, queued: int = 8) -> Client:
-        name = b"h" + os.urandom(15)  # by which the head knows it again
-        client = Client(what, address, self._secret, max_bytes, queued=queued, name=name)
-        self._closing.callback(client.close)
-        return client
+    def _connect(self, what: str, address: str, max_bytes: int, queued: int) -> Client:
+        name = b"h" + os.urandom(15)  # the head recognizes a connection that was cut by its name
+        return Client(what, address, self._secret, max_bytes, queued=queued, name=name)
 
     def _join(self) -> tuple[LocalEngine, Assignment]:
-        """Waits for the run to be ready, while the fork server imports; raises Refused if it takes no more hosts."""
+        """Waits until the run is ready, while the fork server imports; raises Refused if it takes no more hosts."""
         make = functools.partial(question, JoinRequest(__version__, self.name, len(os.sched_getaffinity(0))))
         engine, state = None, ""
         while True:
@@ -130,41 +123,30 @@ class Agent:
             time.sleep(ASK_AGAIN_S)
 
     def _make(self) -> None:
-        assignment, session = self._assignment, self._session
+        assignment, session, num = self._assignment, self._session, self._assignment.streams
         self._token = assignment.token
-        self._slots = SlotBytes.from_wire(assignment.slot)
-        num, slots = assignment.streams, assignment.slots
-        nbytes = SlotRing.size(self._slots, num, slots) + WeightsBoard.size(assignment.weights)
         check_processes(num, free_memory())
-        check_fits(nbytes, "this host's share of the run", free_memory(session.parent), "--actors or --envs-per-actor")
-        self._ring = SlotRing(session, self._slots, num, slots)
-        self._board = WeightsBoard(session, assignment.weights)
-        self._closing.callback(self._ring.close)
+        memory = free_memory(session.parent)
+        check_fits(Bulk.size(assignment), "this host's share of the run", memory, "--actors or --envs-per-actor")
+        host, port = self.address.rpartition(":")[0], assignment.bulk.rpartition(":")[2]
+        self._bulk = Bulk(session, assignment, f"{host}:{port}", self._connect)
+        self._closing.callback(self._bulk.close)
         self._node = Node.host(f"ipc://{session}/world")
         self._closing.callback(self._node.close)
         self._node.serve("message", functools.partial(self._send_report, "message"))
         self._node.serve("env_restarted", functools.partial(self._send_report, "env_restarted"))
-        host, port = self.address.rpartition(":")[0], assignment.bulk.rpartition(":")[2]
-        self._bulk = f"{host}:{port}"
-        self._most_slots = max(2, QUEUED_BYTES // self._slots.nbytes)  # under way
-        self._up = self._connect("the run's carrier", self._bulk, HEADER.size, self._most_slots)
-        self._down = self._connect("the run's carrier", self._bulk, max(assignment.weights, 8 * num))
-        self._under_way: list[deque[PendingRequest]] = [deque() for _ in range(num)]
-        self._asked_at = self._heard_at = time.monotonic()  # the latter: of the last question that was answered
-        self._asking, self._newer = self._ask_commands(), self._ask_newer()
+        self._asked_at = self._heard_at = time.monotonic()  # when the last request that has a reply was sent
+        self._asking = self._ask_commands()
         actors = f"{num} actor{'s' * (num > 1)}"
         self.report(f"{self.name} takes part with {actors}; the logs of its roles are in {self._logs}")
 
     def run(self) -> str:
-        """Works until the run is over, or this host must leave it; says why."""
+        """Works until the run is over or this host must leave it; returns the reason."""
         looked_at = 0.0
         while not self.over:
             is_control = self._sleep()
-            self._up.poll()
-            self._down.poll()
-            self._take_newer()
-            self._send_slots()
-            if is_control or time.monotonic() >= looked_at + LOOK_S:  # slots come often, all else seldom
+            self._bulk.work()
+            if is_control or time.monotonic() >= looked_at + LOOK_S:  # slots are frequent, everything else is rare
                 looked_at = time.monotonic()
                 self._node.poll(0.0)
                 self._control.poll()
@@ -175,14 +157,12 @@ class Agent:
         return self.over
 
     def _sleep(self) -> bool:
-        """Until something comes; whether that is anything else than slots, weights and answers about them."""
-        bulk: list[Any] = [self._up.socket, self._down.socket, self._ring.ready.descriptor]
-        others = [item for item, _ in self._node.watched]
+        """Waits for anything to do; returns whether it is something else than slots, weights and their replies."""
+        bulk, others = self._bulk.watched, [item for item, _ in self._node.watched]
         others += [self._control.socket, *self._engine.descriptors]
         ready = zmq.zmq_poll([(item, zmq.POLLIN) for item in [*bulk, *others]], int(1000 * LOOK_S))
         came = [item for item, _ in ready]
-        if self._ring.ready.descriptor in came:
-            self._ring.ready.clear()
+        self._bulk.clear_doorbell(came)
         return any(item in others for item in came)
 
     # Control.
@@ -213,7 +193,7 @@ class Agent:
                 self.over = why
 
     def _local(self, spec: ProcessSpec) -> ProcessSpec:
-        """`spec` as it is on this host."""
+        """Returns `spec` with the session, address and folders of this host."""
         here = {
             "session": str(self._session),
             "address": self._node.address,
@@ -246,7 +226,7 @@ class Agent:
             self._control.post(GAUGES, question(rows), own=(0, self._token, 0))
 
     def _describe(self, gone: Exit) -> Ended:
-        """How a role ended; with the end of its log, if that says why."""
+        """Returns how a role ended, with the end of its log after a crash."""
         log, is_crash = "", not gone.failure and (gone.signal in CRASHES or not gone.signal)
         self._has_failed |= is_crash or gone.failure is not None
         if is_crash and self._log(gone.name).exists():
@@ -273,54 +253,14 @@ class Agent:
                 f"the run at {self.address} was not heard for {silent_s:.0f} s, so {self.name} has ended its roles: by "
                 f"now they may be given to another host. {self._control.why_silent()}"
             )
-        if not self._is_warned and not self._down.has_heard and self._down.silent_s > SILENT_S:
+        if not self._is_warned and (why := self._bulk.why_unreached(SILENT_S)):
             self._is_warned = True
             text = (
-                f"{self.name} reaches the run at {self.address}, but not its second port, {self._bulk}, to which "
-                f"trajectories go: {self._down.why_silent()} --hosts.bulk-port fixes that port."
+                f"{self.name} reaches the run at {self.address}, but not its second port, {self._bulk.address}, to "
+                f"which trajectories go: {why} --hosts.bulk-port fixes that port."
             )
             self.report(text)
             self._send_report("message", text)
-
-    # Bulk.
-
-    def _ask_newer(self) -> PendingRequest:
-        version, granted = self._board.version, self._ring.granted.copy()
-
-        def make() -> list[bytearray]:
-            return [bytearray(HEADER.size) + granted.tobytes()]
-
-        return self._down.ask(NEWER, make, own=(version, self._assignment.first, self._token))
-
-    def _take_newer(self) -> None:
-        """The weights first: an actor that is admitted finds those that its admission assumes."""
-        if self._newer.answer is None:
-            return
-        _, grants, weights = self._newer.answer
-        version = self._newer.own[0]
-        if len(weights) and version > self._board.version:
-            self._board.publish([np.frombuffer(weights, np.uint8)], version)
-        for stream, granted in enumerate(np.frombuffer(grants, np.int64).tolist()):
-            if granted > self._ring.granted[stream]:
-                self._ring.granted[stream] = granted
-                self._ring.free[stream].ring()
-        self._newer = self._ask_newer()
-
-    def _send_slots(self) -> None:
-        ring, left = self._ring, self._most_slots - sum(map(len, self._under_way))
-        for stream, under_way in enumerate(self._under_way):
-            while under_way and under_way[0].answer is not None:
-                under_way.popleft()
-                ring.release(stream)
-                left += 1
-            while left > 0 and len(under_way) < ring.num_ready(stream):
-                left -= 1
-                count = int(ring.released[stream]) + len(under_way)
-                parts = self._slots.pack(ring.readable(stream, len(under_way))["slot"])
-                message: list[Part] = [bytearray(HEADER.size), *parts]
-                number = count * ring.num_streams + stream + 1
-                own = (self._assignment.first + stream, count, self._token)
-                under_way.append(self._up.ask(SLOTS, functools.partial(_same, message), number=number, own=own))
 
     # The end.
 
@@ -339,7 +279,7 @@ class Agent:
 
 
 def make_log_folder() -> Path:
-    """A folder for the logs of this agent's roles; those of agents that are dead go."""
+    """Makes a folder for the logs of this agent's roles, and removes those of agents that are dead."""
     for folder in Path(tempfile.gettempdir()).glob("echelon-host-*-*"):
         pid = folder.name.split("-")[2]
         if pid.isdecimal() and start_ticks(int(pid)) is None:
@@ -347,12 +287,8 @@ def make_log_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix=f"echelon-host-{os.getpid()}-"))
 
 
-def _same(message: list[Part]) -> list[Part]:
-    return message
-
-
 def take_part(address: str, shm_dir: str, report: Reporter, name: str = "") -> str:
-    """Joins the run at `address`, works for it until it is over or a signal comes, and says why it left."""
+    """Joins the run at `address` and works for it until it is over or a signal comes; returns why it left."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     agent = Agent(address, shm_dir, report, name)
     try:
