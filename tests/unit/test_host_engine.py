@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from echelon.config import replace
 from echelon.engines.process import ProcessSpec
 from echelon.errors import Refused
 from echelon.hosts.engine import HostsEngine, streams_of_hosts
@@ -30,13 +31,16 @@ from echelon.hosts.messages import (
     unpack,
 )
 from echelon.hosts.ownership import Ownership
+from echelon.presets import preset
 from echelon.roles.carrier import Carrier
+from echelon.roles.plan.preparation import prepare, world_address
 from echelon.transport.channel import HEADER
 from echelon.transport.channel_client import Client, PendingRequest
 from echelon.transport.channel_server import Server
 from echelon.transport.shared_memory import SlotRing, WeightsBoard
 from echelon.transport.slot_wire import SLOTS, SlotBytes
 from echelon.version import __version__
+from echelon.world.node import Node
 from running import wait_until
 
 LEASE_S = 1.0
@@ -234,6 +238,18 @@ def test_a_host_that_leaves_before_the_run_begins_leaves_its_place(
     for one in (first, second, third):
         one.client.close()
     engine.close(0.0)
+
+
+def test_the_time_spent_waiting_for_hosts_does_not_count(
+    engine: HostsEngine, shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "gather", lambda *_: time.sleep(0.5))
+    changes = {"engine": "hosts", "hosts.count": 2, "run.dir": str(tmp_path / "run")}
+    config = replace(preset("impala", "CartPole-v1"), **changes)
+    world = Node.host(world_address(config, shm_dir))
+    context, _ = prepare(config, shm_dir, engine, world, 0, 100.0, lambda _: None)
+    world.close()
+    assert 100.5 <= context.started_at < 110.0
 
 
 # The carrier.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace as replace_fields
 from pathlib import Path
@@ -81,7 +82,10 @@ def prepare(
     _make(memory, report)
     if isinstance(engine, HostsEngine):
         streams = streams_of_hosts(config.actor.num_actors, config.hosts.count)
+        began = time.monotonic()
         engine.gather(memory.assignment(), streams, memory.carrier_file, report)
+        waited_s = time.monotonic() - began  # does not count towards --minutes
+        context = replace_fields(context, started_at=context.started_at + waited_s)
     return context, choice
 
 
