@@ -195,10 +195,29 @@ def test_a_silent_host_is_given_up_and_its_actors_start_at_the_head_once_the_car
     assert engine.exits() == [] and started == []
     Ownership(shm_dir, 4).look()
     (gone,) = engine.exits()
-    assert gone.name == "actor-2" and "host second was not heard for" in gone.ended_with
+    assert gone.name == "actor-2" and "host second is lost (silent for" in gone.ended_with and gone.is_reported
+    assert engine.reports() == [("message", f"{gone.ended_with}; this host starts its actors 2 and 3")]
     assert started == ["actor-3"], "what was to be started meanwhile"
-    with pytest.raises(Refused, match="was not heard"):
+    with pytest.raises(Refused, match="host second is lost"):
         peer.report(Started("actor-2", 78))
+
+
+def test_a_silent_host_is_reported_once_and_so_is_its_return(
+    engine: HostsEngine, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echelon.hosts.engine.SILENT_S", 0.5)
+    texts: list[str] = []
+
+    def look() -> list[str]:
+        engine.exits()
+        texts.extend(text for _, text in engine.reports())
+        return texts
+
+    wait_until(look, "the silence is reported", 20.0)
+    peer.commands()
+    wait_until(lambda: len(look()) == 2, "the return is reported", 20.0)
+    assert "host second has been silent for" in texts[0] and "starts its actors 2 and 3 in" in texts[0]
+    assert texts[1] == "host second is back"
 
 
 def test_a_host_that_leaves_before_the_run_begins_leaves_its_place(

@@ -48,6 +48,7 @@ class Exit:
     failure: Failure | None = None
     log: str = ""  # the end of it, where its file is on another host
     ended_with: str = ""  # what took it along, and how that ended: "the fork server (process 7) was ended by SIGKILL"
+    is_reported: bool = False  # the engine has reported what took it along
 
     @property
     def cause(self) -> str:

@@ -1,9 +1,9 @@
-"""The engine of several hosts: roles as processes of this one, the head, and of those whose agents have joined.
+"""The engine of several hosts: starts roles as processes of this host, the head, and of hosts whose agents have joined.
 
-It listens for agents (`hosts.messages`, control) in the coordinator's own loop. An agent is told what to start; what it
-reports comes out of `exits` and `reports` as if it were here. Fencing: an agent that has heard nothing for a lease ends
-its roles; one that was not heard for a lease and a little more is given up here, and only then do its actors go to the
-head, when the carrier has seen that they did.
+It listens for agents (`hosts.messages`, control) in the coordinator's own loop. It sends an agent the roles to start;
+their exits and reports come out of `exits` and `reports` like those of local roles. Fencing: an agent that has received
+no reply for a lease ends its roles. The head gives a host up a little later, and starts the host's actors itself once
+the carrier has seen that they changed owner.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ from echelon.transport.segments import open_segment
 from echelon.version import __version__
 
 GRACE_S = 2.0  # beyond the lease, before a silent host is given up
-AWAY_S = 1.0  # between two looks at most so much counts: the rest this process itself was stopped
+AWAY_S = 1.0  # a longer time between two looks means that this process was suspended; the rest does not count
+SILENT_S = 5.0  # before the user is warned of a silent host
 BURST = 256
 LOOK_S = 0.05
-HEARD_S = 2.0  # what a host shows is new if it was heard within so long
-GOODBYE_S = 2.0  # how long agents may take to hear that the run is over
+HEARD_S = 2.0  # gauges of a host that was silent for longer are stale
+GOODBYE_S = 2.0  # how long agents may take to learn that the run is over
 CARRIER = "carrier"
 Array = np.ndarray[Any, Any]
 Reporter = Callable[[str], None]
@@ -70,32 +71,40 @@ class Host:
 
     name: str
     token: int
-    connection: bytes
-    streams: range  # the actors that it has
+    streams: range  # its actors
     heard: float
+    is_silent: bool = False  # and the user knows
     commands: list[Command] = field(default_factory=list)
-    num_events: int = 0  # the last one that was taken
+    num_events: int = 0  # the last one that was handled
     pids: dict[str, int] = field(default_factory=dict)
-    asked: set[str] = field(default_factory=set)  # to be started, and not known to have been
-    lost: str = ""  # why it is given up
-    postponed: list[ProcessSpec] = field(default_factory=list)  # to be started at the head when it may be
+    asked: set[str] = field(default_factory=set)  # roles to be started that have not reported a process yet
+    lost: str = ""  # why it was given up
+    postponed: list[ProcessSpec] = field(default_factory=list)  # to be started at the head when the carrier allows it
+
+    @property
+    def actors(self) -> str:
+        """Its actors as a user reads them: "actor 2", "actors 2 and 3", "actors 2 to 5"."""
+        first, last = self.streams.start, self.streams.stop - 1
+        if first == last:
+            return f"actor {first}"
+        return f"actors {first} {'and' if last == first + 1 else 'to'} {last}"
 
 
 class HostsEngine(LocalEngine):
-    """Starts roles here and elsewhere; the first host that joins has the actors behind those of the head, and so on."""
+    """Starts roles here and elsewhere; the first host that joins has the actors after those of the head, and so on."""
 
     def __init__(self, session: str, preload: Sequence[str], address: str, lease_s: float) -> None:
         super().__init__(session, preload)
         self._folder, self._lease_s = Path(session), lease_s
         self._control = Server("hosts", address, secret_from_environment(), MAX_BYTES)
-        self._hosts: dict[int, Host] = {}  # by token, those that are lost among them
-        self._places: dict[str, int] = {}  # of a role elsewhere, the token
+        self._hosts: dict[bytes, Host] = {}  # by connection, lost ones included
+        self._places: dict[str, Host] = {}  # of roles on other hosts
         self._assignment: Assignment | None = None
         self._free: list[range] = []  # the actors of hosts that have not joined
+        self._has_gathered = False
         self._far_exits: list[Exit] = []
         self._reports: list[tuple[str, str]] = []
-        self._fenced: list[Host] = []  # lost, and the carrier may not know yet
-        self._gathering: Reporter | None = None  # until every host is there
+        self._fenced: list[Host] = []  # lost, but the carrier may not have seen it yet
         self._gauges: dict[str, Array] = {}
         self._over = ""
         self._looked_at = time.monotonic()
@@ -106,33 +115,39 @@ class HostsEngine(LocalEngine):
 
     @property
     def address(self) -> str:
-        """What agents join."""
+        """The address that agents join."""
         return self._control.address
 
     def gather(self, assignment: Assignment, streams: Sequence[range], carrier: Path, report: Reporter) -> None:
-        """Waits until every host is there; `streams` are the actors of each, the head's first, and `carrier` is the
-        file that the carrier writes its address to."""
+        """Waits until every host has joined.
+
+        `streams` are the actors of each host, the head's first; `carrier` is the file to which the carrier will write
+        its address. A host that leaves, or is silent for a lease, makes room for another one.
+        """
         self._free, self._carrier = list(streams[1:]), carrier
         self._ownership = Ownership(self._folder, streams[-1].stop)
-        self._assignment, self._gathering, missing = assignment, report, 0
+        self._assignment, missing = assignment, 0
         while self._free:
             if missing != (missing := len(self._free)):
                 report(f"waiting for {missing} more host{'s' * (missing > 1)}: echelon host --join {self._shown}")
             self._serve(LOOK_S)
-        self._gathering = None
+            for _, text in self.reports():
+                report(text)
+        self._has_gathered = True
         for host in self._hosts.values():
-            report(f"host {host.name} has actors {host.streams.start} to {host.streams.stop - 1}")
+            if not host.lost:
+                report(f"host {host.name} has {host.actors}")
 
     @property
     def _shown(self) -> str:
-        """The address as other hosts know it, as far as can be said here."""
+        """The address as other hosts know it, as far as this host can tell."""
         name, _, port = self.address.removeprefix("tcp://").rpartition(":")
         if name == "0.0.0.0":
             return f"{socket.gethostname()}:{port}"
         only = " (from this machine alone; --hosts.address tcp://0.0.0.0:PORT lets others in)"
         return f"{name}:{port}{only if is_loopback(name) else ''}"
 
-    # What agents say.
+    # What agents send.
 
     def _on_join(self, message: Message) -> None:
         request: JoinRequest = unpack(message.frames, JoinRequest)
@@ -140,11 +155,11 @@ class HostsEngine(LocalEngine):
             raise Refused(f"it is Echelon {request.version}, and the run {__version__}: install the same")
         if self._over:
             raise Refused(self._over)
-        host = next((one for one in self._hosts.values() if one.connection == message.connection), None)
-        if host is not None:
-            self._heard(host.token)
+        if message.connection in self._hosts:
+            self._heard(message)
         elif self._assignment is not None:
-            host = self._admit(request, message.connection)
+            self._admit(request, message.connection)
+        host = self._hosts.get(message.connection)
         answer = Assignment(wait=True, preload=self._preload)
         if host is not None and self._assignment is not None and self._carrier.exists():
             answer = msgspec.structs.replace(
@@ -158,25 +173,24 @@ class HostsEngine(LocalEngine):
             )
         self._control.answer(message, pack(answer))
 
-    def _admit(self, request: JoinRequest, connection: bytes) -> Host:
+    def _admit(self, request: JoinRequest, connection: bytes) -> None:
         if not self._free:
             raise Refused("the run has all of its hosts already")
         token, streams = secrets.randbits(62) + 1, self._free.pop(0)
-        host = self._hosts[token] = Host(request.name, token, connection, streams, time.monotonic())
+        host = self._hosts[connection] = Host(request.name, token, streams, time.monotonic())
         self._ownership.give(streams, token)
-        self._places |= {f"actor-{stream}": token for stream in streams}
-        return host
+        self._places |= {f"actor-{stream}": host for stream in streams}
 
-    def _heard(self, token: int) -> Host:
-        host = self._hosts.get(token)
+    def _heard(self, message: Message) -> Host:
+        """Returns the host that sent `message`; raises Refused if it has no part in this run."""
+        host = self._hosts.get(message.connection)
         if host is None or host.lost:
             raise Refused(host.lost if host else "this run does not know the host")
         host.heard = time.monotonic()
         return host
 
     def _on_asked(self, message: Message) -> None:
-        taken, token, _ = message.own
-        host = self._heard(token)
+        taken, host = message.own[0], self._heard(message)
 
         def answer() -> None:
             self._control.answer(message, pack(host.commands[taken:]))
@@ -187,21 +201,21 @@ class HostsEngine(LocalEngine):
             self._control.hold(message, lambda: len(host.commands) > taken, answer)
 
     def _on_events(self, message: Message) -> None:
-        host = self._heard(message.own[1])
+        host = self._heard(message)
         events: list[Event] = unpack(message.frames, list[Event])
-        if message.number > host.num_events:  # else it comes again
+        if message.number > host.num_events:  # else it is a repetition
             host.num_events = message.number
             for event in events:
                 self._take_event(host, event)
         self._control.answer(message)
 
     def _take_event(self, host: Host, event: Event) -> None:
-        """What a host says of roles that it does not have is passed over."""
+        """Handles one event; ignores those about roles that the host does not have."""
         match event:
-            case Started(name, pid) if self._places.get(name) == host.token:
+            case Started(name, pid) if self._places.get(name) is host:
                 host.pids[name] = pid
                 host.asked.discard(name)
-            case Ended(name=name, pid=pid) if self._places.get(name) == host.token:
+            case Ended(name=name, pid=pid) if self._places.get(name) is host:
                 host.asked.discard(name)
                 if host.pids.get(name) in (None, pid):
                     host.pids.pop(name, None)
@@ -210,13 +224,13 @@ class HostsEngine(LocalEngine):
             case Report(function, text):
                 self._reports.append((function, text))
             case Left(why):
-                self._lose(host, f"host {host.name} left: {why}")
+                self._lose(host, f"host {host.name} left: {why.rstrip('.')}")
 
     def _on_gauges(self, message: Message) -> None:
-        host = self._heard(message.own[1])
+        host = self._heard(message)
         rows: dict[str, bytes] = unpack(message.frames, dict[str, bytes])
         for name, row in rows.items():
-            if self._places.get(name) != host.token:
+            if self._places.get(name) is not host:
                 continue
             if name not in self._gauges and (path := self._folder / "gauges" / name).exists():
                 self._gauges[name] = open_segment(path)
@@ -228,32 +242,47 @@ class HostsEngine(LocalEngine):
 
     def _look(self) -> None:
         now = time.monotonic()
-        away_s = now - self._looked_at - AWAY_S  # this process was stopped: it could hear nobody meanwhile
+        away_s = now - self._looked_at - AWAY_S
         self._looked_at = now
-        for host in list(self._hosts.values()):
+        for host in self._hosts.values():
             host.heard = min(now, host.heard + max(0.0, away_s))
-            if not host.lost and now - host.heard > self._lease_s + GRACE_S:
-                self._lose(host, f"host {host.name} was not heard for {now - host.heard:.0f} s")
+            if not host.lost:
+                self._check_lease(host, now - host.heard)
         for host in list(self._fenced):
             if self._ownership.is_seen or super().pid(CARRIER) is None:
                 self._fenced.remove(host)
                 for name in [*host.pids, *host.asked - set(host.pids)]:
-                    pid = host.pids.get(name, 0)
-                    self._far_exits.append(Exit(name, pid, -1, int(signal.SIGKILL), ended_with=host.lost))
+                    pid, number = host.pids.get(name, 0), int(signal.SIGKILL)
+                    self._far_exits.append(Exit(name, pid, -1, number, ended_with=host.lost, is_reported=True))
                 for spec in host.postponed:
                     super().start(spec)
 
+    def _check_lease(self, host: Host, silent_s: float) -> None:
+        left_s = self._lease_s + GRACE_S - silent_s
+        if left_s < 0.0:
+            self._lose(host, f"host {host.name} is lost (silent for {silent_s:.0f} s)")
+        elif silent_s > SILENT_S and not host.is_silent and self._has_gathered:
+            host.is_silent = True
+            soon = f"this host starts its {host.actors} in {left_s:.0f} s unless it is back"
+            self._report(f"host {host.name} has been silent for {silent_s:.0f} s; {soon}")
+        elif silent_s <= SILENT_S and host.is_silent:
+            host.is_silent = False
+            self._report(f"host {host.name} is back")
+
     def _lose(self, host: Host, why: str) -> None:
-        """Nothing of this host counts any more; its roles may be started again when the carrier knows that."""
+        """Gives a host up: its messages no longer count, and its roles may start again once the carrier has seen it."""
         host.lost = why
         self._ownership.give(host.streams, HERE)
-        self._places = {name: token for name, token in self._places.items() if token != host.token}
-        if self._gathering is None:
+        self._places = {name: place for name, place in self._places.items() if place is not host}
+        if self._has_gathered:
+            self._report(f"{why}; this host starts its {host.actors}")
             self._fenced.append(host)
-            return
-        del self._hosts[host.token]  # it had nothing to do yet: the next that joins has its place
-        self._free.insert(0, host.streams)
-        self._gathering(why)
+        else:
+            self._report(why)
+            self._free.insert(0, host.streams)
+
+    def _report(self, text: str) -> None:
+        self._reports.append(("message", text))
 
     def _serve(self, timeout_s: float) -> None:
         if not self._control.take(BURST):
@@ -262,11 +291,8 @@ class HostsEngine(LocalEngine):
 
     # What the supervisor asks.
 
-    def _host_of(self, name: str) -> Host | None:
-        return self._hosts.get(self._places.get(name, HERE))
-
     def start(self, spec: ProcessSpec) -> None:
-        host = self._host_of(spec.name)
+        host = self._places.get(spec.name)
         fenced = next((one for one in self._fenced if spec.name in map("actor-{}".format, one.streams)), None)
         if fenced is not None:
             fenced.postponed.append(spec)
@@ -292,19 +318,19 @@ class HostsEngine(LocalEngine):
         return reports
 
     def place(self, name: str) -> str:
-        host = self._host_of(name)
+        host = self._places.get(name)
         return host.name if host else ""
 
     def hears(self, name: str) -> bool:
-        host = self._host_of(name)
+        host = self._places.get(name)
         return host is None or time.monotonic() - host.heard < HEARD_S
 
     def pid(self, name: str) -> int | None:
-        host = self._host_of(name)
+        host = self._places.get(name)
         return super().pid(name) if host is None else host.pids.get(name)
 
     def signal(self, name: str, number: int) -> None:
-        host = self._host_of(name)
+        host = self._places.get(name)
         if host is None:
             super().signal(name, number)
         else:

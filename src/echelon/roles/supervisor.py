@@ -128,7 +128,8 @@ class Supervisor:
             self._reported, self.restarts = gone.ended_with, self.restarts + 1
             what = f"{gone.ended_with}, and every role with it" if gone.ended_with else self._describe(gone)
             later = f" in {pause_s:g} s" if pause_s else ""
-            self.report(f"{what}{often}; starting {'them' if gone.ended_with else whom} again{later}")
+            if not gone.is_reported:
+                self.report(f"{what}{often}; starting {'them' if gone.ended_with else whom} again{later}")
         for name in names:
             if pause_s:
                 self._due.append((now + pause_s, name))
