@@ -145,9 +145,33 @@ def test_another_host_and_another_version_are_refused(engine: HostsEngine, peer:
     third.client.close()
     old = Peer(engine, "old")
     old.request = JoinRequest("0.0.1", "old", 1)
-    with pytest.raises(Refused, match=r"it is Echelon 0\.0\.1, and the run"):
-        old.join()
+    for _ in range(2):
+        with pytest.raises(Refused, match=r"it has Echelon 0\.0\.1 and this run has"):
+            old.join()
+        old.client.close()
+        old.client = Client("the run", engine.address, None, MAX_BYTES, name=b"old again")
     old.client.close()
+    (full, *_), (version, *_) = (text.split("; ") for _, text in engine.reports())
+    assert full == "refused host third: the run has all of its hosts already"
+    assert version.startswith("refused host old: it has Echelon 0.0.1 and this run has"), "once, though it came twice"
+
+
+def test_hosts_of_one_name_are_told_apart(engine: HostsEngine, shm_dir: Path) -> None:
+    peers = [Peer(engine), Peer(engine)]
+    peers[1].client.close()
+    peers[1].client = Client("the run", engine.address, None, MAX_BYTES, name=b"another connection")
+    thread = threading.Thread(target=lambda: [wait_for_place(peer) for peer in peers])
+    thread.start()
+    engine.gather(Assignment(slots=2, weights=8), streams_of_hosts(3, 3), shm_dir / "carrier.address", lambda _: None)
+    thread.join()
+    assert (engine.place("actor-1"), engine.place("actor-2")) == ("second", "second-2")
+    for peer in peers:
+        peer.client.close()
+
+
+def wait_for_place(peer: Peer) -> None:
+    asked = peer.client.ask(JOIN, lambda: question(peer.request))
+    assert peer.client.wait(asked, 20.0)
 
 
 def test_what_a_host_says_of_roles_that_it_does_not_have_is_passed_over(engine: HostsEngine, peer: Peer) -> None:

@@ -49,12 +49,13 @@ from echelon.hosts.messages import (
 from echelon.hosts.ownership import HERE, Ownership
 from echelon.transport.channel import Message
 from echelon.transport.channel_server import Server
-from echelon.transport.secret import is_loopback, secret_from_environment
+from echelon.transport.secret import SECRET_VARIABLE, is_loopback, secret_from_environment
 from echelon.transport.segments import open_segment
 from echelon.version import __version__
 
 GRACE_S = 2.0  # beyond the lease, before a silent host is given up
 AWAY_S = 1.0  # a longer time between two looks means that this process was suspended; the rest does not count
+WAIT_REPORT_S = 30.0  # between two reports that hosts are missing
 SILENT_S = 5.0  # before the user is warned of a silent host
 BURST = 256
 LOOK_S = 0.05
@@ -106,6 +107,7 @@ class HostsEngine(LocalEngine):
         self._reports: list[tuple[str, str]] = []
         self._fenced: list[Host] = []  # lost, but the carrier may not have seen it yet
         self._gauges: dict[str, Array] = {}
+        self._refused: set[str] = set()  # reports of hosts that may not join
         self._over = ""
         self._looked_at = time.monotonic()
         self._control.serve(JOIN, self._on_join)
@@ -126,10 +128,17 @@ class HostsEngine(LocalEngine):
         """
         self._free, self._carrier = list(streams[1:]), carrier
         self._ownership = Ownership(self._folder, streams[-1].stop)
-        self._assignment, missing = assignment, 0
+        self._assignment = assignment
+        missing, began, next_report = 0, time.monotonic(), 0.0
         while self._free:
-            if missing != (missing := len(self._free)):
-                report(f"waiting for {missing} more host{'s' * (missing > 1)}: echelon host --join {self._shown}")
+            if missing != len(self._free):
+                missing, next_report = len(self._free), time.monotonic() + WAIT_REPORT_S
+                hosts = f"{missing} more host{'s' * (missing > 1)}"
+                report(f"waiting for {hosts}: {self._command}")
+                give_up = f"Ctrl-C gives up; --hosts {len(streams) - missing} starts without {hosts}"
+            elif time.monotonic() >= next_report:
+                next_report += WAIT_REPORT_S
+                report(f"still waiting for {hosts} after {time.monotonic() - began:.0f} s ({give_up})")
             self._serve(LOOK_S)
             for _, text in self.reports():
                 report(text)
@@ -139,20 +148,22 @@ class HostsEngine(LocalEngine):
                 report(f"host {host.name} has {host.actors}")
 
     @property
-    def _shown(self) -> str:
-        """The address as other hosts know it, as far as this host can tell."""
+    def _command(self) -> str:
+        """The command to run on another host, as far as this host can tell."""
         name, _, port = self.address.removeprefix("tcp://").rpartition(":")
-        if name == "0.0.0.0":
-            return f"{socket.gethostname()}:{port}"
-        only = " (from this machine alone; --hosts.address tcp://0.0.0.0:PORT lets others in)"
-        return f"{name}:{port}{only if is_loopback(name) else ''}"
+        if is_loopback(name):
+            only = "from this machine alone; --hosts.address tcp://0.0.0.0:PORT admits others"
+            return f"echelon host --join {name}:{port} ({only})"
+        known = socket.gethostname() if name == "0.0.0.0" else name
+        return f"echelon host --join {known}:{port} (with the same {SECRET_VARIABLE})"
 
     # What agents send.
 
     def _on_join(self, message: Message) -> None:
         request: JoinRequest = unpack(message.frames, JoinRequest)
         if request.version != __version__:
-            raise Refused(f"it is Echelon {request.version}, and the run {__version__}: install the same")
+            versions = f"it has Echelon {request.version} and this run has {__version__}"
+            raise self._refusal(request, f"{versions}; install the same version")
         if self._over:
             raise Refused(self._over)
         if message.connection in self._hosts:
@@ -160,10 +171,12 @@ class HostsEngine(LocalEngine):
         elif self._assignment is not None:
             self._admit(request, message.connection)
         host = self._hosts.get(message.connection)
-        answer = Assignment(wait=True, preload=self._preload)
-        if host is not None and self._assignment is not None and self._carrier.exists():
+        name = host.name if host else ""
+        answer = Assignment(wait=True, name=name, missing=len(self._free), preload=self._preload)
+        if host is not None and self._assignment is not None and self._has_gathered and self._carrier.exists():
             answer = msgspec.structs.replace(
                 self._assignment,
+                name=host.name,
                 token=host.token,
                 first=host.streams.start,
                 streams=len(host.streams),
@@ -175,17 +188,32 @@ class HostsEngine(LocalEngine):
 
     def _admit(self, request: JoinRequest, connection: bytes) -> None:
         if not self._free:
-            raise Refused("the run has all of its hosts already")
+            raise self._refusal(request, "the run has all of its hosts already; one that left cannot join again")
         token, streams = secrets.randbits(62) + 1, self._free.pop(0)
-        host = self._hosts[connection] = Host(request.name, token, streams, time.monotonic())
+        name = self._unique(request.name)
+        host = self._hosts[connection] = Host(name, token, streams, time.monotonic())
         self._ownership.give(streams, token)
         self._places |= {f"actor-{stream}": host for stream in streams}
+
+    def _unique(self, name: str) -> str:
+        """Returns `name`, or NAME-2, NAME-3 and so on where hosts of that name take part."""
+        names = {socket.gethostname(), *(host.name for host in self._hosts.values() if not host.lost)}
+        others = (f"{name}-{number}" for number in itertools.count(2))
+        return name if name not in names else next(other for other in others if other not in names)
+
+    def _refusal(self, request: JoinRequest, why: str) -> Refused:
+        """Returns the error for a host that may not join, and reports it once for each host and reason."""
+        if (text := f"refused host {request.name}: {why}") not in self._refused:
+            self._refused.add(text)
+            self._report(text)
+        return Refused(why)
 
     def _heard(self, message: Message) -> Host:
         """Returns the host that sent `message`; raises Refused if it has no part in this run."""
         host = self._hosts.get(message.connection)
         if host is None or host.lost:
-            raise Refused(host.lost if host else "this run does not know the host")
+            restarted = "the run was restarted after this host joined; run `echelon host --join` again"
+            raise Refused(host.lost if host else restarted)
         host.heard = time.monotonic()
         return host
 
@@ -244,6 +272,9 @@ class HostsEngine(LocalEngine):
         now = time.monotonic()
         away_s = now - self._looked_at - AWAY_S
         self._looked_at = now
+        if self._control.num_refused_handshakes and SECRET_VARIABLE not in self._refused:
+            self._refused.add(SECRET_VARIABLE)
+            self._report(f"refused a connection: its {SECRET_VARIABLE} is not that of this run, or is missing")
         for host in self._hosts.values():
             host.heard = min(now, host.heard + max(0.0, away_s))
             if not host.lost:

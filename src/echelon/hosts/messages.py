@@ -38,9 +38,11 @@ class JoinRequest(msgspec.Struct):
 
 
 class Assignment(msgspec.Struct):
-    """What a host needs to know before its first role; `wait`: the run is not ready to say."""
+    """What a host needs to know before its first role starts; with `wait` only the first fields hold."""
 
-    wait: bool = False
+    wait: bool = False  # the run is not ready: ask again
+    name: str = ""  # of the host in this run; empty until it has a place
+    missing: int = 0  # hosts that have not joined yet
     token: int = 0
     lease_s: float = 0.0
     bulk: str = ""  # the address of the carrier, whose host is the one that was joined
