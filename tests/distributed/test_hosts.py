@@ -148,7 +148,7 @@ def test_a_head_that_is_killed_ends_everybody_and_may_go_on_alone(site: Site) ->
     far_actors_act(head)
     head.process.kill()
     assert agent.code() == 1
-    assert "was not heard for" in agent.text() and "has ended its roles" in agent.text()
+    assert "has not replied for" in agent.text() and "has ended its actors" in agent.text()
     gone(agent)
     (head.run_dir / "processes.json").unlink(missing_ok=True)
     alone = site.resume(head, hosts=1, steps=head.rows()[-1]["env_steps"] + 20_000)

@@ -172,6 +172,10 @@ class LocalEngine(OneHost):
     def signal(self, name: str, number: int) -> None:
         self._send(do="signal", name=name, number=number)
 
+    def kill(self) -> None:
+        """Kills the fork server; the kernel ends every role with it. `close` is quick then."""
+        self._server.kill()
+
     def close(self, timeout_s: float) -> None:
         """Waits `timeout_s` for the roles to leave, kills what is left, ends the server; may be called twice."""
         if not self._is_served:

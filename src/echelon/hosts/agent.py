@@ -26,7 +26,7 @@ import zmq
 
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import CRASHES, Exit, ProcessSpec
-from echelon.errors import EchelonError, PeerLost
+from echelon.errors import EchelonError, PeerLost, RunError
 from echelon.hosts.bulk import Bulk
 from echelon.hosts.messages import (
     COMMANDS,
@@ -65,6 +65,7 @@ GAUGES_S = 0.25  # between two posts of the gauges of the roles
 SILENT_S = 5.0  # without a reply of the carrier, before the user is warned
 GOODBYE_S = 1.0
 LOG_TAIL_BYTES = 6_000
+MAX_LOGS_S = 24 * 3600.0  # how long logs of failed roles are kept
 Reporter = Callable[[str], None]
 
 
@@ -75,56 +76,60 @@ class Agent:
         self.name, self.address, self.report = name or socket.gethostname(), address, report
         self.over = ""  # why this host leaves
         self._secret = secret_from_environment()
-        self._token, self._num_commands, self._event_number = 0, 0, 0
+        self._num_commands, self._event_number = 0, 0
         self._events: list[Event] = []
         self._reporting: PendingRequest | None = None
         self._roles: dict[str, int | None] = {}
         self._gauges: dict[str, np.ndarray[Any, Any]] = {}
         self._gauges_at = 0.0
         self._has_failed = self._is_warned = False
+        self._failures: dict[str, str] = {}  # of roles that the head has not started again
+        self._joining: PendingRequest | None = None
+        self._preloading: LocalEngine | None = None  # the engine, from the first reply of the head on
         self._closing = contextlib.ExitStack()  # closes in the reverse order of creation
-        try:
-            self._control = self._connect("the run", address, MAX_BYTES, 8)
-            self._closing.callback(self._control.close)
-            self._session = create_session(shm_dir)
-            self._closing.callback(shutil.rmtree, self._session, ignore_errors=True)
-            self._logs = make_log_folder()
-            self._closing.callback(self._remove_logs)
-            self._engine, self._assignment = self._join()
-            self._make()
-        except BaseException as error:
-            self.close(str(error))
-            raise
+        self._control = self._connect("the run", address, MAX_BYTES, 8)
+        self._closing.callback(self._control.close)
+        self._session = create_session(shm_dir)
+        self._closing.callback(shutil.rmtree, self._session, ignore_errors=True)
+        self._logs = make_log_folder()
+        self._closing.callback(self._remove_logs)
 
     def _connect(self, what: str, address: str, max_bytes: int, queued: int) -> Client:
         name = b"h" + os.urandom(15)  # the head recognizes a connection that was cut by its name
         return Client(what, address, self._secret, max_bytes, queued=queued, name=name)
 
-    def _join(self) -> tuple[LocalEngine, Assignment]:
+    def join(self) -> None:
         """Waits until the run is ready, while the fork server imports; raises Refused if it takes no more hosts."""
         make = functools.partial(question, JoinRequest(__version__, self.name, len(os.sched_getaffinity(0))))
-        engine, state = None, ""
+        state = ""
         while True:
-            request = self._control.ask(JOIN, make)
-            while not self._control.wait(request, 1.0):
+            self._joining = self._control.ask(JOIN, make)
+            while not self._control.wait(self._joining, 1.0):
                 if self._control.silent_s > 1.0 and state != "silent":
                     state = "silent"
                     self.report(f"waiting for the run at {self.address}: {self._control.why_silent()}")
-            assert request.answer is not None
-            assignment: Assignment = unpack(request.answer, Assignment)
-            if engine is None:
-                engine = LocalEngine(str(self._session), assignment.preload)
-                self._closing.callback(engine.close, 0.0)
+            assert self._joining.answer is not None
+            assignment: Assignment = unpack(self._joining.answer, Assignment)
+            if self._preloading is None:
+                self._preloading = LocalEngine(str(self._session), assignment.preload)
+                self._closing.callback(self._preloading.close, 0.0)
             if not assignment.wait:
-                return engine, assignment
-            if state != "heard":
-                state = "heard"
-                self.report(f"joined {self.address}, which is preparing its run")
+                self._make(assignment, self._preloading)
+                return
+            if state != (state := self._describe_wait(assignment)):
+                self.report(state)
             time.sleep(ASK_AGAIN_S)
 
-    def _make(self) -> None:
-        assignment, session, num = self._assignment, self._session, self._assignment.streams
-        self._token = assignment.token
+    def _describe_wait(self, assignment: Assignment) -> str:
+        if not assignment.name:
+            return f"reached {self.address}; the run is being prepared"
+        missing = assignment.missing
+        more = f"; waiting for {missing} more host{'s' * (missing > 1)}" if missing else "; the run is starting"
+        return f"joined {self.address} as {assignment.name}{more}"
+
+    def _make(self, assignment: Assignment, engine: LocalEngine) -> None:
+        session, num = self._session, assignment.streams
+        self.name, self._assignment, self._engine = assignment.name, assignment, engine
         check_processes(num, free_memory())
         memory = free_memory(session.parent)
         check_fits(Bulk.size(assignment), "this host's share of the run", memory, "--actors or --envs-per-actor")
@@ -142,18 +147,18 @@ class Agent:
 
     def run(self) -> str:
         """Works until the run is over or this host must leave it; returns the reason."""
-        looked_at = 0.0
+        looked_at = time.monotonic()
         while not self.over:
             is_control = self._sleep()
             self._bulk.work()
             if is_control or time.monotonic() >= looked_at + LOOK_S:  # slots are frequent, everything else is rare
-                looked_at = time.monotonic()
+                before, looked_at = looked_at, time.monotonic()
                 self._node.poll(0.0)
                 self._control.poll()
                 self._take_commands()
                 self._look_at_roles()
                 self._send_events()
-                self._check_links()
+                self._check_links(looked_at - before)
         return self.over
 
     def _sleep(self) -> bool:
@@ -169,7 +174,7 @@ class Agent:
 
     def _ask_commands(self) -> PendingRequest:
         self._asked_at = time.monotonic()
-        own = (self._num_commands, self._token, 0)
+        own = (self._num_commands, 0, 0)
         return self._control.ask(COMMANDS, lambda: [bytearray(HEADER.size)], own=own)
 
     def _take_commands(self) -> None:
@@ -187,8 +192,12 @@ class Agent:
             case Start(spec):
                 self._engine.start(self._local(ProcessSpec(**spec)))
                 self._roles.setdefault(spec["name"], None)
+                self._failures.pop(spec["name"], None)
             case Signal(name, number):
                 self._engine.signal(name, number)
+            case Dismiss(why) if self._failures:
+                name, cause = next(iter(self._failures.items()))
+                raise RunError(f"{why}: {name} of this host {cause}")
             case Dismiss(why):
                 self.over = why
 
@@ -223,12 +232,13 @@ class Agent:
                 if (path := self._session / "gauges" / name).exists():
                     self._gauges[name] = open_segment(path)
             rows = {name: memory.tobytes() for name, memory in self._gauges.items()}
-            self._control.post(GAUGES, question(rows), own=(0, self._token, 0))
+            self._control.post(GAUGES, question(rows))
 
     def _describe(self, gone: Exit) -> Ended:
         """Returns how a role ended, with the end of its log after a crash."""
         log, is_crash = "", not gone.failure and (gone.signal in CRASHES or not gone.signal)
-        self._has_failed |= is_crash or gone.failure is not None
+        if is_crash or gone.failure is not None:
+            self._has_failed, self._failures[gone.name] = True, gone.cause.partition("\n")[0]
         if is_crash and self._log(gone.name).exists():
             log = self._log(gone.name).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
         return Ended(gone.name, gone.pid, gone.code, gone.signal, gone.ended_with, log, gone.failure)
@@ -243,16 +253,23 @@ class Agent:
     def _send(self, events: list[Event]) -> PendingRequest:
         self._event_number += 1
         make = functools.partial(question, events)
-        return self._control.ask(EVENTS, make, number=self._event_number, own=(0, self._token, 0))
+        return self._control.ask(EVENTS, make, number=self._event_number)
 
-    def _check_links(self) -> None:
-        silent_s = time.monotonic() - self._heard_at
-        if silent_s > self._assignment.lease_s:
+    def _check_links(self, away_s: float) -> None:
+        """Raises PeerLost if there was no reply for a lease; `away_s` is the time since the last look."""
+        lease_s, silent_s = self._assignment.lease_s, time.monotonic() - self._heard_at
+        if silent_s > lease_s:
             self._engine.close(0.0)  # before anything else
-            raise PeerLost(
-                f"the run at {self.address} was not heard for {silent_s:.0f} s, so {self.name} has ended its roles: by "
-                f"now they may be given to another host. {self._control.why_silent()}"
+            why = (
+                f"the run at {self.address} has not replied for {silent_s:.0f} s: it was killed, the link is cut, or "
+                "its host is down. If it is resumed, run `echelon host --join` again"
             )
+            if away_s > lease_s / 2:
+                why = (
+                    f"this agent was suspended for {away_s:.0f} s, and the run at {self.address} gives a host up that "
+                    f"is silent for {lease_s:g} s (--hosts.lease-s)"
+                )
+            raise PeerLost(f"{why}. {self.name} has ended its actors, which the run starts elsewhere.")
         if not self._is_warned and (why := self._bulk.why_unreached(SILENT_S)):
             self._is_warned = True
             text = (
@@ -264,26 +281,55 @@ class Agent:
 
     # The end.
 
-    def close(self, why: str = "") -> None:
-        """Ends the roles, reports why this host leaves, and removes everything but the logs where a role failed."""
+    def interrupt(self) -> str:
+        """Leaves because the user asked to; returns what the run does."""
+        num = sum(pid is not None for pid in self._roles.values())
+        actors = f": ending {num} actor{'s' * (num > 1)} (Ctrl-C again: leave at once)" if num else ""
+        self.report(f"leaving{actors}")
+        if self.close("it was stopped"):
+            return "the run goes on without this host"
+        return "the run did not reply; it gives this host up after the lease" if self._roles else "no run was joined"
+
+    def close(self, why: str) -> bool:
+        """Ends the roles, reports to the head why this host leaves, and removes everything but the logs of failures.
+
+        Returns whether the head has acknowledged that. A KeyboardInterrupt meanwhile kills the roles and is otherwise
+        ignored: the head would miss this host for a lease.
+        """
+        self.over = self.over or why
         with self._closing:
-            if self._token:
-                self._engine.close(0.0)
-                self.over = self.over or why or "it was stopped"
-                with contextlib.suppress(EchelonError):
-                    self._control.wait(self._send([Left(self.over)]), GOODBYE_S)
+            try:
+                if self._preloading is not None:
+                    self._preloading.close(0.0)
+            except KeyboardInterrupt:
+                if self._preloading is not None:
+                    self._preloading.kill()
+            return self._say_goodbye()
+
+    def _say_goodbye(self) -> bool:
+        if self._joining is None:
+            return False
+        self._control.forget(self._joining)  # a repetition would join again
+        try:
+            return self._control.wait(self._send([Left(self.over)]), GOODBYE_S if self._control.has_heard else 0.0)
+        except EchelonError:  # the run does not know this host, or is over
+            return False
 
     def _remove_logs(self) -> None:
-        if not self._has_failed:
+        if self._has_failed:
+            self.report(f"logs kept in {self._logs}")
+        else:
             shutil.rmtree(self._logs, ignore_errors=True)
 
 
 def make_log_folder() -> Path:
-    """Makes a folder for the logs of this agent's roles, and removes those of agents that are dead."""
+    """Makes a folder for the logs of this agent's roles, and removes those of dead agents that are older than a day."""
     for folder in Path(tempfile.gettempdir()).glob("echelon-host-*-*"):
         pid = folder.name.split("-")[2]
-        if pid.isdecimal() and start_ticks(int(pid)) is None:
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another agent has just removed it
+            is_old = time.time() - folder.stat().st_mtime > MAX_LOGS_S
+            if is_old and pid.isdecimal() and start_ticks(int(pid)) is None:
+                shutil.rmtree(folder, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"echelon-host-{os.getpid()}-"))
 
 
@@ -292,12 +338,12 @@ def take_part(address: str, shm_dir: str, report: Reporter, name: str = "") -> s
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     agent = Agent(address, shm_dir, report, name)
     try:
+        agent.join()
         why = agent.run()
-    except EchelonError as error:
+    except KeyboardInterrupt:
+        return agent.interrupt()
+    except BaseException as error:
         agent.close(str(error))
-        raise
-    except BaseException:
-        agent.close()
         raise
     agent.close(why)
     return why
