@@ -12,7 +12,7 @@ import pytest
 
 from echelon.config import TrainConfig, replace
 from echelon.engines.process import Exit, Failure, ProcessSpec
-from echelon.errors import RunError
+from echelon.errors import EnvError, RunError
 from echelon.roles import supervisor as module
 from echelon.roles.context import Context
 from echelon.roles.gauge import PHASES, Gauge
@@ -280,6 +280,19 @@ def test_who_ends_with_the_fork_server_is_told_of_once(scene: Any) -> None:
     assert scene.told == ["the fork server ended, and every role with it; starting them again"]
     assert [spec.name for spec in scene.engine.started[2:]] == ["actor-0", "actor-1"]
     assert scene.supervisor.restarts == 1
+
+
+def test_a_loss_that_the_engine_has_reported_is_counted_alone(scene: Any) -> None:
+    gone = Exit("actor-0", 7, -1, signal.SIGKILL, ended_with="host beta is lost", is_reported=True)
+    scene.supervisor.replace(gone)
+    assert scene.told == [] and scene.supervisor.restarts == 1 and len(scene.engine.started) == 2
+
+
+def test_an_error_of_another_host_names_it(scene: Any) -> None:
+    scene.engine.host = "beta"
+    failure = Failure("EnvError", "the robot fell", "", expected=True)
+    with pytest.raises(EnvError, match="actor-0 on host beta: the robot fell"):
+        scene.supervisor.replace(Exit("actor-0", 7, 1, 0, failure))
 
 
 def test_several_that_hang_are_asked_at_once(learners: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,8 @@ class Supervisor:
             text = gone.log or _tail(self._log(gone.name), 0)
             failure = Failure(gone.cause, "the end of its log follows", text, expected=False)
         if failure is not None:
+            if place := self.engine.place(gone.name):
+                failure = replace(failure, message=f"{gone.name} on host {place}: {failure.message}")
             self._judge(self.members[gone.name], failure)
 
     def _restart(self, name: str) -> None:
