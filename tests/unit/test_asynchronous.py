@@ -367,7 +367,15 @@ def test_the_rate_of_lumps_is_taken_over_many() -> None:
         for batch in range(20):
             rate.note(second + 0.1 * batch, 500 * second // 5)
             short.note(second + 0.1 * batch, 500 * second // 5)
-    assert short.recent() == 0.0 and rate.recent() == pytest.approx(100.0, rel=0.15)
+    assert short.recent(57.0) == 0.0 and rate.recent(57.0) == pytest.approx(100.0, rel=0.15)
+
+
+def test_the_rate_falls_when_no_batch_comes() -> None:
+    rate = Rate()
+    for batch in range(11):
+        rate.note(0.1 * batch, 100 * batch)
+    assert rate.recent(1.5) == pytest.approx(1_000.0), "a report between two batches"
+    assert rate.recent(10.0) == pytest.approx(100.0) and rate.recent(100.0) == pytest.approx(10.0)
 
 
 def test_configurations_with_workers_rest_and_return() -> None:

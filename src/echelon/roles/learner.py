@@ -47,12 +47,16 @@ class Rate:
         while len(batches) > 2 and now - batches[1][0] >= self.window_s:
             batches.popleft()
 
-    def recent(self) -> float:
-        """Returns the rate over the newest batches; measured between batches, so that it never drops between two."""
+    def recent(self, now: float) -> float:
+        """Returns the rate over the newest batches.
+
+        It is measured between batches, so that it does not drop between two; if none comes any more, up to `now`.
+        """
         if len(self.recent_batches) < 2:
             return 0.0
-        (then, before), (now, after) = self.recent_batches[0], self.recent_batches[-1]
-        return (after - before) / max(now - then, 1e-9)
+        (then, before), (last, after) = self.recent_batches[0], self.recent_batches[-1]
+        has_stopped = now - last > max(2 * self.window_s, last - then)
+        return (after - before) / max((now if has_stopped else last) - then, 1e-9)
 
     def steady_state(self, now: float, env_steps: int) -> float:
         """Returns the rate since the end of the warm-up, or since the first batch if the run is too short for one."""

@@ -60,7 +60,7 @@ class LearnerRecord:
             "updates": counters.updates,
             "version": learner.version,
             "wall_s": self.context.elapsed_s,
-            "env_steps_per_s": learner.rate.recent(),
+            "env_steps_per_s": learner.rate.recent(time.perf_counter()),
             "return_mean": counters.return_mean,
             "return_max": counters.return_max,
             "length_mean": sum(counters.lengths) / len(counters.lengths) if counters.lengths else None,
