@@ -113,13 +113,16 @@ class TrainConfig(Section, frozen=True):
         """Refuses what `engine=hosts` does not support: hosts send only trajectories of local acting."""
         require(
             self.engine != "hosts" or (self.algorithm.experience != "replay" and self.algorithm.slots != "gradients"),
-            f"--engine hosts does not support {self.algorithm.name} yet: only trajectories (impala, ppo, async-ppo) "
-            "are sent between hosts. Use --engine local.",
+            f"--engine hosts does not support {self.algorithm.name} yet: only impala, ppo and async-ppo train over "
+            "several hosts. Use --engine local.",
         )
         require(
-            (self.hosts.count > 1) == (self.engine == "hosts"),
-            f"--hosts {self.hosts.count} does not fit --engine {self.engine}: --engine hosts needs --hosts 2 or more, "
-            "and every other engine needs --hosts 1.",
+            self.engine != "hosts" or self.hosts.count > 1,
+            "--engine hosts needs the number of hosts, this one included: give --hosts N, 2 or more.",
+        )
+        require(
+            self.engine == "hosts" or self.hosts.count == 1,
+            f"--hosts {self.hosts.count} does not go with --engine {self.engine}: use --engine hosts, or --hosts 1.",
         )
         require(
             self.engine != "hosts" or self.acting.mode != "central",
@@ -156,6 +159,11 @@ class TrainConfig(Section, frozen=True):
 
     def _check_learners(self) -> None:
         count, actors, batch = self.learner.num_learners, self.actor.num_actors, self.batch_trajectories
+        require(
+            count == 1 or self.engine != "hosts",
+            f"--learners {count}, but a run over several hosts has one learner so far. Use --learners 1, or --engine "
+            "local.",
+        )
         require(
             count == 1 or self.engine == "local",
             f"--learners {count} needs --engine local: learners wait for each other within a batch, so each needs a "

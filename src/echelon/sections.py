@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from msgspec import field
+from msgspec.structs import force_setattr
 
 from echelon.fields import Section, doc, require, require_address
 
@@ -296,19 +297,16 @@ class HostsConfig(Section, frozen=True):
         "tcp://127.0.0.1:0"
     )
     bulk_port: Annotated[
-        int, doc("port of the head for trajectories, on the same address; 0: any free port", ge=0, le=65_535)
+        int, doc("second port of the head, for trajectories and weights; 0: any free port", ge=0, le=65_535)
     ] = 0
     lease_s: Annotated[
-        float,
-        doc(
-            "a host that receives nothing from the head for this long stops its actors; other hosts take them over",
-            "s",
-            ge=1,
-        ),
+        float, doc("a host that is silent for this long is given up; its actors start on the head", "s", ge=1)
     ] = 30.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if "://" not in self.address:
+            force_setattr(self, "address", f"tcp://{self.address}")
         require_address(self.address, "hosts.address")
 
     @property

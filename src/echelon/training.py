@@ -11,8 +11,10 @@ import shutil
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from echelon.config import StopConfig, TrainConfig, replace
@@ -55,6 +57,7 @@ class Past:
 
 
 NO_PAST = Past()
+NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
 
 def train(config: TrainConfig, *, output: TextIO | None = None) -> RunResult:
@@ -74,11 +77,14 @@ def resume(
     output: TextIO | None = None,
     user_objects: UserObjects | None = None,
     epochs: int | None = None,
+    fields: Mapping[str, str] = NO_FIELDS,
 ) -> RunResult:
     """Resumes the run in `run_dir` from its newest checkpoint; stop conditions that are given replace the old ones.
 
-    `learners` and `hosts` change the number of learners and hosts.
+    `learners` and `hosts` change the number of learners and hosts. `fields` sets fields of the section hosts by path, as
+    {"hosts.address": "tcp://0.0.0.0:7000"}. The run remembers all of them.
     """
+    from echelon.config_io import set_fields
     from echelon.roles.stopping import progress, stop_reason
     from echelon.runs.checkpoint import load_parts, newest_intact
     from echelon.runs.folder import RunFolder
@@ -100,6 +106,9 @@ def resume(
     if hosts is not None:
         engine = "hosts" if hosts > 1 else "local"
         config = replace(config, engine=engine, hosts=replace(config.hosts, count=hosts))
+    if stray := next((path for path in fields if not path.startswith("hosts.")), None):
+        raise ConfigError(f"--{stray} cannot change when a run is resumed. `echelon resume --help` shows what can.")
+    config = set_fields(config, fields)
     past_episodes = counters["updates"] // config.workers.updates
     reason = stop_reason(config.stop, counters["env_steps"], counters["returns"], wall_s, past_episodes)
     if reason:

@@ -42,6 +42,10 @@ def bench_train(
     """Trains for `seconds` (including the start), measures the stages alone and with loaded cores, and reports both."""
     if seconds <= 0:
         raise ConfigError(f"seconds={seconds:g} must be above 0.")
+    if config.engine == "hosts":
+        raise ConfigError(
+            "bench train measures one machine; use --engine local or inline. For hosts: benchmarks/hosts.py."
+        )
     if config.stop.minutes:
         raise ConfigError("set the time of a benchmark with --seconds S, not with --minutes.")
     out = output or sys.stdout

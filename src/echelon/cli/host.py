@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import socket
 import sys
 from collections.abc import Sequence
 
 from echelon.cli.main import Parser
+from echelon.errors import ConfigError
 from echelon.fields import require_address
 
 
@@ -23,7 +25,14 @@ def run(arguments: Sequence[str]) -> int:
     from echelon.hosts.agent import take_part
 
     address: str = known.join if known.join.startswith("tcp://") else f"tcp://{known.join}"
+    if not address.rpartition(":")[2].isdecimal():
+        raise ConfigError(f"--join {known.join} has no port. Write HOST:PORT, as the run prints it.")
     require_address(address, "--join")
+    name = address.removeprefix("tcp://").rpartition(":")[0]
+    try:
+        socket.getaddrinfo(name, None, socket.AF_INET)
+    except OSError as error:
+        raise ConfigError(f"--join {known.join}: the name {name} does not resolve ({error}). Check it.") from None
     report = functools.partial(print, file=sys.stdout, flush=True)
     report(f"left: {take_part(address, known.shm_dir, report, known.name)}")
     return 0

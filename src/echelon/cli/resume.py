@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from echelon.cli.main import Parser
+from echelon.cli.train import take_fields
 
 
 def whole(text: str) -> int:
@@ -17,7 +18,11 @@ def whole(text: str) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="echelon resume", description="Go on with a run from its newest checkpoint.")
+    parser = Parser(
+        prog="echelon resume",
+        description="Resume a run from its newest checkpoint. --hosts.address, --hosts.bulk-port and --hosts.lease-s "
+        "change where and how it waits for other hosts.",
+    )
     parser.add_argument("run", metavar="RUN", help="the run folder")
     parser.add_argument("--steps", type=whole, default=0, metavar="TOTAL", help="new total of environment steps")
     parser.add_argument("--minutes", type=float, default=0.0, metavar="TOTAL", help="new total of minutes")
@@ -26,7 +31,9 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--epochs", type=whole, default=None, help=argparse.SUPPRESS)  # the old name of --episodes
     parser.add_argument("--learners", type=whole, default=None, metavar="N", help="learner processes from now on")
     parser.add_argument("--hosts", type=whole, default=None, metavar="N", help="hosts from now on, this one among them")
-    known = parser.parse_args(list(arguments))
+    options = {name.removeprefix("--") for action in parser._actions for name in action.option_strings}
+    rest, fields = take_fields(arguments, options)
+    known = parser.parse_args(rest)
     from echelon.training import resume
 
     resume(
@@ -38,5 +45,6 @@ def run(arguments: Sequence[str]) -> int:
         learners=known.learners,
         hosts=known.hosts,
         epochs=known.epochs,
+        fields=fields,
     )
     return 0

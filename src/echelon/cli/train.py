@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from types import MappingProxyType
 
 from echelon.cli.main import Parser
@@ -83,7 +83,7 @@ def _fields_help(name: str, infos: Sequence[FieldInfo], others: Sequence[str]) -
 
 def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str], options: Options = SHORT) -> TrainConfig:
     """Returns the configuration of the preset with the options applied."""
-    rest, texts = _take_fields(arguments, options)
+    rest, texts = take_fields(arguments, options)
     known = parser.parse_args(rest)
     short = {path: value for name, (path, _) in options.items() if (value := vars(known)[name.replace("-", "_")])}
     config = preset(known.preset, known.env)
@@ -104,10 +104,13 @@ def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str], opti
     stray = next((path for path in texts if path.startswith("workers.")), None)
     if stray is not None and "address" not in options:
         raise ConfigError(f"--{stray} applies only to a learner with workers: use `echelon learner`.")
-    return set_fields(config, {**short, **texts})
+    fields = {**short, **texts}
+    if fields.get("hosts.count", "1") != "1":
+        fields.setdefault("engine", "hosts")
+    return set_fields(config, fields)
 
 
-def _take_fields(arguments: Sequence[str], options: Options) -> tuple[list[str], dict[str, str]]:
+def take_fields(arguments: Sequence[str], options: Container[str]) -> tuple[list[str], dict[str, str]]:
     """Separates --section.field VALUE and --section.field=VALUE; returns the other arguments, and texts by path."""
     rest: list[str] = []
     texts: dict[str, str] = {}

@@ -1,0 +1,65 @@
+"""What a user may ask of several hosts on the command line, and what the refusals say."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+import echelon.training as training
+from echelon.cli import host
+from echelon.cli import resume as resume_command
+from echelon.cli.bench import run as run_bench
+from echelon.cli.train import SHORT, make_parser, parse_config
+from echelon.config import TrainConfig
+from echelon.errors import ConfigError
+
+
+def parsed(*words: str) -> TrainConfig:
+    parser: argparse.ArgumentParser = make_parser("echelon train", "", words)
+    return parse_config(parser, words, SHORT)
+
+
+def test_a_number_of_hosts_implies_the_engine_and_the_scheme() -> None:
+    config = parsed("impala", "CartPole-v1", "--hosts", "2", "--hosts.address", "0.0.0.0:7000")
+    assert (config.engine, config.hosts.count, config.hosts.address) == ("hosts", 2, "tcp://0.0.0.0:7000")
+    assert parsed("impala", "CartPole-v1", "--hosts", "1").engine == "local"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("impala", "--engine", "hosts"), "give --hosts N"),
+        (("impala", "--engine", "local", "--hosts", "2"), "--hosts 2 does not go with --engine local"),
+        (("impala", "--hosts", "2", "--learners", "2"), "a run over several hosts has one learner"),
+        (("dqn", "--hosts", "2"), "--engine hosts does not support dqn yet"),
+        (("a3c", "--hosts", "2"), "--engine hosts does not support a3c yet"),
+        (("impala", "--hosts", "2", "--hosts.address", "0.0.0.0"), "is no address"),
+    ],
+)
+def test_what_hosts_cannot_do_is_refused_with_the_reason(words: tuple[str, ...], text: str) -> None:
+    preset, *rest = words
+    with pytest.raises(ConfigError, match=text):
+        parsed(preset, "CartPole-v1", *rest)
+
+
+def test_a_benchmark_of_several_hosts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="bench train measures one machine"):
+        run_bench(["train", "impala", "CartPole-v1", "--hosts", "2"])
+
+
+@pytest.mark.parametrize(
+    ("join", "text"), [("127.0.0.1", "has no port"), ("no-such-host.invalid:7000", "does not resolve")]
+)
+def test_an_address_that_cannot_be_joined_is_refused_at_once(join: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        host.run(["--join", join])
+
+
+def test_a_resumed_run_may_listen_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(training, "resume", lambda run, **options: asked.update(options))
+    resume_command.run(["run", "--hosts", "2", "--hosts.address", "0.0.0.0:7000", "--hosts.bulk-port=7001"])
+    assert asked["hosts"] == 2
+    assert asked["fields"] == {"hosts.address": "0.0.0.0:7000", "hosts.bulk_port": "7001"}
