@@ -81,8 +81,8 @@ def resume(
 ) -> RunResult:
     """Resumes the run in `run_dir` from its newest checkpoint; stop conditions that are given replace the old ones.
 
-    `learners` and `hosts` change the number of learners and hosts. `fields` sets fields of the section hosts by path, as
-    {"hosts.address": "tcp://0.0.0.0:7000"}. The run remembers all of them.
+    `learners` and `hosts` change the number of learners and hosts. `fields` sets fields of the section hosts by path,
+    as {"hosts.address": "tcp://0.0.0.0:7000"}. The run remembers all of them.
     """
     from echelon.config_io import set_fields
     from echelon.roles.stopping import progress, stop_reason
@@ -266,7 +266,9 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
     reached = {"steps": "finished", "minutes": "finished", "episodes": "finished", "return": "solved"}
     status = reached.get(figures["reason"], "stopped")
     shares = coordinator.shares()
-    limit = find_bottleneck(context.train, shares, on_gpu=str(figures["device"]).startswith("cuda"))
+    here = {name: share for name, share in shares.items() if not coordinator.engine.place(name)}
+    limit = find_bottleneck(context.train, here, on_gpu=str(figures["device"]).startswith("cuda"))
+    hosts = coordinator.engine.hosts()
     return {
         "status": status,
         **figures,
@@ -277,6 +279,7 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
         "time": shares,
         **coordinator.figures(),
         "bottleneck": limit,
+        **({"hosts": hosts} if hosts else {}),
         "curve": _curve(context.run_dir),
         **_base(context),
     }

@@ -86,6 +86,8 @@ def test_two_hosts_learn_what_one_does(site: Site, tmp_path: Path) -> None:
     assert head.code() == 0 and agent.code() == 0, (head.text(), agent.text())
     assert head.summary()["weights_sha256"] == near["weights_sha256"]
     assert head.summary()["restarts"] == 0 and head.summary()["lag_max"] == 0
+    assert [host["actors"] for host in head.summary()["hosts"]] == [2, 2]
+    assert "second 2 actors" in head.text()
     assert "left: the run is over" in agent.text()
     head.assert_nothing_left()
     gone(agent)
@@ -95,7 +97,7 @@ def test_an_agent_that_is_killed_loses_its_actors_to_the_other_host(site: Site) 
     head = site.head("impala", **{"hosts.lease-s": 1.0})
     agent = site.agent(head)
     far_actors_act(head)
-    assert head.text().count("host second has actors 2 to 3") == 1
+    assert head.text().count("host second has actors 2 and 3") == 1
     os.kill(agent.process.pid, signal.SIGKILL)
     began = time.monotonic()
     gone(agent)

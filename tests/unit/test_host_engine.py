@@ -136,6 +136,9 @@ def test_a_host_gets_its_share_and_its_commands(engine: HostsEngine, peer: Peer)
     assert engine.pid("actor-2") == 77
     engine.signal("actor-2", 10)
     assert [one["type"] for one in peer.commands(taken=1)] == ["signal"]
+    engine.start(ProcessSpec("actor-2", "a:b", {"x": 1}))
+    head, other = engine.hosts()
+    assert head["actors"] == 2 and other == {"name": "second", "actors": 2, "restarts": 1, "lost": ""}
 
 
 def test_another_host_and_another_version_are_refused(engine: HostsEngine, peer: Peer) -> None:

@@ -105,6 +105,10 @@ class OneHost:
         del name
         return True
 
+    def hosts(self) -> list[dict[str, Any]]:
+        """The hosts of the run, for its summary; none where there is only this one."""
+        return []
+
     def reports(self) -> list[tuple[str, str]]:
         """What roles of other hosts have to say to the coordinator: one of its services, and the text."""
         return []

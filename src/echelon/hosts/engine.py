@@ -15,7 +15,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from echelon.engines.inline import MessageLoop
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, ProcessSpec
 from echelon.errors import Refused
+from echelon.hosts.members import Host, summarize
 from echelon.hosts.messages import (
     COMMANDS,
     EVENTS,
@@ -33,7 +33,6 @@ from echelon.hosts.messages import (
     JOIN,
     MAX_BYTES,
     Assignment,
-    Command,
     Dismiss,
     Ended,
     Event,
@@ -66,31 +65,6 @@ Array = np.ndarray[Any, Any]
 Reporter = Callable[[str], None]
 
 
-@dataclass(slots=True)
-class Host:
-    """An agent that joined."""
-
-    name: str
-    token: int
-    streams: range  # its actors
-    heard: float
-    is_silent: bool = False  # and the user knows
-    commands: list[Command] = field(default_factory=list)
-    num_events: int = 0  # the last one that was handled
-    pids: dict[str, int] = field(default_factory=dict)
-    asked: set[str] = field(default_factory=set)  # roles to be started that have not reported a process yet
-    lost: str = ""  # why it was given up
-    postponed: list[ProcessSpec] = field(default_factory=list)  # to be started at the head when the carrier allows it
-
-    @property
-    def actors(self) -> str:
-        """Its actors as a user reads them: "actor 2", "actors 2 and 3", "actors 2 to 5"."""
-        first, last = self.streams.start, self.streams.stop - 1
-        if first == last:
-            return f"actor {first}"
-        return f"actors {first} {'and' if last == first + 1 else 'to'} {last}"
-
-
 class HostsEngine(LocalEngine):
     """Starts roles here and elsewhere; the first host that joins has the actors after those of the head, and so on."""
 
@@ -103,6 +77,7 @@ class HostsEngine(LocalEngine):
         self._assignment: Assignment | None = None
         self._free: list[range] = []  # the actors of hosts that have not joined
         self._has_gathered = False
+        self._own_streams, self._own_starts = range(0), list[str]()
         self._far_exits: list[Exit] = []
         self._reports: list[tuple[str, str]] = []
         self._fenced: list[Host] = []  # lost, but the carrier may not have seen it yet
@@ -126,7 +101,7 @@ class HostsEngine(LocalEngine):
         `streams` are the actors of each host, the head's first; `carrier` is the file to which the carrier will write
         its address. A host that leaves, or is silent for a lease, makes room for another one.
         """
-        self._free, self._carrier = list(streams[1:]), carrier
+        self._own_streams, self._free, self._carrier = streams[0], list(streams[1:]), carrier
         self._ownership = Ownership(self._folder, streams[-1].stop)
         self._assignment = assignment
         missing, began, next_report = 0, time.monotonic(), 0.0
@@ -143,9 +118,9 @@ class HostsEngine(LocalEngine):
             for _, text in self.reports():
                 report(text)
         self._has_gathered = True
+        self._hosts = {connection: host for connection, host in self._hosts.items() if not host.lost}
         for host in self._hosts.values():
-            if not host.lost:
-                report(f"host {host.name} has {host.actors}")
+            report(f"host {host.name} has {host.actors}")
 
     @property
     def _command(self) -> str:
@@ -328,6 +303,7 @@ class HostsEngine(LocalEngine):
         if fenced is not None:
             fenced.postponed.append(spec)
         elif host is None:
+            self._own_starts.append(spec.name)
             super().start(spec)
         else:
             host.asked.add(spec.name)
@@ -347,6 +323,10 @@ class HostsEngine(LocalEngine):
     def reports(self) -> list[tuple[str, str]]:
         reports, self._reports = self._reports, []
         return reports
+
+    def hosts(self) -> list[dict[str, Any]]:
+        head = summarize(socket.gethostname(), self._own_streams, self._own_starts)
+        return [head, *(host.summary for host in self._hosts.values())]
 
     def place(self, name: str) -> str:
         host = self._places.get(name)

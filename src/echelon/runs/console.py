@@ -147,8 +147,8 @@ class Console:
 def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> None:
     """Prints the final summary of a run: its result, cost, folder and bottleneck.
 
-    Reads status, env_steps, wall_s, env_steps_per_s, return_mean, evaluation_return, lag_mean, lag_max, checkpoint,
-    curve, run_dir and bottleneck; values that are missing or None are omitted.
+    Reads status, env_steps, wall_s, env_steps_per_s, return_mean, evaluation_return, lag_mean, lag_max, hosts,
+    checkpoint, curve, run_dir and bottleneck; values that are missing or None are omitted.
     """
 
     def given(form: str, *keys: str) -> str:
@@ -166,12 +166,20 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
         "workers": workers_line(workers, summary.get("time", {}).get("learner", {})).removeprefix("workers ")
         if workers
         else "",
+        "hosts": ", ".join(map(_host_text, summary.get("hosts", []))),
         "run": given("{}", "run_dir"),
         "checkpoint": given("{}", "checkpoint"),
         "curve": given("{}", "curve"),
     }
     lines = [f"{name:<12}{text.strip()}" for name, text in rows.items() if text]
     write_text(output or sys.stdout, "\n".join([*lines, str(summary.get("bottleneck") or "")]).rstrip())
+
+
+def _host_text(host: Mapping[str, Any]) -> str:
+    actors = f"{host['name']} {host['actors']} actor{'s' * (host['actors'] != 1)}"
+    restarts = f"{host['restarts']} restart{'s' * (host['restarts'] != 1)}" if host["restarts"] else ""
+    notes = "; ".join(filter(None, (restarts, host["lost"])))
+    return f"{actors} ({notes})" if notes else actors
 
 
 def workers_line(workers: Mapping[str, float], learner: Mapping[str, float]) -> str:
