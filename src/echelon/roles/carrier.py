@@ -70,7 +70,7 @@ class Carrier:
     def _find_bells(self) -> dict[int, int]:
         """Maps the descriptors of the `free` doorbells of other hosts' streams to the streams.
 
-        The learner rings them when it admits those actors.
+        The learner rings them when it grants those actors slots.
         """
         return {self.ring.free[stream].descriptor: stream for stream in self.ownership.of_others()}
 
