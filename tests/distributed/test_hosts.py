@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -57,6 +58,8 @@ class Site:
     def close(self) -> None:
         for one in self.started:
             one.close()
+            logs = one.text().partition("the logs of its roles are in ")[2].split()  # of an agent that was killed
+            shutil.rmtree(logs[0] if logs else "", ignore_errors=True)
 
 
 @pytest.fixture

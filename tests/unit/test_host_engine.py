@@ -159,6 +159,29 @@ def test_another_host_and_another_version_are_refused(engine: HostsEngine, peer:
     assert version.startswith("refused host old: it has Echelon 0.0.1 and this run has"), "once, though it came twice"
 
 
+def test_another_secret_is_reported_once(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_SECRET", "the secret of this run")
+    monkeypatch.setattr("echelon.hosts.engine.SETTLE_S", 0.0)
+    engine = HostsEngine(str(shm_dir), ("json",), "tcp://127.0.0.1:0", 60.0)
+    client = Client("the run", engine.address, "the secret of another run", MAX_BYTES)
+
+    def knock() -> None:
+        with pytest.raises(Refused, match="ECHELON_SECRET"):
+            client.wait(client.ask(JOIN, lambda: question(JoinRequest(__version__, "stranger", 1))), 20.0)
+        good = Client("the run", engine.address, "the secret of this run", MAX_BYTES)
+        assert good.wait(good.ask(JOIN, lambda: question(JoinRequest(__version__, "second", 1))), 20.0)
+        good.close()
+
+    thread = threading.Thread(target=knock)
+    thread.start()
+    told: list[str] = []
+    engine.gather(Assignment(slots=2, weights=8), streams_of_hosts(2, 2), shm_dir / "carrier.address", told.append)
+    thread.join()
+    assert [text for text in told if text.startswith("refused a connection: its ECHELON_SECRET")] == told[1:2]
+    client.close()
+    engine.close(0.0)
+
+
 def test_hosts_of_one_name_are_told_apart(engine: HostsEngine, shm_dir: Path) -> None:
     peers = [Peer(engine), Peer(engine)]
     peers[1].client.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import secrets
 import signal
 import socket
@@ -56,6 +57,7 @@ GRACE_S = 2.0  # beyond the lease, before a silent host is given up
 AWAY_S = 1.0  # a longer time between two looks means that this process was suspended; the rest does not count
 WAIT_REPORT_S = 30.0  # between two reports that hosts are missing
 SILENT_S = 5.0  # before the user is warned of a silent host
+SETTLE_S = 2.0  # agents that started earlier than the head have probed it, and hung up
 BURST = 256
 LOOK_S = 0.05
 HEARD_S = 2.0  # gauges of a host that was silent for longer are stale
@@ -83,6 +85,7 @@ class HostsEngine(LocalEngine):
         self._fenced: list[Host] = []  # lost, but the carrier may not have seen it yet
         self._gauges: dict[str, Array] = {}
         self._refused: set[str] = set()  # reports of hosts that may not join
+        self._num_handshakes, self._settled_at = 0, math.inf  # those before do not count
         self._over = ""
         self._looked_at = time.monotonic()
         self._control.serve(JOIN, self._on_join)
@@ -103,7 +106,7 @@ class HostsEngine(LocalEngine):
         """
         self._own_streams, self._free, self._carrier = streams[0], list(streams[1:]), carrier
         self._ownership = Ownership(self._folder, streams[-1].stop)
-        self._assignment = assignment
+        self._assignment, self._settled_at = assignment, time.monotonic() + SETTLE_S
         missing, began, next_report = 0, time.monotonic(), 0.0
         while self._free:
             if missing != len(self._free):
@@ -227,7 +230,7 @@ class HostsEngine(LocalEngine):
             case Report(function, text):
                 self._reports.append((function, text))
             case Left(why):
-                self._lose(host, f"host {host.name} left: {why.rstrip('.')}")
+                self._lose(host, f"left: {why.rstrip('.')}")
 
     def _on_gauges(self, message: Message) -> None:
         host = self._heard(message)
@@ -247,7 +250,10 @@ class HostsEngine(LocalEngine):
         now = time.monotonic()
         away_s = now - self._looked_at - AWAY_S
         self._looked_at = now
-        if self._control.num_refused_handshakes and SECRET_VARIABLE not in self._refused:
+        num_handshakes = self._control.num_refused_handshakes
+        if now < self._settled_at:
+            self._num_handshakes = num_handshakes
+        elif num_handshakes > self._num_handshakes and SECRET_VARIABLE not in self._refused:
             self._refused.add(SECRET_VARIABLE)
             self._report(f"refused a connection: its {SECRET_VARIABLE} is not that of this run, or is missing")
         for host in self._hosts.values():
@@ -266,7 +272,7 @@ class HostsEngine(LocalEngine):
     def _check_lease(self, host: Host, silent_s: float) -> None:
         left_s = self._lease_s + GRACE_S - silent_s
         if left_s < 0.0:
-            self._lose(host, f"host {host.name} is lost (silent for {silent_s:.0f} s)")
+            self._lose(host, f"is lost (silent for {silent_s:.0f} s)")
         elif silent_s > SILENT_S and not host.is_silent and self._has_gathered:
             host.is_silent = True
             soon = f"this host starts its {host.actors} in {left_s:.0f} s unless it is back"
@@ -277,14 +283,14 @@ class HostsEngine(LocalEngine):
 
     def _lose(self, host: Host, why: str) -> None:
         """Gives a host up: its messages no longer count, and its roles may start again once the carrier has seen it."""
-        host.lost = why
+        host.lost = f"host {host.name} {why}"
         self._ownership.give(host.streams, HERE)
         self._places = {name: place for name, place in self._places.items() if place is not host}
         if self._has_gathered:
-            self._report(f"{why}; this host starts its {host.actors}")
+            self._report(f"{host.lost}; this host starts its {host.actors}")
             self._fenced.append(host)
         else:
-            self._report(why)
+            self._report(host.lost)
             self._free.insert(0, host.streams)
 
     def _report(self, text: str) -> None:

@@ -166,7 +166,7 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
         "workers": workers_line(workers, summary.get("time", {}).get("learner", {})).removeprefix("workers ")
         if workers
         else "",
-        "hosts": ", ".join(map(_host_text, summary.get("hosts", []))),
+        "hosts": "; ".join(map(_host_text, summary.get("hosts", []))),
         "run": given("{}", "run_dir"),
         "checkpoint": given("{}", "checkpoint"),
         "curve": given("{}", "curve"),
@@ -178,8 +178,8 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
 def _host_text(host: Mapping[str, Any]) -> str:
     actors = f"{host['name']} {host['actors']} actor{'s' * (host['actors'] != 1)}"
     restarts = f"{host['restarts']} restart{'s' * (host['restarts'] != 1)}" if host["restarts"] else ""
-    notes = "; ".join(filter(None, (restarts, host["lost"])))
-    return f"{actors} ({notes})" if notes else actors
+    lost = host["lost"].removeprefix(f"host {host['name']} ").removeprefix("is ")
+    return ", ".join(filter(None, (actors, restarts, lost)))
 
 
 def workers_line(workers: Mapping[str, float], learner: Mapping[str, float]) -> str:
