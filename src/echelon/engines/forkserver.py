@@ -1,10 +1,10 @@
-"""The fork server: a small process that has imported the heavy modules and forks ready-made workers in milliseconds.
+"""The fork server: a small process that has imported the heavy modules and forks workers in milliseconds.
 
-It talks JSON lines over one Unix socket with the engine that started it: in come `start` and `signal`, out go `started`
-and `exited`. Workers are its children, so it alone reaps them: a process number is never reused under the engine. When
-the socket closes without a `close` before (the engine's process was killed), it kills its workers and removes the
-session folder: nothing survives. A worker leads a process group, which ends with it: what its environments started goes
-too. If the server itself is killed, the kernel kills its workers (PR_SET_PDEATHSIG).
+It exchanges JSON lines with the engine that started it over one Unix socket: it receives `start` and `signal`, and
+sends `started` and `exited`. Workers are its children, so it alone reaps them: a process number that the engine knows
+is never reused. When the socket closes without a `close` (the engine's process was killed), it kills its workers and
+removes the session folder. A worker leads a process group, which is killed with it, so that children of its
+environments end, too. If the server itself is killed, the kernel kills its workers (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from echelon.engines.process import INHERITED, Failure, ProcessSpec, Role, failu
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 MAX_FAILURE_BYTES = 60_000  # under the 64 KiB a pipe holds, so a failing worker never blocks on it
-CLOSE_TIMEOUT_S = 0.3  # what a failed role may take to clean up: its error must not wait for that
+CLOSE_TIMEOUT_S = 0.3  # how long a failed role may take to close: its error waits for that
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
-    """What a forked worker does, until its end."""
+    """Runs the role of `spec` in a forked worker; does not return."""
     die_with_parent(parent)
     ctypes.CDLL(None).prctl(PR_SET_NAME, spec.name.encode()[:15])  # what `top` and `ps -o comm` show
     os.setpgid(0, 0)  # to be ended with what it forks; not a session, by which the kernel would share out its cores
@@ -71,17 +71,17 @@ def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
     try:
         role = make_role(spec)
         run_role(role)
-    except BaseException as error:  # the last frame of the process: whatever ended it is told
+    except BaseException as error:  # the last frame of the process: report whatever ended it
         code = 1
         failure = failure_of(error)
-        if spec.log != INHERITED:  # else its starter shows it
+        if spec.log != INHERITED:  # else its starter prints it
             print(failure.traceback, file=sys.stderr)
         os.write(failure_pipe, pack_failure(failure))
         signal.setitimer(signal.ITIMER_REAL, CLOSE_TIMEOUT_S)  # SIGALRM ends a process that cannot even close
     try:
         if role is not None:
             role.close()
-    except BaseException:  # its work is over, and what ended it is told
+    except BaseException:  # its work is over, and the error that ended it is reported
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -89,7 +89,7 @@ def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
 
 
 def pack_failure(failure: Failure) -> bytes:
-    """`failure` as JSON in at most MAX_FAILURE_BYTES: the head of its message, the tail of its traceback."""
+    """Returns `failure` as JSON of at most MAX_FAILURE_BYTES: the head of its message, the tail of its traceback."""
     keep = MAX_FAILURE_BYTES
     while True:
         short = dataclasses.replace(failure, message=failure.message[:keep], traceback=failure.traceback[-keep:])
@@ -100,7 +100,7 @@ def pack_failure(failure: Failure) -> bytes:
 
 
 def unpack_failure(pipe: int) -> dict[str, Any] | None:
-    """What a dead worker left in its pipe; None if nothing, or not all of it."""
+    """Returns the failure that a dead worker wrote to its pipe; None if there is none or it is incomplete."""
     try:
         failure: dict[str, Any] = json.loads(os.read(pipe, MAX_FAILURE_BYTES))
     except (BlockingIOError, ValueError):  # empty, though a process that it forked holds the pipe open; or cut short
@@ -109,7 +109,7 @@ def unpack_failure(pipe: int) -> dict[str, Any] | None:
 
 
 class ForkServer:
-    """Forks on request and tells who ended."""
+    """Forks workers on request and reports their exits."""
 
     def __init__(self, control: socket.socket, session: str) -> None:
         self.control, self.session = control, session
@@ -145,7 +145,7 @@ class ForkServer:
         return [json.loads(line) for line in lines]
 
     def _send(self, **message: Any) -> None:
-        with contextlib.suppress(ConnectionError):  # the engine is gone; the next read says so
+        with contextlib.suppress(ConnectionError):  # the engine has ended; the next read finds that
             self.control.sendall(json.dumps(message).encode() + b"\n")
 
     def _start(self, spec: ProcessSpec) -> int:
@@ -196,14 +196,14 @@ class ForkServer:
 
 
 def allow_descriptors() -> None:
-    """Lets this process open as many files as it may: it has two for every worker."""
+    """Raises the limit of open files to the maximum: the server has two for every worker."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _end_group(worker: Worker) -> int:
-    """Reaps a worker that ended or was killed, and kills what it started; returns its wait status."""
-    os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED | os.WNOWAIT)  # unreaped, its number is still its own
+    """Reaps a worker that ended or was killed, and kills its children; returns its wait status."""
+    os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED | os.WNOWAIT)  # until it is reaped, its number is not reused
     with contextlib.suppress(ProcessLookupError):  # it ended before it had a group
         os.killpg(worker.pid, signal.SIGKILL)
     return os.waitpid(worker.pid, 0)[1]

@@ -1,4 +1,4 @@
-"""The hosted engine: some roles in the caller's process, with the objects it brings, the others as local processes."""
+"""The hosted engine: some roles run in the caller's process, with its objects, the others as local processes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from echelon.engines.inline import InlineEngine, MessageLoop
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, ProcessSpec
 
-TURN_S = 0.02  # how long a role here may sleep inside one step: the coordinator wants its turn
+TURN_S = 0.02  # how long a role may sleep inside one step, so that the coordinator gets its turn
 
 
 class HostedEngine(LocalEngine):
-    """Steps the roles named in `here` when asked to; an exception of theirs reaches the caller as it is."""
+    """Steps the roles named in `here` in the caller's process; their exceptions reach the caller unchanged."""
 
     def __init__(self, session: str, preload: Sequence[str], here: Collection[str]) -> None:
         super().__init__(session, preload)
@@ -25,7 +25,7 @@ class HostedEngine(LocalEngine):
         (self._inline.start if self.is_here(spec.name) else super().start)(spec)
 
     def run(self, world: MessageLoop, timeout_s: float) -> None:
-        """Steps the roles here for about `timeout_s`, or until one has finished; then hears what came to `world`."""
+        """Steps the roles of this process for about `timeout_s`, or until one has finished; then polls `world`."""
         (self._inline.run if self._inline.has_roles else super().run)(world, timeout_s)
 
     def exits(self) -> list[Exit]:

@@ -1,4 +1,4 @@
-"""The inline engine: every role in the caller's process, one step each in a fixed order, for debuggers and repeats."""
+"""The inline engine: all roles in the caller's process, stepped in a fixed order, for debugging and reproducibility."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from echelon.engines.process import Exit, OneHost, ProcessSpec, Role, make_role
 
 
 class MessageLoop(Protocol):
-    """What hears messages of the roles."""
+    """Receives messages of the roles."""
 
     def poll(self, timeout_s: float = 0.0, fds: Sequence[int] = ()) -> bool: ...
 
 
 class InlineEngine(OneHost):
-    """Steps the roles round-robin; an exception in a role reaches the caller as it is, for a debugger to stop at."""
+    """Steps the roles round-robin; an exception in a role reaches the caller unchanged, where a debugger can stop."""
 
     def __init__(self, timeout_s: float = 0.0) -> None:
-        """A role may sleep for `timeout_s` inside a step: not at all where another one here must wake it."""
+        """A role may sleep for `timeout_s` inside a step; 0 where another role of this process must wake it."""
         self._timeout_s = timeout_s
         self._roles: dict[str, Role] = {}
         self._exits: list[Exit] = []
@@ -47,7 +47,7 @@ class InlineEngine(OneHost):
         del name, number  # roles of the caller's own process are never killed
 
     def run(self, world: MessageLoop, timeout_s: float) -> None:
-        """Steps the roles for about `timeout_s`, or until one has finished; then hears what came to `world`."""
+        """Steps the roles for about `timeout_s`, or until one has finished; then polls `world`."""
         end = time.perf_counter() + timeout_s
         while self.turn() and time.perf_counter() < end:
             pass
@@ -58,7 +58,7 @@ class InlineEngine(OneHost):
         return None  # there is no other process
 
     def turn(self) -> bool:
-        """One step of every role; False once none is left or one has just finished."""
+        """Steps every role once; returns False if none is left or one has just finished."""
         for name, role in list(self._roles.items()):
             if not role.finished:
                 role.step(self._timeout_s)

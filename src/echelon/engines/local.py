@@ -34,15 +34,15 @@ END_TIMEOUT_S = 10.0  # how long the kernel may take to end the roles of a fork 
 class LocalEngine(OneHost):
     """Starts roles as processes of this machine.
 
-    The fork server imports `preload` while the caller goes on; `start` returns at once. `session` is the folder that
-    the server removes should this process be killed. If the server is killed, the kernel ends every role; `exits` tells
-    of them when all are gone, and the next `start` has a new server made.
+    The fork server imports `preload` while the caller goes on; `start` does not wait for it. `session` is the folder
+    that the server removes if this process is killed. If the server is killed, the kernel ends every role; `exits`
+    returns them when all have ended, and the next `start` starts a new server.
     """
 
     def __init__(self, session: str, preload: Sequence[str] = ()) -> None:
         check_platform()
         self._session, self._preload = session, list(preload)
-        self._asked: set[str] = set()  # to be started, and not known to have been
+        self._asked: set[str] = set()  # requested starts that the server has not confirmed
         self._pids: dict[str, int] = {}
         self._ticks: dict[str, int | None] = {}  # when each of them started
         self._exits: list[Exit] = []
@@ -65,7 +65,7 @@ class LocalEngine(OneHost):
         theirs.close()
 
     def _send(self, **request: Any) -> None:
-        """Takes in what the server tells meanwhile: neither side may wait for the other to read."""
+        """Sends a request, and receives meanwhile: if both sides only wrote, both could block."""
         left = memoryview(json.dumps(request).encode() + b"\n")
         while left and self._is_served:
             if _events(self._socket, select.POLLIN | select.POLLOUT, None) & ~select.POLLOUT:
@@ -83,7 +83,7 @@ class LocalEngine(OneHost):
         return self._socket.fileno() >= 0
 
     def _lose_server(self) -> None:
-        """The fork server is gone, and every role with it; RunError if that was its own doing."""
+        """Records the exits of all roles after the fork server has ended; raises RunError if it failed by itself."""
         self._socket.close()
         try:
             code = self._server.wait(5.0)
@@ -100,10 +100,10 @@ class LocalEngine(OneHost):
         self._asked.clear()
 
     def _await_ends(self, how: str) -> None:
-        """Until the kernel has ended every role: a successor must not meet its predecessor."""
+        """Waits until the kernel has ended every role, so that no successor runs beside its predecessor."""
         deadline = time.monotonic() + END_TIMEOUT_S
         for name, pid in self._pids.items():
-            with contextlib.suppress(OSError):  # what it started goes, too; there may be nothing
+            with contextlib.suppress(OSError):  # ends its children as well; the group may be empty
                 os.killpg(pid, signal.SIGKILL)
             while is_running(pid, self._ticks[name]):
                 if time.monotonic() > deadline:
@@ -157,7 +157,7 @@ class LocalEngine(OneHost):
         return [self._socket.fileno()] if self._is_served else []
 
     def run(self, world: MessageLoop, timeout_s: float) -> None:
-        """Waits until something came to `world`, or the fork server tells something, at most `timeout_s`."""
+        """Waits at most `timeout_s` for a message to `world` or from the fork server."""
         world.poll(timeout_s, self.descriptors)
 
     def exits(self) -> list[Exit]:
@@ -177,7 +177,7 @@ class LocalEngine(OneHost):
         self._server.kill()
 
     def close(self, timeout_s: float) -> None:
-        """Waits `timeout_s` for the roles to leave, kills what is left, ends the server; may be called twice."""
+        """Waits `timeout_s` for the roles to leave, kills the rest, ends the server; may be called twice."""
         if not self._is_served:
             return
         deadline = time.monotonic() + timeout_s
@@ -187,7 +187,7 @@ class LocalEngine(OneHost):
             if self._ticks or self._asked:
                 self._send(do="close")
                 deadline = time.monotonic() + CLOSE_S
-                while self._is_served and time.monotonic() < deadline:  # it may have much to tell before it ends
+                while self._is_served and time.monotonic() < deadline:  # it may send many exits before it ends
                     self._receive(0.05)
             else:
                 self._server.kill()  # it may still be importing, and it has no child
@@ -199,7 +199,7 @@ class LocalEngine(OneHost):
 
 
 def _events(socket: socket.socket, wanted: int, timeout_s: float | None) -> int:
-    """What there is of the `wanted` events; unlike select, however many files are open."""
+    """Returns which of the `wanted` events hold; unlike select, works for any descriptor number."""
     poller = select.poll()
     poller.register(socket, wanted)
     ready = poller.poll(None if timeout_s is None else 1000 * timeout_s)

@@ -1,4 +1,4 @@
-"""What an engine is asked to start, what it answers, and the loop that a started process runs."""
+"""The specification of a process, its exit, the interface of an engine, and the loop of a started process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, Protocol
 from echelon.errors import EchelonError
 
 STEP_TIMEOUT_S = 0.1  # the longest a role may sleep inside one step
-CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)  # a process's own doing
-INHERITED = "-"  # as a log: what the process writes goes where its starter's output goes
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)  # caused by the process itself
+INHERITED = "-"  # as a log: the process inherits its starter's output
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process: `entry` names a function that makes its role out of `config` (plain JSON values)."""
+    """One process: `entry` names the function that creates its role from `config` (plain JSON values)."""
 
     name: str
     entry: str  # "module:function"
@@ -29,12 +29,12 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a role gave up: the exception it raised."""
+    """The exception that ended a role."""
 
     kind: str  # class name
     message: str
     traceback: str
-    expected: bool  # one of Echelon's own errors: its message says it all
+    expected: bool  # one of Echelon's own errors: its message suffices without the traceback
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class Exit:
     code: int
     signal: int
     failure: Failure | None = None
-    log: str = ""  # the end of it, where its file is on another host
-    ended_with: str = ""  # what took it along, and how that ended: "the fork server (process 7) was ended by SIGKILL"
-    is_reported: bool = False  # the engine has reported what took it along
+    log: str = ""  # its end, if the file is on another host
+    ended_with: str = ""  # what ended it: "the fork server (process 7) was ended by SIGKILL"
+    is_reported: bool = False  # the engine has reported `ended_with`
 
     @property
     def cause(self) -> str:
-        """How it ended, in words."""
+        """How it ended, as text."""
         if self.ended_with:
             return f"ended, as {self.ended_with}"
         if self.failure is not None:
@@ -61,61 +61,61 @@ class Exit:
 
 
 def how_ended(code: int) -> str:
-    """How a process ended whose return code is `code`, as subprocess has it."""
+    """Returns how a process with the return code `code` of subprocess ended, as text."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
 
 
 class Role(Protocol):
-    """What one process does, a step at a time."""
+    """The work of one process, a step at a time."""
 
     finished: bool
 
     def step(self, timeout_s: float) -> bool:
-        """Does one piece of work, or waits at most `timeout_s` for some; tells whether it worked."""
+        """Does one unit of work, or waits at most `timeout_s` for one; returns whether it worked."""
 
     def close(self) -> None: ...
 
 
 class Engine(Protocol):
-    """Starts and ends processes; decides nothing."""
+    """Starts and ends processes; the supervisor decides which."""
 
     def start(self, spec: ProcessSpec) -> None: ...
 
     def exits(self) -> list[Exit]:
-        """The processes that ended since the last call."""
+        """Returns the processes that ended since the last call."""
 
     def pid(self, name: str) -> int | None: ...
 
     def signal(self, name: str, number: int) -> None: ...
 
     def close(self, timeout_s: float) -> None:
-        """Ends what still runs: politely for `timeout_s`, then not."""
+        """Waits `timeout_s` for the processes to leave, then kills them."""
 
 
 class OneHost:
-    """What an engine says of other hosts where there are none."""
+    """The part of an engine that concerns other hosts, for engines that have none."""
 
     def place(self, name: str) -> str:
-        """The host that a role runs on; "": this one."""
+        """Returns the host that a role runs on; "" for this one."""
         del name
         return ""
 
     def hears(self, name: str) -> bool:
-        """Whether what a role shows is new: that of another host is not while nothing is heard of it."""
+        """Returns whether a role's gauge is current; it is not while its host is silent."""
         del name
         return True
 
     def hosts(self) -> list[dict[str, Any]]:
-        """The hosts of the run, for its summary; none where there is only this one."""
+        """Returns the hosts of the run for its summary; none if there is only this one."""
         return []
 
     def reports(self) -> list[tuple[str, str]]:
-        """What roles of other hosts have to say to the coordinator: one of its services, and the text."""
+        """Returns reports of roles on other hosts: the service of the coordinator that each is for, and its text."""
         return []
 
 
 def make_role(spec: ProcessSpec) -> Role:
-    """Calls the entry of `spec`."""
+    """Creates the role of `spec` by calling its entry."""
     module, _, function = spec.entry.partition(":")
     entry: Callable[[dict[str, Any]], Role] = getattr(importlib.import_module(module), function)
     return entry(spec.config)
@@ -128,7 +128,7 @@ def run_role(role: Role) -> None:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What is told of `error`: one of Echelon's own goes by its name in the exception tree, subclasses included."""
+    """Returns the report of `error`; a subclass of one of Echelon's errors is reported by that error's name."""
     known = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == EchelonError.__module__]
     text = "".join(traceback.format_exception(error))
     return Failure((known or [type(error).__name__])[0], str(error), text, bool(known))
