@@ -15,12 +15,12 @@ from echelon.fields import require_address
 def run(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="echelon host",
-        description="Lend this host to a run: `echelon train PRESET ENV --engine hosts --hosts N` says where to join, "
-        "and has some of its actors here until it is over. Off the loopback ECHELON_SECRET must be that of the run.",
+        description="Run some actors of a run on this host until it is over. `echelon train PRESET ENV --hosts N` "
+        "prints the address to join. Unless that is a loopback address, ECHELON_SECRET must be that of the head.",
     )
-    parser.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens for hosts")
-    parser.add_argument("--name", default="", metavar="NAME", help="what the run calls this host (default: its name)")
-    parser.add_argument("--shm-dir", default="/dev/shm", metavar="DIR", help="where shared memory lives")
+    parser.add_argument("--join", required=True, metavar="HOST:PORT", help="address that the run prints")
+    parser.add_argument("--name", default="", metavar="NAME", help="name of this host in the run (default: hostname)")
+    parser.add_argument("--shm-dir", default="/dev/shm", metavar="DIR", help="folder for shared memory")
     known = parser.parse_args(list(arguments))
     from echelon.hosts.agent import take_part
 

@@ -1,7 +1,7 @@
-"""Several hosts: an agent on each starts that host's roles and carries between hosts what must cross.
+"""Several hosts: an agent on each starts that host's roles and exchanges their data with the head.
 
-On every host the roles see only shared memory. The head is the host of the coordinator and the learner; an agent
-(`agent`, `echelon host --join`) joins it over two connections. By the one for control (`engine`, in the coordinator) it
-is told what to start and tells how its roles do; by the one for bulk (`roles.carrier`, a role of the head) slots go up
-and weights and grants come down.
+On every host the roles use shared memory only. The head is the host of the coordinator and the learner. An agent
+(`agent`, `echelon host --join`) has two connections to it. On the connection for control (`engine`, in the coordinator)
+it receives the roles to start and reports how they do. On the connection for bulk (`bulk`, and `roles.carrier`, a role
+of the head) slots go up, and weights and grants come down.
 """

@@ -1,8 +1,8 @@
-"""What the head and the agents of other hosts say to each other.
+"""The messages between the head and the agents of other hosts.
 
-Control: an agent joins (a read, repeated until it is let in), asks what it is to do (a state: commands behind those it
-has), reports what happened (records, numbered from 1 up) and posts what its roles show. Bulk: it asks for what is newer
-than its weights and grants (a state), and brings slots (records, `transport.slot_wire`).
+Control: an agent joins (a read, repeated until the run is ready), requests commands (a state: those after the ones it
+has), reports events (records, numbered from 1) and posts the gauges of its roles. The head recognizes it by its
+connection. Bulk: it requests newer weights and grants (a state), and sends slots (records, `transport.slot_wire`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from echelon.errors import Refused
 from echelon.transport.channel import HEADER, Delivery, Part, Service
 
 MAX_BYTES = 64 << 20  # of a frame of control
-QUEUED_BYTES = 16 << 20  # of slots of a host under way
+QUEUED_BYTES = 16 << 20  # of a host's slots in flight
 MAX_NAME = 64
 
-Reported = Literal["message", "env_restarted"]  # services of the coordinator that roles elsewhere may ask
+Reported = Literal["message", "env_restarted"]  # services of the coordinator that roles of other hosts may use
 
 JOIN = Service("join", Delivery.READ)  # JoinRequest -> Assignment
-COMMANDS = Service("commands", Delivery.STATE)  # own words: commands taken, the token -> list of commands
-EVENTS = Service("events", Delivery.RECORD)  # own words: 0, the token; list of events -> nothing
-GAUGES = Service("gauges", Delivery.STATE)  # posted; own words: 0, the token; rows by role
+COMMANDS = Service("commands", Delivery.STATE)  # own words: number of commands received -> list of commands
+EVENTS = Service("events", Delivery.RECORD)  # list of events -> nothing
+GAUGES = Service("gauges", Delivery.STATE)  # posted; rows by role
 NEWER = Service("weights and grants", Delivery.STATE)  # own words: version, first stream, token; known grants
 
 
 class JoinRequest(msgspec.Struct):
-    """A host that wants to take part."""
+    """Asks for a place in the run."""
 
     version: str  # of Echelon
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
@@ -43,10 +43,10 @@ class Assignment(msgspec.Struct):
     wait: bool = False  # the run is not ready: ask again
     name: str = ""  # of the host in this run; empty until it has a place
     missing: int = 0  # hosts that have not joined yet
-    token: int = 0
     lease_s: float = 0.0
-    bulk: str = ""  # the address of the carrier, whose host is the one that was joined
-    first: int = 0  # actor whose slots are stream 0 of the host's ring
+    token: int = 0  # proves to the carrier that the host owns its streams
+    bulk: str = ""  # the carrier's address; only its port counts, the host is the one that was joined
+    first: int = 0  # the actor whose slots are stream 0 of the host's ring
     streams: int = 0
     slots: int = 0  # of each stream
     slot: list[Any] = []  # SlotBytes
@@ -68,32 +68,32 @@ class Signal(msgspec.Struct, tag="signal"):
 
 
 class Dismiss(msgspec.Struct, tag="dismiss"):
-    """The run is over, or has no use for the host; why."""
+    """Leave: the run is over."""
 
     why: str
 
 
 class Started(msgspec.Struct, tag="started"):
-    """A role runs."""
+    """A role has started."""
 
     name: str
     pid: int
 
 
 class Ended(msgspec.Struct, tag="ended"):
-    """A role ended; as `Exit`."""
+    """A role has ended; the fields are those of `Exit`."""
 
     name: str
     pid: int
     code: int
     signal: Annotated[int, msgspec.Meta(ge=0, le=64)]
     ended_with: str
-    log: str  # the end of it, where nothing else says why
+    log: str  # its end, after a crash
     failure: Failure | None
 
 
 class Report(msgspec.Struct, tag="report"):
-    """What a role has to say to the coordinator, and by which of its services."""
+    """A role's report to the coordinator, and the service of the coordinator that it is for."""
 
     function: Reported
     text: str
@@ -110,17 +110,17 @@ Event = Started | Ended | Report | Left
 
 
 def pack(value: Any) -> bytes:
-    """A message, to follow a header."""
+    """Returns the frame of a message, which follows the header."""
     return msgspec.msgpack.encode(value)
 
 
 def question(value: Any) -> list[Part]:
-    """The frames of a message as a client sends it, with room for its header."""
+    """Returns the frames of a request, with room for the header."""
     return [bytearray(HEADER.size), pack(value)]
 
 
 def unpack(frames: Sequence[memoryview], kind: Any) -> Any:
-    """The message in the frame after the header; raises Refused on anything else."""
+    """Returns the message in the frame after the header; raises Refused if it is malformed."""
     if len(frames) != 2:
         raise Refused(f"a message between hosts was refused: {len(frames)} frames, not 2.")
     try:

@@ -1,8 +1,8 @@
-"""Which host writes the slots of which actor, in shared memory of the head.
+"""The owner of each actor's stream of slots, in shared memory of the head.
 
-The engine decides it; the carrier looks before it writes a slot that came from another host. A host that is lost must
-never write again, however late its messages come: the engine takes its streams away, and gives the actors to another
-host only when the carrier has seen that, or is dead. Needs only numpy.
+The engine sets the owners; the carrier checks them before it writes a slot of another host. A lost host must never
+write again, however late its messages arrive: the engine takes its streams away, and starts the actors at the head only
+when the carrier has seen that or is dead. Needs only numpy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HERE = 0  # the token of the head itself
 
 
 class Ownership:
-    """The owner of each stream: a token of a host that joined, or HERE."""
+    """The owner of each stream: the token of a host, or HERE."""
 
     def __init__(self, session: Path, num_streams: int) -> None:
         words = join_segment(session / "ownership", 8 * (2 + num_streams)).view(np.int64)
@@ -38,12 +38,12 @@ class Ownership:
     # The carrier's side.
 
     def look(self) -> None:
-        """From now on nothing is written for former owners."""
+        """Marks the last change as seen: from now on no slot of a former owner is written."""
         self._words[SEEN] = self._words[CHANGES]
 
     def has(self, stream: int, token: int) -> bool:
         return bool(token != HERE and self._owners[stream] == token)
 
     def of_others(self) -> list[int]:
-        """The streams that other hosts write."""
+        """Returns the streams that other hosts write."""
         return [int(stream) for stream in np.flatnonzero(self._owners != HERE)]
