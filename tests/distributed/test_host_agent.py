@@ -14,7 +14,7 @@ from echelon.engines.process import Exit, ProcessSpec
 from echelon.hosts.engine import HostsEngine, streams_of_hosts
 from echelon.hosts.messages import Assignment
 from echelon.transport.slot_wire import SlotBytes
-from running import Running, wait_until
+from running import Running, processes_marked, wait_until
 
 ASSIGNMENT = Assignment(slots=2, weights=8, slot=SlotBytes(64).to_wire())
 
@@ -113,6 +113,18 @@ def test_an_interrupted_agent_says_what_it_does(head: Head) -> None:
     assert "leaving: ending 1 actor (Ctrl-C again: leave at once)" in agent.text()
     assert "left: the run goes on without this host" in agent.text()
     assert ("message", "host second left: it was stopped; this host starts its actor 1") in head.engine.reports()
+
+
+def test_an_agent_that_is_interrupted_twice_still_says_goodbye(head: Head) -> None:
+    agent = head.agent()
+    head.start(agent, "engine_roles:Counting")
+    agent.process.send_signal(signal.SIGINT)
+    agent.until(lambda: "leaving" in agent.text(), "it leaves")
+    agent.process.send_signal(signal.SIGINT)
+    texts: list[str] = []
+    head.until(lambda: texts.extend(text for _, text in head.engine.reports()) or texts)
+    assert texts == ["host second left: it was stopped; this host starts its actor 1"]
+    wait_until(lambda: not processes_marked(agent.mark), "nothing is left of it")
 
 
 def test_an_agent_that_was_suspended_says_so(tmp_path: Path, shm_dir: Path) -> None:
