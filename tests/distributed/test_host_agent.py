@@ -99,7 +99,8 @@ def test_an_agent_whose_role_failed_the_run_says_so(head: Head) -> None:
     assert "no such robot" in (logs / "actor-1.log").read_text()
     os.utime(logs, (0, 0))  # what is older than a day goes when the next agent starts
     late = head.agent("late")
-    late.until(lambda: not logs.exists(), "old logs are removed")
+    late.until(lambda: "waiting for the run" in late.text(), "it waits")
+    assert not logs.exists()
     late.process.send_signal(signal.SIGINT)
     assert late.code() == 0 and "left: no run was joined" in late.text()
 

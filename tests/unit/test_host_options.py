@@ -35,7 +35,7 @@ def test_a_number_of_hosts_implies_the_engine_and_the_scheme() -> None:
         (("impala", "--hosts", "2", "--learners", "2"), "a run over several hosts has one learner"),
         (("dqn", "--hosts", "2"), "--engine hosts does not support dqn yet"),
         (("a3c", "--hosts", "2"), "--engine hosts does not support a3c yet"),
-        (("impala", "--hosts", "2", "--hosts.address", "0.0.0.0"), "is no address"),
+        (("impala", "--hosts", "2", "--hosts.address", "0.0.0.0"), "hosts.address=tcp:..0.0.0.0 is"),
     ],
 )
 def test_what_hosts_cannot_do_is_refused_with_the_reason(words: tuple[str, ...], text: str) -> None:

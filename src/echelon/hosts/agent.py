@@ -87,12 +87,16 @@ class Agent:
         self._joining: PendingRequest | None = None
         self._preloading: LocalEngine | None = None  # the engine, from the first reply of the head on
         self._closing = contextlib.ExitStack()  # closes in the reverse order of creation
-        self._control = self._connect("the run", address, MAX_BYTES, 8)
-        self._closing.callback(self._control.close)
-        self._session = create_session(shm_dir)
-        self._closing.callback(shutil.rmtree, self._session, ignore_errors=True)
-        self._logs = make_log_folder()
-        self._closing.callback(self._remove_logs)
+        try:
+            self._control = self._connect("the run", address, MAX_BYTES, 8)
+            self._closing.callback(self._control.close)
+            self._session = create_session(shm_dir)
+            self._closing.callback(shutil.rmtree, self._session, ignore_errors=True)
+            self._logs = make_log_folder()
+            self._closing.callback(self._remove_logs)
+        except BaseException:
+            self._closing.close()
+            raise
 
     def _connect(self, what: str, address: str, max_bytes: int, queued: int) -> Client:
         name = b"h" + os.urandom(15)  # the head recognizes a connection that was cut by its name
