@@ -185,7 +185,9 @@ def test_a_full_disk_is_told_and_training_goes_on(small_disk: Path, shm_dir: Pat
         free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
         ballast.write_bytes(bytes(free - 300_000))
         os.kill(learner, signal.SIGCONT)
-        run.until(lambda: "the replay needs" in run.text() or "could not be written" in run.text(), "it is told")
+        run.until(
+            lambda: "the replay snapshot needs" in run.text() or "could not be written" in run.text(), "it is told"
+        )
         assert "Training goes on" in run.text()
         for _ in range(2):
             until_learning(run)

@@ -90,6 +90,6 @@ def test_a_divergence_is_told_as_one(tmp_path: Path, shm_dir: Path, engine: str)
 def test_what_cannot_be_is_refused_before_anything_is_made(tmp_path: Path, shm_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"learner\.batch=3 is not a multiple of the 2 actors"):
         train(tmp_path, shm_dir, "inline", **{"learner.batch": 3, "learner.max_lag": 1})
-    with pytest.raises(ConfigError, match=r"minibatches=2 gradients of a rollout are more than"):
+    with pytest.raises(ConfigError, match=r"minibatches=2 gradients per rollout are more than"):
         train(tmp_path, shm_dir, "inline", **LOCK_STEP, **{"algorithm.minibatches": 2})
     assert not list(tmp_path.glob("a3c*")) and not list(shm_dir.iterdir())

@@ -51,13 +51,14 @@ def test_inline_repeats_exactly(tmp_path: Path, shm_dir: Path, name: str) -> Non
 )
 def test_samples_per_insert_is_kept_within_a_hundredth(tmp_path: Path, shm_dir: Path, name: str, ratio: float) -> None:
     changes = {"replay.samples_per_insert": ratio, "actor.num_actors": 2, "acting.mode": "local"}
+    changes |= {"replay.capacity": 1_000}  # a fifth of the steps fills an actor's shard, however slow that actor is
     rule = limiter_rule(config_of(name, tmp_path, shm_dir, "local", **changes))
     changes |= {"stop.steps": max(2_500, int(180 * rule.room / ratio))}  # the band is less than 1 % of that
     config = config_of(name, tmp_path, shm_dir, "local", **changes)
     replay = echelon.train(config, output=io.StringIO()).summary["replay"]
     assert replay["samples_per_insert"] == pytest.approx(ratio, rel=0.01)
     assert replay["inserted"] > 2_000 and replay["sampled"] % 32 == 0
-    assert 0 <= 2_000 - replay["size"] <= 2 * rule.chunk, "but for what is being overwritten"
+    assert 0 <= 1_000 - replay["size"] <= 2 * rule.chunk, "but for what is being overwritten"
 
 
 @pytest.mark.parametrize("engine", ["inline", "local"])

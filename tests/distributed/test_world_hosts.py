@@ -125,7 +125,7 @@ def test_a_member_with_another_secret_or_none_is_refused_in_one_line() -> None:
         with started(list(members.values())):
             for ranks, words in {
                 "1": "errors.Refused: the world at {} does not admit 'm1' with its value of ECHELON_SECRET",
-                "2": "errors.ConfigError: {} is not on the loopback, where peers must be authenticated",
+                "2": "errors.ConfigError: {} is not on the loopback, so peers must be authenticated",
             }.items():
                 _, err = members[ranks].communicate(timeout=DEADLINE_S)
                 said = err.splitlines()[-1]

@@ -6,7 +6,12 @@ import argparse
 from collections.abc import Sequence
 
 from echelon.cli.main import Parser
-from echelon.cli.train import take_fields
+
+HOSTS = {
+    "address": "where the run listens for other hosts from now on",
+    "bulk-port": "port for trajectories and weights from now on",
+    "lease-s": "seconds without contact after which a host is given up",
+}
 
 
 def whole(text: str) -> int:
@@ -18,11 +23,7 @@ def whole(text: str) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        prog="echelon resume",
-        description="Resume a run from its newest checkpoint. --hosts.address, --hosts.bulk-port and --hosts.lease-s "
-        "change where and how it waits for other hosts.",
-    )
+    parser = Parser(prog="echelon resume", description="Resume a run from its newest checkpoint.")
     parser.add_argument("run", metavar="RUN", help="the run folder")
     parser.add_argument("--steps", type=whole, default=0, metavar="TOTAL", help="new total of environment steps")
     parser.add_argument("--minutes", type=float, default=0.0, metavar="TOTAL", help="new total of minutes")
@@ -31,9 +32,10 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--epochs", type=whole, default=None, help=argparse.SUPPRESS)  # the old name of --episodes
     parser.add_argument("--learners", type=whole, default=None, metavar="N", help="learner processes from now on")
     parser.add_argument("--hosts", type=whole, default=None, metavar="N", help="hosts from now on, this one among them")
-    options = {name.removeprefix("--") for action in parser._actions for name in action.option_strings}
-    rest, fields = take_fields(arguments, options)
-    known = parser.parse_args(rest)
+    for name, meaning in HOSTS.items():
+        parser.add_argument(f"--hosts.{name}", dest=f"hosts.{name.replace('-', '_')}", metavar="VALUE", help=meaning)
+    known = parser.parse_args(list(arguments))
+    fields = {path: text for path, text in vars(known).items() if path.startswith("hosts.") and text is not None}
     from echelon.training import resume
 
     resume(

@@ -83,7 +83,7 @@ def _fields_help(name: str, infos: Sequence[FieldInfo], others: Sequence[str]) -
 
 def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str], options: Options = SHORT) -> TrainConfig:
     """Returns the configuration of the preset with the options applied."""
-    rest, texts = take_fields(arguments, options)
+    rest, texts = _take_fields(arguments, options)
     known = parser.parse_args(rest)
     short = {path: value for name, (path, _) in options.items() if (value := vars(known)[name.replace("-", "_")])}
     config = preset(known.preset, known.env)
@@ -110,7 +110,7 @@ def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str], opti
     return set_fields(config, fields)
 
 
-def take_fields(arguments: Sequence[str], options: Container[str]) -> tuple[list[str], dict[str, str]]:
+def _take_fields(arguments: Sequence[str], options: Container[str]) -> tuple[list[str], dict[str, str]]:
     """Separates --section.field VALUE and --section.field=VALUE; returns the other arguments, and texts by path."""
     rest: list[str] = []
     texts: dict[str, str] = {}
