@@ -111,7 +111,7 @@ def test_an_interrupted_agent_says_what_it_does(head: Head) -> None:
     agent.process.send_signal(signal.SIGINT)
     head.until(lambda: agent.process.poll() is not None)
     assert agent.code() == 0
-    assert "leaving: ending 1 actor (Ctrl-C again: leave at once)" in agent.text()
+    assert "leaving: ending 1 actor (Ctrl-C again: leave immediately)" in agent.text()
     assert "left: the run goes on without this host" in agent.text()
     assert ("message", "host second left: it was stopped; this host starts its actor 1") in head.engine.reports()
 

@@ -80,7 +80,7 @@ class Passes:
                 yield (row * lanes + lane)[(lane >= 0) & (lane < lanes)].to(device)
 
     def priorities(self, minibatch: Any) -> None:
-        """None: trajectories are used once, in their order of arrival."""
+        """Returns None: trajectories are not replayed, so they have no priorities."""
 
     def finish(self, batch: Batch) -> None:
         if self.peers.size == 1:
@@ -180,8 +180,10 @@ class RewardScale:
 
 
 def _in_order(lanes: Array) -> Iterator[Array | slice]:
-    """Yields columns in rounds in which each lane occurs at most once: a batch can hold several trajectories of a lane,
-    oldest first."""
+    """Yields the columns in groups, oldest first, such that an environment occurs at most once in each group.
+
+    A batch can hold several trajectories of one environment.
+    """
     order = lanes.argsort(kind="stable")
     same = lanes[order]
     begins = np.flatnonzero(np.diff(same, prepend=same[0] - 1))  # start of each lane's columns in sorted order

@@ -2,8 +2,8 @@
 
 Differences from the paper: the learner computes the values for advantages and value clipping when the batch arrives;
 actors do not store them, so they need no value head, and lagging data gets current values. With `correct_lag`
-(async-ppo) advantages and targets are V-trace's, which equal GAE's for data without lag (rho = c = 1), and the ratio of
-the surrogate is relative to the policy that acted.
+(async-ppo) advantages and targets are V-trace's, which equal GAE's for data without lag (rho = c = 1). With and
+without `correct_lag`, the ratio of the surrogate is relative to the policy that acted.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, TextIO
 
@@ -96,6 +97,11 @@ class AsyncWorker:
 
     def report(self, text: str) -> None:
         print(f"worker {self.name}: {text}", file=self._output, flush=True)
+
+    def tell(self, text: str) -> None:
+        """The old name of `report`."""
+        warnings.warn("tell() is now report(); the next release drops the old name.", FutureWarning, stacklevel=2)
+        self.report(text)
 
     @preserve_settings()
     def work(self, episodes: int = 0) -> int:

@@ -1,10 +1,11 @@
-"""The fork server: a small process that has imported the heavy modules and forks workers in milliseconds.
+"""The fork server: a small process that has imported the heavy modules and forks role processes in milliseconds.
 
 It exchanges JSON lines with the engine that started it over one Unix socket: it receives `start` and `signal`, and
-sends `started` and `exited`. Workers are its children, so it alone reaps them: a process number that the engine knows
-is never reused. When the socket closes without a `close` (the engine's process was killed), it kills its workers and
-removes the session folder. A worker leads a process group, which is killed with it, so that children of its
-environments end, too. If the server itself is killed, the kernel kills its workers (PR_SET_PDEATHSIG).
+sends `started` and `exited`. Role processes are its children, so it alone reaps them, and a pid that the engine knows
+is not reused before the server has reported the exit. When the socket closes without a `close` (the engine's process
+was killed), it kills its children and removes the session folder. A role process leads a process group, which is killed
+with it, so that processes started by its environments end, too. If the server itself is killed, the kernel kills its
+children (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
     """Runs the role of `spec` in a forked worker; does not return."""
     die_with_parent(parent)
     ctypes.CDLL(None).prctl(PR_SET_NAME, spec.name.encode()[:15])  # what `top` and `ps -o comm` show
-    os.setpgid(0, 0)  # to be ended with what it forks; not a session, by which the kernel would share out its cores
+    os.setpgid(0, 0)  # killed together with its children; not a session: autogroups schedule per session
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if spec.log != INHERITED:
@@ -74,7 +75,7 @@ def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
     except BaseException as error:  # the last frame of the process: report whatever ended it
         code = 1
         failure = failure_of(error)
-        if spec.log != INHERITED:  # else its starter prints it
+        if spec.log != INHERITED:  # else the process that started it prints the error
             print(failure.traceback, file=sys.stderr)
         os.write(failure_pipe, pack_failure(failure))
         signal.setitimer(signal.ITIMER_REAL, CLOSE_TIMEOUT_S)  # SIGALRM ends a process that cannot even close
@@ -103,7 +104,7 @@ def unpack_failure(pipe: int) -> dict[str, Any] | None:
     """Returns the failure that a dead worker wrote to its pipe; None if there is none or it is incomplete."""
     try:
         failure: dict[str, Any] = json.loads(os.read(pipe, MAX_FAILURE_BYTES))
-    except (BlockingIOError, ValueError):  # empty, though a process that it forked holds the pipe open; or cut short
+    except (BlockingIOError, ValueError):  # empty, while a child of it holds the pipe open; or cut short
         return None
     return failure
 
@@ -215,7 +216,7 @@ def main() -> None:
     for module in preload:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # keeps the shared pages of what was imported out of the workers' collections
+    gc.freeze()  # excludes what was imported from garbage collection, so that forks keep sharing its pages
     ForkServer(socket.socket(fileno=int(descriptor)), session).run()
 
 

@@ -1,4 +1,4 @@
-"""The local engine: one process per role on this machine, forked from a warm server."""
+"""The local engine: one process per role on this machine, forked from the fork server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from echelon.transport.session import is_running, start_ticks
 # Threads that wait by spinning would take the cores that other roles need.
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
-# torch's optimizers import its compiler when the first is made, 1.3 s: worth preloading where processes make some.
+# The first optimizer that a process creates imports torch's compiler (1.3 s), so preload it for roles that create one.
 COMPILER = "torch._dynamo"
 
 CLOSE_S = 10.0  # how long the fork server may take to leave
@@ -177,7 +177,7 @@ class LocalEngine(OneHost):
         self._server.kill()
 
     def close(self, timeout_s: float) -> None:
-        """Waits `timeout_s` for the roles to leave, kills the rest, ends the server; may be called twice."""
+        """Waits up to `timeout_s` for the roles to exit, kills the rest, ends the server; may be called twice."""
         if not self._is_served:
             return
         deadline = time.monotonic() + timeout_s

@@ -2,8 +2,8 @@
 
 Roles of this host see the agent as their coordinator: their world, ring and board are in its session. The agent waits
 on commands and replies of the head, slots that its actors commit, exits, and reports of its roles. An agent that has
-received no reply for a lease ends its roles, because the head then starts them elsewhere; a connection that recovers
-earlier costs nothing. If the agent is killed, the fork server ends its roles and removes its session.
+received no reply for a lease ends its roles, because the head then starts them elsewhere; if the connection recovers
+earlier, nothing is restarted. If the agent is killed, the fork server ends its roles and removes its session.
 """
 
 from __future__ import annotations
@@ -99,11 +99,14 @@ class Agent:
             raise
 
     def _connect(self, what: str, address: str, max_bytes: int, queued: int) -> Client:
-        name = b"h" + os.urandom(15)  # the head recognizes a connection that was cut by its name
+        name = b"h" + os.urandom(15)  # by this name the head recognizes the agent after a reconnect
         return Client(what, address, self._secret, max_bytes, queued=queued, name=name)
 
     def join(self) -> None:
-        """Waits until the run is ready, while the fork server imports; raises Refused if it takes no more hosts."""
+        """Joins the run and waits until it is ready; raises Refused if the run takes no more hosts.
+
+        Meanwhile the fork server of this host preloads modules.
+        """
         make = functools.partial(question, JoinRequest(__version__, self.name, len(os.sched_getaffinity(0))))
         state = ""
         while True:
@@ -144,7 +147,7 @@ class Agent:
         self._closing.callback(self._node.close)
         self._node.serve("message", functools.partial(self._send_report, "message"))
         self._node.serve("env_restarted", functools.partial(self._send_report, "env_restarted"))
-        self._asked_at = self._heard_at = time.monotonic()  # when the last request that has a reply was sent
+        self._asked_at = self._heard_at = time.monotonic()  # `_heard_at`: send time of the newest answered request
         self._asking = self._ask_commands()
         actors = f"{num} actor{'s' * (num > 1)}"
         self.report(f"{self.name} takes part with {actors}; the logs of its roles are in {self._logs}")
@@ -166,7 +169,7 @@ class Agent:
         return self.over
 
     def _sleep(self) -> bool:
-        """Waits for anything to do; returns whether it is something else than slots, weights and their replies."""
+        """Waits for work; returns whether any of it is not bulk traffic (slots, weights and their replies)."""
         bulk, others = self._bulk.watched, [item for item, _ in self._node.watched]
         others += [self._control.socket, *self._engine.descriptors]
         ready = zmq.zmq_poll([(item, zmq.POLLIN) for item in [*bulk, *others]], int(1000 * LOOK_S))
@@ -278,7 +281,7 @@ class Agent:
             self._is_warned = True
             text = (
                 f"{self.name} reaches the run at {self.address}, but not its second port, {self._bulk.address}, to "
-                f"which trajectories go: {why} --hosts.bulk-port fixes that port."
+                f"which trajectories go: {why} Set that port with --hosts.bulk-port, and open it."
             )
             self.report(text)
             self._send_report("message", text)
@@ -288,7 +291,7 @@ class Agent:
     def interrupt(self) -> str:
         """Leaves because the user asked to; returns what the run does."""
         num = sum(pid is not None for pid in self._roles.values())
-        actors = f": ending {num} actor{'s' * (num > 1)} (Ctrl-C again: leave at once)" if num else ""
+        actors = f": ending {num} actor{'s' * (num > 1)} (Ctrl-C again: leave immediately)" if num else ""
         self.report(f"leaving{actors}")
         if self.close("it was stopped"):
             return "the run goes on without this host"
@@ -297,8 +300,8 @@ class Agent:
     def close(self, why: str) -> bool:
         """Ends the roles, reports to the head why this host leaves, and removes everything but the logs of failures.
 
-        Returns whether the head has acknowledged that. A KeyboardInterrupt meanwhile kills the roles and is otherwise
-        ignored: the head would miss this host for a lease.
+        Returns whether the head has acknowledged that. A KeyboardInterrupt meanwhile kills the roles, but does not
+        skip the report: without it the head would wait a lease for this host.
         """
         self.over = self.over or why
         with self._closing:

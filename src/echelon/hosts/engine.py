@@ -1,9 +1,9 @@
 """The engine of several hosts: starts roles as processes of this host, the head, and of hosts whose agents have joined.
 
 It listens for agents (`hosts.messages`, control) in the coordinator's own loop. It sends an agent the roles to start;
-their exits and reports come out of `exits` and `reports` like those of local roles. Fencing: an agent that has received
-no reply for a lease ends its roles. The head gives a host up a little later, and starts the host's actors itself once
-the carrier has seen that they changed owner.
+`exits` and `reports` return their exits and reports with those of local roles. Fencing: an agent that has received no
+reply for a lease ends its roles. The head gives the host up GRACE_S later, and starts its actors itself once the
+carrier rejects slots from that host.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from echelon.transport.segments import open_segment
 from echelon.version import __version__
 
 GRACE_S = 2.0  # beyond the lease, before a silent host is given up
-AWAY_S = 1.0  # a longer time between two looks means that this process was suspended; the rest does not count
+AWAY_S = 1.0  # a longer gap between two calls of `_look` means that this process was suspended; the excess is ignored
 WAIT_REPORT_S = 30.0  # between two reports that hosts are missing
 SILENT_S = 5.0  # before the user is warned of a silent host
-SETTLE_S = 2.0  # agents that started earlier than the head have probed it, and hung up
+SETTLE_S = 2.0  # agents that waited for the head probe it first, which counts as a refused handshake: ignored this long
 BURST = 256
 LOOK_S = 0.05
 HEARD_S = 2.0  # gauges of a host that was silent for longer are stale
@@ -68,7 +68,7 @@ Reporter = Callable[[str], None]
 
 
 class HostsEngine(LocalEngine):
-    """Starts roles here and elsewhere; the first host that joins has the actors after those of the head, and so on."""
+    """Starts roles on all hosts. Actors are assigned in order: the head has the first, then each host as it joined."""
 
     def __init__(self, session: str, preload: Sequence[str], address: str, lease_s: float) -> None:
         super().__init__(session, preload)
@@ -85,7 +85,7 @@ class HostsEngine(LocalEngine):
         self._fenced: list[Host] = []  # lost, but the carrier may not have seen it yet
         self._gauges: dict[str, Array] = {}
         self._refused: set[str] = set()  # reports of hosts that may not join
-        self._num_handshakes, self._settled_at = 0, math.inf  # those before do not count
+        self._num_handshakes, self._settled_at = 0, math.inf  # refused ones; not reported before `_settled_at`
         self._over = ""
         self._looked_at = time.monotonic()
         self._control.serve(JOIN, self._on_join)
@@ -102,7 +102,7 @@ class HostsEngine(LocalEngine):
         """Waits until every host has joined.
 
         `streams` are the actors of each host, the head's first; `carrier` is the file to which the carrier will write
-        its address. A host that leaves, or is silent for a lease, makes room for another one.
+        its address. A host that leaves, or is silent for a lease, is replaced by the next that joins.
         """
         self._own_streams, self._free, self._carrier = streams[0], list(streams[1:]), carrier
         self._ownership = Ownership(self._folder, streams[-1].stop)
@@ -187,7 +187,7 @@ class HostsEngine(LocalEngine):
         return Refused(why)
 
     def _heard(self, message: Message) -> Host:
-        """Returns the host that sent `message`; raises Refused if it has no part in this run."""
+        """Returns the host that sent `message`; raises Refused if the host is not, or no longer, in this run."""
         host = self._hosts.get(message.connection)
         if host is None or host.lost:
             restarted = "the run was restarted after this host joined; run `echelon host --join` again"
@@ -282,7 +282,7 @@ class HostsEngine(LocalEngine):
             self._report(f"host {host.name} is back")
 
     def _lose(self, host: Host, why: str) -> None:
-        """Gives a host up: its messages no longer count, and its roles may start again once the carrier has seen it."""
+        """Gives a host up: refuses its messages, and lets its roles start here once the carrier rejects its slots."""
         host.lost = f"host {host.name} {why}"
         self._ownership.give(host.streams, HERE)
         self._places = {name: place for name, place in self._places.items() if place is not host}
@@ -354,7 +354,7 @@ class HostsEngine(LocalEngine):
             host.commands.append(Signal(name, number))
 
     def close(self, timeout_s: float) -> None:
-        """Dismisses the agents, too."""
+        """Dismisses the agents, waiting up to GOODBYE_S for them to leave, then closes the local engine."""
         if self._control.is_open:
             self._over = "the run is over"
             living = [host for host in self._hosts.values() if not host.lost]
@@ -368,6 +368,6 @@ class HostsEngine(LocalEngine):
 
 
 def streams_of_hosts(num_actors: int, num_hosts: int) -> list[range]:
-    """The actors of each host, as even as can be; the head's first."""
+    """Returns the actors of each host, divided as evenly as possible; those of the head come first."""
     bounds = [host * num_actors // num_hosts for host in range(num_hosts + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(bounds)]

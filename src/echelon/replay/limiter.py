@@ -6,16 +6,17 @@ An actor may append while the balance stays at or below +tolerance; a learner ma
 `inserted` of a shard is its head, written by its actor; `sampled` of a learner counts the items it sampled, and
 `written_off` the samples that were due for evicted items, both written by that learner.
 
-Who waits: an actor waits on the `insert` bell, which `note_sampled` rings; a learner waits on the `sample` bell, which
-`note_inserted` rings. Both waits have a timeout, so that a role keeps its heartbeat. If an actor dies, its count stays
-and the other actors append in its place; if a learner dies, the actors append up to the end of the band and wait for
-its successor. Several processes may pass a check simultaneously: the band is then exceeded by at most one append per
-actor, or one batch per learner.
+Who waits: an actor waits on the futex word `insert`, which `note_sampled` wakes; a learner waits on the futex word
+`sample`, which `note_inserted` wakes. Both waits have a timeout, so that a role keeps its heartbeat. If an actor dies,
+its count stays and the other actors append in its place; if a learner dies, the actors append up to the end of the band
+and wait for its successor. Several processes may pass a check simultaneously: the band is then exceeded by at most one
+append per actor, or one batch per learner.
 
-Every host has these words. The counts of other hosts arrive with the messages between a learner and their shard
-servers, and the receiver writes them (`note_inserted`, `note_spent`). A late count makes one side wait longer, or lets
-it exceed the band by what is in flight. Learners and shard servers also sleep on their connections, so an append rings
-the doorbells of those that called `listen`. Imports only numpy.
+With shard servers (replay.transport=tcp), the learner's side and the actors' side each have a copy of these words. The
+counts of the other side arrive with the messages between learner and shard server, and the receiver writes them
+(`note_inserted`, `note_spent`). A late count makes one side wait longer, or lets it exceed the band by what is in
+flight. Learners and shard servers also sleep on their connections, so an append rings the doorbells of those that
+called `listen`. Imports only numpy.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Sharded replay, the learner's side: samples from all shards that one learner owns.
 
 One tree, in the learner's private memory, spans the learner's shards: shard s has the leaves from s * capacity on, one
-per slot. `advance` adds the items that the actors appended, with their initial priorities. `draw` draws items in
-proportion to priority**alpha over all shards and requests them; `collect` reads them; `sample` does both. `update` sets
-new priorities of sampled items. Items on this host are read in place. Items on other hosts are transferred between
-`draw` and `collect`, so a learner that draws ahead does not wait for them.
+for each of its `capacity` item positions. `advance` adds the items that the actors appended, with their initial
+priorities. `draw` draws items in proportion to priority**alpha over all shards and requests them; `collect` reads them;
+`sample` does both. `update` sets new priorities of sampled items. Items in this host's shared memory are read in place.
+Items behind a shard server are transferred between `draw` and `collect`, so a learner that draws ahead does not wait
+for them.
 
 Sampling is stratified (Schaul et al., 2016): the sum of priorities is divided into as many equal segments as the batch
 has items, and one item is drawn from each. Importance weights are (N * P)**-beta divided by the largest of the batch,
@@ -14,9 +15,10 @@ batches.
 
 With alpha=0 sampling is uniform: priorities are ignored, and there is no tree.
 
-The learner never waits for an actor. An item that is overwritten before or while it is read is replaced by another
-draw. If the host of a shard is lost, its items are dropped; they are added again if the host comes back. `lost` reports
-both. If the learner dies, its successor rebuilds the tree from the priorities in each reader's column.
+Reading never waits for an actor; the limiter decides when the learner may sample. An item that is overwritten before or
+while it is read is replaced by another draw. If the host of a shard is lost, its items are dropped; they are added
+again if the host comes back. `lost` holds a message about each loss and each return of a shard. If the learner dies,
+its successor rebuilds the tree from the priorities in each reader's column.
 """
 
 from __future__ import annotations
@@ -138,7 +140,7 @@ class Replay:
                 if tail > first:  # overwritten while they were copied: keep the rest
                     priorities, first = priorities[min(tail, head) - first :], min(tail, head)
                 self._take_in(shard, reader, first, priorities)
-            gone = max(before, head - self._capacity)  # evicted before being overwritten: their frames were
+            gone = max(before, head - self._capacity)  # the first item evicted because its frames were overwritten
             if gone < tail:
                 for slots, _ in spans(gone, min(tail, first), self._capacity):
                     self._plant(shard, slots.start, np.zeros(slots.stop - slots.start))

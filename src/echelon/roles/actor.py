@@ -1,11 +1,12 @@
 """The actor: steps K environments with the newest policy and passes the steps to its `Experience`.
 
-Waits for: admission (the learner rings the actor's `free` doorbell, or the replay limiter admits it); with central
-acting also for actions (the inference server's `round` word). Wakes: the learner, by committing experience; the
-inference server, by sending a request.
+Waits for: a grant (the learner rings the actor's `free` doorbell), or with replay the limiter; with central acting also
+for actions (the futex word `round` of its inference server on the act board). Wakes: the learner, by committing
+experience; the inference server, by sending a request.
 
-With central acting the environments form teams: one team steps while the actions of another are computed. A team
-enters a trajectory, and requests its first actions, only after the learner has admitted it. This bounds the lag.
+With central acting the environments form teams (`--acting.groups`): one team steps while the actions of another are
+computed. A team starts a trajectory, and requests its first actions, only after the learner has granted it. This bounds
+the lag.
 """
 
 from __future__ import annotations

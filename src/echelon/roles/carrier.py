@@ -2,8 +2,8 @@
 
 Waits for: messages from host agents, and grants from the learner for their streams (it sleeps on those doorbells).
 Wakes: the learner, by committing a slot. The carrier is the only writer of every stream whose actor is on another
-host. If it dies, the supervisor starts a new one, which listens at the same address and continues at the head of the
-ring. A slot is committed exactly once, because its number must equal the head of its stream.
+host. If it dies, the supervisor starts a new one, which listens at the same address and continues after the last
+committed slot. A slot is committed exactly once, because its number must equal `head`, its stream's committed slots.
 """
 
 from __future__ import annotations

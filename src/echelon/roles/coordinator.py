@@ -1,7 +1,8 @@
 """The coordinator: starts and supervises the roles, writes the metrics, and ends the run.
 
 It waits for: messages of the roles, and exits that the engine reports. It alone decides about restarts (`Supervisor`).
-If it dies, the fork server ends every role; `echelon resume` continues from the newest checkpoint.
+If it dies, the fork server ends every role of this host, and agents end those of other hosts after a lease;
+`echelon resume` continues from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Coordinator:
         return self.summary
 
     def _end_gateway(self) -> None:
-        """Tells the gateway that the run is over, so that workers exit; after a stop they wait for a resume."""
+        """Tells the gateway that the run is over, so that workers exit; if it was stopped, they wait for a resume."""
         if self.summary is not None and self.summary["reason"] != "stopped" and "gateway" in self.world.members:
             self.world.post("gateway", "over")
 

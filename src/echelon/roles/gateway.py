@@ -1,8 +1,9 @@
 """The gateway: a process that receives the workers' episodes and sends them the newest weights.
 
 Waits for: messages from workers. Wakes: the learner, by appending to the gateway's replay shard. It replies to every
-message immediately, whatever the learner is doing, and the learner never waits for it. If it dies, its successor
-listens at the same address and continues from the `journal` in shared memory; workers resend unanswered messages.
+message immediately, whatever the learner is doing. The learner waits only while no update is due. If it dies, its
+successor listens at the same address and continues from the `journal` in shared memory; workers resend unacknowledged
+messages.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Gateway:
             report(f"workers connect to {self.server.address.removeprefix('tcp://')} ({self._command()})")
 
     def _command(self) -> str:
-        """Returns the command that starts a worker. A gateway that listens on 0.0.0.0 is given by its host name."""
+        """Returns the command that starts a worker, with the host name in place of 0.0.0.0."""
         host, _, port = self.server.address.removeprefix("tcp://").rpartition(":")
         own = " --env ENV --policy MODULE:NAME" if self.config.algorithm.is_users else ""
         return f"echelon worker --learner {sockets.gethostname() if host == '0.0.0.0' else host}:{port}{own}"
@@ -165,8 +166,8 @@ class Gateway:
     def _repeat_last(self, name: bytes) -> bool:
         """Repeats the reply to a worker's last message.
 
-        A predecessor may have died before it replied. The worker would then send the message to the next run, although
-        it is already counted in this one.
+        A predecessor may have died before it replied. Without a reply, the worker would resend the message to the next
+        run at this address, although this run has counted it.
         """
         row = self.journal.row_at(name)
         asked = Message(name, EPISODES, False, self.journal.last(row), NOTHING, [])

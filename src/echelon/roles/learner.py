@@ -1,9 +1,10 @@
 """The learner: takes batches from its source and publishes weights. Several learners share every batch.
 
 Waits for: a batch from its source (actors wake it). One of several learners also waits for the others, before every
-batch (`Meeting`) and at every optimizer step (`Peers`). Wakes: actors, by publishing and admitting, or by drawing. The
-first learner publishes, saves and reports; the others compute the same weights and finish with it. If a learner dies or
-hangs, the supervisor restarts all learners from the newest checkpoint; the actors wait until they are admitted again.
+batch (`Meeting`) and at every optimizer step (`Peers`). Wakes: actors, by granting slots, or with replay by sampling.
+The first learner publishes, saves and reports; the others compute the same weights and finish with it. If a learner
+dies or hangs, the supervisor restarts all learners from the newest checkpoint; the actors wait until they are admitted
+again.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Rate:
     def recent(self, now: float) -> float:
         """Returns the rate over the newest batches.
 
-        It is measured between batches, so that it does not drop between two; if none comes any more, up to `now`.
+        It is measured from batch to batch, so that it does not drop between two batches; if batches have stopped, it is
+        measured up to `now`.
         """
         if len(self.recent_batches) < 2:
             return 0.0
@@ -78,7 +80,7 @@ class Learner:
         self.peers, self.is_first = self.trainable.peers, context.index == 0
         self.counters = self.source.counters if self.peers.size == 1 else Counters()  # of all learners
         self.rate, self.account = Rate(self.source.rate_window_s), LossAccount()
-        self.version, self.past_version = 0, 0  # of the weights published last, and in the checkpoint it started from
+        self.version, self.past_version = 0, 0  # of the last published weights; of the restored checkpoint
         self.elapsed_s = context.elapsed_s  # of the first learner, so that time-based schedules are the same for all
         self.record = LearnerRecord(self)
         self._restore()
@@ -219,7 +221,7 @@ class Learner:
         self.station.tick(time.perf_counter())
 
     def _publish(self) -> None:
-        """Publishes the weights and admits actors. This is the only place where the version increases.
+        """Publishes the weights and grants slots to the actors. This is the only place where the version increases.
 
         Several learners admit actors only after the first one has published.
         """
@@ -266,7 +268,7 @@ class Learner:
 
     @property
     def num_episodes(self) -> int:
-        """The number of episodes whose updates are all made, in a run with workers; 0 in other runs."""
+        """The number of episodes for which all updates have been made, in a run with workers; 0 in other runs."""
         return self.counters.updates // self.source.publish_every if self.source.counts_episodes else 0
 
     def stop_reason(self) -> str:

@@ -29,9 +29,9 @@ from echelon.world.node import Node
 
 PROCESSES = "processes.json"
 START_GRACE_S = 120.0  # hang timeout of a role without progress yet: imports, compilation, slow environments
-AWAY_S = 1.0  # a longer gap between two calls of `look` means that the supervisor was suspended; the excess is ignored
+AWAY_S = 1.0  # the part of a gap between two calls of `look` beyond this is taken for a suspension and ignored
 STACK_TIMEOUT_S = 2.0  # a hung role prints its stack within this time, unless it is suspended or stuck in the kernel
-LEAVE_S = 0.5  # how long the other learners may take to exit, and report their reason, after one of them is gone
+LEAVE_S = 0.5  # how long the other learners may take to exit and report why, after one of them has exited
 LOG_TAIL_BYTES = 6_000
 EXCHANGE = "roles/learners.py"  # appears in the stack of a learner that waits for the others
 FATAL = {"ConfigError": ConfigError, "EnvError": EnvError, "DivergedError": DivergedError}
@@ -69,9 +69,9 @@ class SupervisedRole:
 class Supervisor:
     """Keeps every role of a run alive.
 
-    Several learners are restarted together: they wait for each other in the middle of a batch, so when one is gone the
-    work of the others is lost. The others are killed unless they exit within LEAVE_S, and when the last is gone all are
-    started again. The progress of one counts for all, because a learner that waits for another makes none. Failures
+    Several learners are restarted together: they wait for each other in the middle of a batch, so when one exits the
+    work of the others is lost. The others are killed unless they exit within LEAVE_S; when all have exited, all are
+    started again. Progress of one learner counts for all, because a learner that waits for another makes none. Failures
     are also counted together.
     """
 
@@ -88,7 +88,7 @@ class Supervisor:
         self._failures = collections.deque[tuple[float, str]](maxlen=16)  # of all of them
         self._deaths = collections.deque[float](maxlen=64)
         self._due: list[tuple[float, str]] = []  # delayed restarts: time and role
-        self._reported = ""  # the last reported cause that ended several roles
+        self._reported = ""  # the last reported `ended_with`: a cause shared by several roles is reported once
         self._num_out_of_memory = num_out_of_memory()
         self._patience = math.inf  # deadline for the remaining learners to exit before they are killed
         self._looked_at = time.monotonic()
@@ -106,7 +106,7 @@ class Supervisor:
         self.engine.start(spec)
 
     def replace(self, gone: Exit) -> None:
-        """Restarts a role that exited, together with the roles it depends on; raises if a restart cannot help."""
+        """Restarts a role that exited, or all learners if it is one of several; raises if a restart cannot help."""
         if gone.name in self.together:
             self._lose(gone)
         else:
@@ -145,7 +145,7 @@ class Supervisor:
         before, self._num_out_of_memory = self._num_out_of_memory, num_out_of_memory()
         if self._num_out_of_memory <= before:
             return ""
-        return ", as memory ran out (lower --actors, --envs-per-actor or --replay.capacity)"
+        return ", because memory ran out (lower --actors, --envs-per-actor or --replay.capacity)"
 
     def _lose(self, gone: Exit) -> None:
         """Handles the exit of one of several learners; restarts all when the last has exited."""
@@ -180,7 +180,7 @@ class Supervisor:
         self.engine.start(member.spec)
 
     def _judge(self, member: SupervisedRole, failure: Failure) -> None:
-        """Raises if a restart cannot help: for a user's mistake, or if the same failure repeats."""
+        """Raises if a restart cannot help: the error is in FATAL, or the same failure repeats."""
         if failure.kind in FATAL:
             raise FATAL[failure.kind](failure.message)
         now, text = time.monotonic(), f"{failure.kind}: {failure.message}"
@@ -245,7 +245,7 @@ class Supervisor:
                 member.progress, member.moved = progress, now
 
     def _end_hung(self, names: Sequence[str], silent_s: float, stacks: dict[str, str]) -> None:
-        """Kills a hung role; of several that wait for each other, only those that the others wait for."""
+        """Kills hung roles; of several learners, only those that the others wait for."""
         hung = [name for name in names if not stacks.get(name)]  # suspended, or stuck in the kernel
         hung = hung or [name for name in names if EXCHANGE not in stacks[name]] or list(names)
         for name in hung:

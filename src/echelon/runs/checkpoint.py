@@ -4,7 +4,7 @@ A checkpoint is a folder `step_000000012345` with `tensors.safetensors` (every t
 rest, and the SHA-256 of both). A rename publishes it, so a reader never sees a partial one. A crash leaves at most
 temporary folders: the next reader removes them, and restores a checkpoint whose replacement was not completed. One
 process writes a folder of checkpoints; any number may read it. The writer holds a lock on the folder, which the kernel
-releases when it dies; processes of other containers see the lock, too, where the writer's pid has no meaning.
+releases when it dies; processes in other containers see it too, whereas a pid would mean nothing there.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ def _put(folder: Path, content: _Content, step: int, keep: int) -> None:
 
 
 def load_checkpoint(path: Path) -> Any:
-    """Returns the tree saved at `path`, tensors on the CPU; if damaged, raises ConfigError with the previous one."""
+    """Returns the tree saved at `path`, tensors on the CPU.
+
+    Raises ConfigError, which names the previous checkpoint, if this one is damaged.
+    """
     structure, raw = _verified(path)
     try:
         return unpack(Packed(structure, _tensor_files().load(raw)))
@@ -133,7 +136,7 @@ def load_checkpoint(path: Path) -> Any:
 
 
 def load_parts(path: Path, names: Collection[str]) -> dict[str, Any]:
-    """Those parts of the tree saved at `path`, as far as it has them; no tensor is in them, so this needs no torch."""
+    """Returns those of the named parts that the tree at `path` has. They hold no tensors, so torch is not needed."""
     structure, _ = _verified(path)
     try:
         return {name: unpack(Packed(structure[name])) for name in names if name in structure}
@@ -223,7 +226,7 @@ def weights_metadata(path: Path) -> dict[str, str]:
 
 
 def _tensor_files() -> Any:
-    """Files of torch's tensors; imported when one is read or written, as a coordinator does neither."""
+    """Returns `safetensors.torch`, imported on first use, because the coordinator must not import torch."""
     import safetensors.torch
 
     return safetensors.torch

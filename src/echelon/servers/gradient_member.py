@@ -35,9 +35,9 @@ class PushPullGradServerImpl:
     in time, the push raises TransportTimeout; nothing is lost, and the next push retries.
 
     A thread of the primary reducer takes one batch at a time, passes its sum or mean to the optimizer as the gradient,
-    steps the learning-rate schedule and publishes the weights. If pushes are faster, the queue drops its oldest
-    gradient and counts it; so does the queue of a secondary reducer before `start`. If the primary reducer is lost, or
-    its optimizer raises, the server has failed: `watch` and the next push raise.
+    steps the learning-rate schedule and publishes the weights. If pushes are faster than that, the queue drops its
+    oldest gradient and counts it; so does the queue of a secondary reducer that fills up before `start`. If the primary
+    reducer is lost, or its optimizer raises, the server has failed: `watch` and the next push raise.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class PushPullGradServerImpl:
         self._watch()
 
     def _watch(self) -> None:
-        """The same for remote callers, whose call itself fails after the end of the world."""
+        """Like `watch`, for remote callers: if the world has ended, their call itself fails."""
         if isinstance(self._failure, PeerLost):
             lost = f"gradient server {self.server_name}: the primary reducer {self.primary_reducer} is lost"
             raise PeerLost(f"{lost}: {self._failure}") from self._failure

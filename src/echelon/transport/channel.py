@@ -5,8 +5,8 @@ Every service declares how its messages are delivered:
 READ    A request changes nothing. The client repeats it until it is answered, by this server or its successor.
 STATE   A request for newer state than the client has. The server holds it until there is some, or for a bounded time.
         Only the newest state matters, one request is in flight, and nothing is queued.
-RECORD  A request changes something exactly once. It carries a number of the sender's that is the same in every
-        repetition. The client repeats it until it is answered; the handler's journal processes each number once.
+RECORD  A request changes something exactly once. The sender numbers it, and repetitions have the
+        same number. The client repeats it until it is answered; the handler's journal processes each number once.
 CALL    A request is sent once and runs at most once. The calls of one caller start in order. A call that waits for a
         call of its own does not delay others, so calls nest to any depth. When a process detects that the peer is dead,
         it notifies the caller's side, and unanswered calls raise PeerLost; nothing is sent again, to the peer or its
@@ -14,8 +14,8 @@ CALL    A request is sent once and runs at most once. The calls of one caller st
 
 A `Server` (channel_server.py) offers services of the first three to any number of clients (channel_client.py) over TCP.
 Calls are between two processes: `Calls` (channel_calls.py) is the caller's side, `Callee` (channel_callee.py) the
-callee's. Between them are a `CallWriter` and a `CallReader` for each direction: lines in shared memory (lines.py), also
-where both sides are one process, or sockets over TCP (channel_ends.py).
+callee's. Between them are a `CallWriter` and a `CallReader` for each direction: lines in shared memory (lines.py), even
+if both sides are the same process, or TCP sockets (channel_ends.py).
 
 A post is a message without a reply, sent by either side; it may be lost. A message has one or more frames. On sockets
 the first frame starts with a header of eight 64-bit words: `MAGIC`, the kind, digests of the service's name and of the
@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from echelon.errors import EchelonError, Refused, RpcException
 
-MAGIC = 0x31_4E_48_43_48_43_45  # "ECHCHN1", little end first
+MAGIC = 0x31_4E_48_43_48_43_45  # "ECHCHN1", little-endian
 NUM_WORDS = 8
 HEADER = struct.Struct(f"<{NUM_WORDS}q")
 MAX_REASON_BYTES = 1000

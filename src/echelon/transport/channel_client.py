@@ -3,8 +3,8 @@
 A client belongs to one thread and works only inside its methods: `ask` sends; `poll` and `wait` receive replies and
 repeat requests that are due. Who waits: the caller, for replies. What bounds it: the caller's unanswered requests. All
 requests are repeated when the server has been silent for a while. A single request is repeated when others are answered
-but it is not: it may have been lost with a connection. The client waits for a dead server as long as the caller likes:
-`silent_s` is the time since the server fell silent. If the server refuses a request, or refuses the handshake because
+but it is not: it may have been lost with a connection. The client itself never gives up on a silent server:
+the caller decides, by `silent_s`. If the server refuses a request, or refuses the handshake because
 of the secret, the client raises Refused.
 
 Imports nothing heavier than pyzmq.
@@ -32,9 +32,9 @@ from echelon.transport.sockets import (
     why_silent,
 )
 
-FIRST_REPEAT_S, MAX_REPEAT_S = 0.25, 1.0  # when requests to a silent server are repeated
-OVERDUE_S = 2.0  # when one request is repeated while others are answered; doubled each time
-FULL_S = 0.05  # when a request that did not fit into the queue is sent again
+FIRST_REPEAT_S, MAX_REPEAT_S = 0.25, 1.0  # first and longest delay before requests to a silent server are repeated
+OVERDUE_S = 2.0  # delay before one request is repeated while others are answered; doubled each time
+FULL_S = 0.05  # delay before a request that did not fit into the queue is sent again
 NUM_POSTS = 16  # posts kept; the oldest are dropped
 
 Make = Callable[[], Sequence[Part]]  # makes the frames of a request at each send; the first has space for the header
@@ -91,7 +91,7 @@ class Client:
     def ask(self, service: Service, make: Make, *, number: int = 0, own: Own = NOTHING) -> PendingRequest:
         """Sends a request; buffers that `make` returns again must not change until the reply has arrived.
 
-        `number` is the number of a record, or one chosen by the service; it is the same in every repetition. 0: any.
+        `number` is that of a record, or one chosen by the service; repetitions have the same number. 0: automatic.
         """
         if not number:
             self._last_number += 1

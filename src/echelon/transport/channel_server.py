@@ -1,10 +1,11 @@
 """The server's side of the channel: receives requests from any client and sends replies.
 
-It listens on one ROUTER socket (outside the loopback only with a secret) and accepts the clients that the gate admits
-(`curve`). Its owner calls `take` until nothing is left, and then `sleep`, all in one thread. What bounds it: a queue
-per connection, a maximum frame size, and one held request per connection and service. If a client does not receive, its
-replies are dropped; it repeats its request if it is alive. A client that sends an invalid message is refused: nothing
-more is read from its connection. If the owner dies, clients reconnect once its successor listens at the same address.
+It listens on one ROUTER socket (outside the loopback only with a secret) and accepts the clients that its gate admits:
+those whose CURVE keys are derived from the same secret (`curve.py`). Its owner calls `take` until nothing is left, and
+then `sleep`, all in one thread. What bounds it: a queue per connection, a maximum frame size, and one held request per
+connection and service. If a client does not receive, its replies are dropped; it repeats its request if it is alive. A
+client that sends an invalid message is refused: nothing more is read from its connection. If the owner dies, clients
+reconnect once its successor listens at the same address.
 
 Imports nothing heavier than pyzmq.
 """
@@ -59,7 +60,10 @@ class Server:
     def __init__(
         self, what: str, address: str, secret: str | None, max_bytes: int, queued: int = QUEUED_MESSAGES
     ) -> None:
-        """Listens at `address` (tcp://HOST:PORT, port 0: any free one) for `what`, in frames of at most `max_bytes`."""
+        """Listens at `address` (tcp://HOST:PORT; port 0: any free port); frames have at most `max_bytes`.
+
+        `what` names the expected clients in error messages; `queued` bounds the queue of each connection.
+        """
         check_secret(address, secret)
         self.num_refused_messages = 0
         self._offers: dict[int, tuple[Service, Handler]] = {}

@@ -83,10 +83,11 @@ class SlotLayout(Protocol):
 class SlotRing:
     """A fixed ring of slots in shared memory, one trajectory or gradient each: many actors write, one learner reads.
 
-    A *stream* is one group of environments of one actor. It owns `num_slots` slots, which only its actor writes, in
+    A *stream* holds the trajectories of one actor. It owns `num_slots` slots, which only its actor writes (or the
+    carrier, if the actor is on another host), in
     ring order. Its words, one cache line each: `head` (trajectories committed, written by the actor), `released`
     (trajectories read, written by the learner) and `granted` (the total number of trajectories the actor may start,
-    written by the learner: the admission ticket that bounds the lag and gives backpressure). An actor that has reached
+    written by the learner: this bounds the lag and gives backpressure). An actor that has reached
     its grant waits on its `free` doorbell, rung by `grant`. The learner waits on `ready`, rung by `commit`.
 
     If an actor dies while it writes a slot, its successor starts over at `head` once the dead process is reaped: no

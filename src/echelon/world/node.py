@@ -10,7 +10,8 @@ Create the Node after a fork, in the process that uses it; using it in a forked 
 
 Bounds: see `Endpoint`. A full queue never blocks: a post is dropped and counted, a call waits for room until its
 timeout. A Node does not detect the death of a peer: the process that watches the peer calls `forget` on the host, and
-then every wait for the peer raises PeerLost. If the host dies, calls to it time out; the world is over.
+then every wait for the peer raises PeerLost. If the host dies, the world is over: calls to the host time out, or raise
+PeerLost after `lose_host`.
 """
 
 from __future__ import annotations
