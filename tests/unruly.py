@@ -54,6 +54,15 @@ def evidence(facts: Any) -> Any:
     return np.concatenate([facts, facts @ weights.T], -1).astype(np.float32)
 
 
+class KilledOnceEnv(CounterEnv):
+    """The first process that makes it is killed, as by the kernel when memory runs out."""
+
+    def __init__(self, flag: str) -> None:
+        super().__init__(length=20)
+        if is_first(flag):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class UnmakeableEnv(CounterEnv):
     """Cannot even be made."""
 

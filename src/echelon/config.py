@@ -30,6 +30,9 @@ RENAMED = {"stop.epochs": "stop.episodes"}  # old path of a field: its current p
 
 def __getattr__(name: str) -> Any:
     """Returns the config class of an algorithm; it is defined in `echelon.presets`."""
+    if name == "OwnConfig":
+        warnings.warn("OwnConfig is now UserPolicyConfig; the next release drops it.", FutureWarning, stacklevel=2)
+        name = "UserPolicyConfig"
     if name in (algorithms := _algorithms()):
         return algorithms[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

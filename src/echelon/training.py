@@ -109,6 +109,8 @@ def resume(
     if stray := next((path for path in fields if not path.startswith("hosts.")), None):
         raise ConfigError(f"--{stray} cannot change when a run is resumed. `echelon resume --help` shows what can.")
     config = set_fields(config, fields)
+    if fields and config.engine != "hosts":
+        raise ConfigError(f"--{next(iter(fields))} has no effect: {run_dir} runs on one host. Add --hosts N.")
     past_episodes = counters["updates"] // config.workers.updates
     reason = stop_reason(config.stop, counters["env_steps"], counters["returns"], wall_s, past_episodes)
     if reason:

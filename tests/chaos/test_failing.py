@@ -29,8 +29,15 @@ def test_stopped_actor_is_taken_for_hung_and_replaced(runs: Runs) -> None:
 def test_environment_that_crashes_when_it_is_made_is_told(runs: Runs) -> None:
     run = runs.train(env="unruly:UnmakeableEnv")
     assert run.code() == 1, run.text()
-    assert "the process that creates an environment to read its spaces was ended by SIGSEGV" in run.text()
+    assert "the run could not be prepared" in run.text() and "was ended by SIGSEGV" in run.text()
     assert not run.run_dir.exists()
+
+
+def test_a_preparation_that_is_killed_from_outside_is_repeated(runs: Runs, tmp_path: Path) -> None:
+    kwargs = json.dumps({"flag": str(tmp_path / "killed")})
+    run = runs.train(env="unruly:KilledOnceEnv", **{"env-kwargs": kwargs, "steps": 2_000})
+    assert run.code() == 0, run.text()
+    assert (tmp_path / "killed").exists() and run.summary()["restarts"] == 0
 
 
 def test_hung_environment_shows_its_stack(runs: Runs, tmp_path: Path) -> None:

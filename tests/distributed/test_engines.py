@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import pytest
 
 from echelon.engines.forkserver import MAX_FAILURE_BYTES, pack_failure
 from echelon.engines.inline import InlineEngine
-from echelon.engines.local import LocalEngine
-from echelon.engines.process import Exit, Failure, ProcessSpec, failure_of
+from echelon.engines.local import CLOSE_S, LocalEngine
+from echelon.engines.process import Exit, Failure, ProcessSpec, failure_of, how_ended
 from echelon.envs.vector import EnvFailed, EnvFailure
 from echelon.errors import RunError
 from running import parent_of, wait_until
@@ -128,6 +129,19 @@ def test_children_of_a_role_end_with_it_and_hold_nobody_up(engine: LocalEngine, 
         wait_until(lambda pid=pid: not is_alive(pid), "the child is gone")
     start("Counting", "next", steps=1)
     assert next_exit(engine).code == 0
+
+
+@pytest.mark.parametrize(("code", "text"), [(3, "left with code 3"), (-9, "was ended by SIGKILL"), (-35, "signal 35")])
+def test_how_a_process_ended_is_said_for_every_signal(code: int, text: str) -> None:
+    assert text in how_ended(code)
+
+
+def test_a_server_that_is_still_importing_does_not_delay_its_end(tmp_path: Path) -> None:
+    engine = LocalEngine(str(tmp_path), ("slow_import",))
+    engine.start(ProcessSpec("late", "engine_roles:count", {}))
+    begun = time.monotonic()
+    engine.close(0.0)
+    assert time.monotonic() - begun < CLOSE_S
 
 
 def test_signal_reaches_the_named_role(engine: LocalEngine, start: Start) -> None:

@@ -79,7 +79,7 @@ def test_a_host_that_leaves_while_others_are_missing_leaves_its_place(head: Head
     first = head.agent("first")
     first.until(lambda: "as first; waiting for 1 more host" in first.text(), "it waits")
     first.process.send_signal(signal.SIGINT)
-    assert first.code() == 0 and "left: the run goes on without this host" in first.text()
+    assert first.code() == 0 and "left: the run waits for another host" in first.text()
     for name in ("second", "third"):
         head.agent(name)
     thread.join(60.0)

@@ -89,7 +89,7 @@ def test_two_hosts_learn_what_one_does(site: Site, tmp_path: Path) -> None:
     assert head.code() == 0 and agent.code() == 0, (head.text(), agent.text())
     assert head.summary()["weights_sha256"] == near["weights_sha256"]
     assert head.summary()["restarts"] == 0 and head.summary()["lag_max"] == 0
-    assert [host["actors"] for host in head.summary()["hosts"]] == [2, 2]
+    assert [(host["actors"], host["lost"]) for host in head.summary()["hosts"]] == [(2, ""), (2, "")]
     assert "second 2 actors" in head.text()
     assert "left: the run is over" in agent.text()
     head.assert_nothing_left()

@@ -29,6 +29,7 @@ from echelon.presets import preset
 from echelon.roles.episode_source import EpisodeSource
 from echelon.roles.handling import Handling
 from echelon.roles.learner import Rate
+from echelon.roles.plan.start import make_engine
 from echelon.roles.user_policy import StateLayout, check_policy, load_state, state_of
 from echelon.runs.bottleneck import workers_bottleneck
 from echelon.runs.checkpoint import save_weights
@@ -382,3 +383,12 @@ def test_configurations_with_workers_rest_and_return() -> None:
     config = make_node(Plain()).config
     assert config_io.from_json(config_io.to_json(config)) == config
     assert isinstance(config, TrainConfig)
+
+
+@pytest.mark.parametrize("spaces", ["learner", "worker"])
+def test_the_caller_prepares_a_run_with_its_objects_unless_that_waits_for_a_worker(tmp_path: Path, spaces: str) -> None:
+    """An environment may be registered in the caller's process alone."""
+    config = replace(preset("dqn", "CartPole-v1"), **{"workers.address": "tcp://127.0.0.1:0", "workers.spaces": spaces})
+    engine = make_engine(config, tmp_path, has_objects=True)
+    assert engine.is_here("learner") and engine.is_here("preparation") == (spaces == "learner")
+    engine.close(0.0)

@@ -31,6 +31,7 @@ def test_a_number_of_hosts_implies_the_engine_and_the_scheme() -> None:
     ("words", "text"),
     [
         (("impala", "--engine", "hosts"), "give --hosts N"),
+        (("impala", "--hosts.lease-s", "5"), "--hosts.lease_s has no effect"),
         (("impala", "--engine", "local", "--hosts", "2"), "--hosts 2 does not go with --engine local"),
         (("impala", "--hosts", "2", "--learners", "2"), "a run over several hosts has one learner"),
         (("dqn", "--hosts", "2"), "--engine hosts does not support dqn yet"),

@@ -20,24 +20,24 @@ from echelon.errors import ConfigError, DivergedError, EchelonError
 NOT_READ = 128 + signal.SIGPIPE
 COMMANDS = {
     "train": "train a policy: echelon train PRESET ENV",
-    "resume": "go on with a run: echelon resume RUN",
-    "learner": "learn from the episodes that workers bring: echelon learner PRESET ENV",
-    "worker": "bring episodes to a learner: echelon worker --learner HOST:PORT",
-    "host": "lend this host to a run: echelon host --join HOST:PORT",
+    "resume": "continue a run from its newest checkpoint: echelon resume RUN",
+    "learner": "learn from the episodes of workers: echelon learner PRESET ENV",
+    "worker": "collect episodes for a learner: echelon worker --learner HOST:PORT",
+    "host": "run actors of a training on this host: echelon host --join HOST:PORT",
     "eval": "play greedy episodes with a run's newest weights: echelon eval RUN",
-    "bench": "measure: echelon bench train | rpc | act | replay | world | plot",
-    "doctor": "look at this machine: cores, GPU, shared memory, leftovers",
+    "bench": "run a benchmark: echelon bench train | rpc | act | replay | world | plot",
+    "doctor": "check this machine: cores, GPU, shared memory, leftovers of killed runs",
 }
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are ConfigErrors, so that every mistake is told in one way."""
+    """An argument parser that raises ConfigError, so that all mistakes are reported in the same way."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        raise ConfigError(f"{message}. `{self.prog} --help` shows what there is.")
+        raise ConfigError(f"{message}. `{self.prog} --help` lists the options.")
 
     def print_help(self, file: Any = None) -> None:
-        """Raises where nobody reads it: argparse itself would not, or only when the interpreter ends."""
+        """Prints and flushes the help, so that a closed pipe raises here and not when the interpreter exits."""
         print(self.format_help(), end="", file=file, flush=True)
 
 
@@ -81,7 +81,7 @@ def _run(arguments: list[str]) -> int:
         if arguments[0] not in COMMANDS:
             close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"there is no command {arguments[0]!r}; there are {', '.join(COMMANDS)}.{hint}")
+            raise ConfigError(f"there is no command {arguments[0]!r}; use one of {', '.join(COMMANDS)}.{hint}")
         code: int = import_module(f"echelon.cli.{arguments[0]}").run(arguments[1:])
         return code
     except (ConfigError, DivergedError) as error:
@@ -98,7 +98,7 @@ def _run(arguments: list[str]) -> int:
 def _overview() -> str:
     lines = [f"  {name:<8} {text}" for name, text in COMMANDS.items()]
     head = "Echelon trains reinforcement-learning policies with many processes, on PyTorch.\n\ncommands:"
-    return "\n".join([head, *lines, "", "`echelon COMMAND --help` says more."])
+    return "\n".join([head, *lines, "", "`echelon COMMAND --help` lists the options of a command."])
 
 
 if __name__ == "__main__":

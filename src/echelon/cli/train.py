@@ -107,6 +107,9 @@ def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str], opti
     fields = {**short, **texts}
     if fields.get("hosts.count", "1") != "1":
         fields.setdefault("engine", "hosts")
+    stray = next((path for path in texts if path.startswith("hosts.")), None)
+    if stray is not None and fields.get("engine") != "hosts":
+        raise ConfigError(f"--{stray} has no effect: the run has one host. Add --hosts N.")
     return set_fields(config, fields)
 
 

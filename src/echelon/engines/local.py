@@ -184,13 +184,13 @@ class LocalEngine(OneHost):
         try:
             while self._pids and self._is_served and time.monotonic() < deadline:
                 self._receive(0.05)
-            if self._ticks or self._asked:
+            if self._ticks:
                 self._send(do="close")
                 deadline = time.monotonic() + CLOSE_S
                 while self._is_served and time.monotonic() < deadline:  # it may send many exits before it ends
                     self._receive(0.05)
             else:
-                self._server.kill()  # it may still be importing, and it has no child
+                self._server.kill()  # it may still be importing; a child forked meanwhile dies with it
             self._server.wait(CLOSE_S)
         except (RunError, subprocess.TimeoutExpired):
             self._server.kill()

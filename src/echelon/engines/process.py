@@ -62,7 +62,10 @@ class Exit:
 
 def how_ended(code: int) -> str:
     """Returns how a process with the return code `code` of subprocess ended, as text."""
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
+    if code >= 0:
+        return f"left with code {code}"
+    names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
+    return f"was ended by {names.get(-code, f'signal {-code}')}"
 
 
 class Role(Protocol):

@@ -294,7 +294,7 @@ class Agent:
         actors = f": ending {num} actor{'s' * (num > 1)} (Ctrl-C again: leave immediately)" if num else ""
         self.report(f"leaving{actors}")
         if self.close("it was stopped"):
-            return "the run goes on without this host"
+            return "the run goes on without this host" if self._roles else "the run waits for another host"
         return "the run did not reply; it gives this host up after the lease" if self._roles else "no run was joined"
 
     def close(self, why: str) -> bool:
@@ -317,9 +317,10 @@ class Agent:
         if self._joining is None:
             return False
         self._control.forget(self._joining)  # a repetition would join again
+        patience_s = GOODBYE_S if self._control.has_heard else 0.0
         try:
-            return self._control.wait(self._send([Left(self.over)]), GOODBYE_S if self._control.has_heard else 0.0)
-        except EchelonError:  # the run does not know this host, or is over
+            return self._control.wait(self._send([*self._events, Left(self.over)]), patience_s)
+        except (EchelonError, KeyboardInterrupt):  # the run does not know this host, or is over; or the user insists
             return False
 
     def _remove_logs(self) -> None:

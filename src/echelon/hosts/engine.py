@@ -113,7 +113,9 @@ class HostsEngine(LocalEngine):
                 missing, next_report = len(self._free), time.monotonic() + WAIT_REPORT_S
                 hosts = f"{missing} more host{'s' * (missing > 1)}"
                 report(f"waiting for {hosts}: {self._command}")
-                give_up = f"Ctrl-C gives up; --hosts {len(streams) - missing} starts without {hosts}"
+                joined = len(streams) - missing
+                without = f"--hosts {joined}" if joined > 1 else "--engine local"
+                give_up = f"Ctrl-C gives up; {without} trains without {'them' if missing > 1 else 'it'}"
             elif time.monotonic() >= next_report:
                 next_report += WAIT_REPORT_S
                 report(f"still waiting for {hosts} after {time.monotonic() - began:.0f} s ({give_up})")
@@ -229,6 +231,8 @@ class HostsEngine(LocalEngine):
                 self._far_exits.append(Exit(**fields))
             case Report(function, text):
                 self._reports.append((function, text))
+            case Left() if self._over:
+                host.is_dismissed = True
             case Left(why):
                 self._lose(host, f"left: {why.rstrip('.')}")
 
@@ -267,6 +271,7 @@ class HostsEngine(LocalEngine):
                     pid, number = host.pids.get(name, 0), int(signal.SIGKILL)
                     self._far_exits.append(Exit(name, pid, -1, number, ended_with=host.lost, is_reported=True))
                 for spec in host.postponed:
+                    self._own_starts.append(spec.name)
                     super().start(spec)
 
     def _check_lease(self, host: Host, silent_s: float) -> None:
@@ -361,7 +366,7 @@ class HostsEngine(LocalEngine):
             for host in living:
                 host.commands.append(Dismiss(self._over))
             deadline = time.monotonic() + GOODBYE_S
-            while any(not host.lost for host in living) and time.monotonic() < deadline:
+            while any(not host.is_dismissed and not host.lost for host in living) and time.monotonic() < deadline:
                 self._serve(LOOK_S)
             self._control.close()
         super().close(timeout_s)

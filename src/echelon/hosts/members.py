@@ -18,7 +18,8 @@ class Host:
     token: int
     streams: range  # its actors
     heard: float
-    is_silent: bool = False  # and the user knows
+    is_silent: bool = False  # and this was reported
+    is_dismissed: bool = False  # it left because the run is over
     commands: list[Command] = field(default_factory=list)
     num_events: int = 0  # the last one that was handled
     pids: dict[str, int] = field(default_factory=dict)

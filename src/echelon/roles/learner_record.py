@@ -71,7 +71,7 @@ class LearnerRecord:
             "progress": learner.progress(counters.env_steps),
         }
         if learner.source.counts_episodes:
-            row["learned_episodes"] = learner.num_episodes
+            row["learned_episodes"] = row["epoch"] = learner.num_episodes  # epoch: the old key, for one release
         if learner.source.content is not None:
             row["replay"] = learner.source.content.figures()
         row["loss"] = learner.account.take()

@@ -40,18 +40,18 @@ class Preparation:
 
     def step(self, timeout_s: float) -> bool:
         del timeout_s
-        found = self._own() if self.train.algorithm.is_users else self._ours()
+        found = self._for_user_policy() if self.train.algorithm.is_users else self._for_algorithm()
         found.write(self.session / PREPARED)
         self.finished = True
         return True
 
-    def _own(self) -> Prepared:
+    def _for_user_policy(self) -> Prepared:
         """Returns the result for a user policy."""
         layout = StateLayout.from_json(json.loads((self.session / USER_LAYOUT).read_text()))
         spaces, address = self._find_spaces(layout)
         return Prepared(spaces, address, self.train.learner.threads, weights_bytes=layout.nbytes)
 
-    def _ours(self) -> Prepared:
+    def _for_algorithm(self) -> Prepared:
         """Returns the result for a built-in algorithm."""
         train = self.train
         spaces, address = self._find_spaces(None)
@@ -72,7 +72,7 @@ class Preparation:
         on_cpu = devices == {"cpu"}
         return Prepared(spaces, address, threads, on_cpu, shapes, model.nbytes, slots.nbytes)
 
-    def _find_spaces(self, own: StateLayout | None) -> tuple[Spaces, str]:
+    def _find_spaces(self, layout: StateLayout | None) -> tuple[Spaces, str]:
         """Returns the spaces, and the address to which workers connect."""
         workers = self.train.workers
         if self.spaces is not None:
@@ -82,7 +82,7 @@ class Preparation:
         from echelon.roles.pending_workers import await_spaces
 
         with contextlib.closing(Node.join(self.address, "preparation")) as node:
-            return await_spaces(self.train, own, functools.partial(node.post, COORDINATOR, "message"))
+            return await_spaces(self.train, layout, functools.partial(node.post, COORDINATOR, "message"))
 
     def close(self) -> None:
         """Does nothing: the preparation keeps nothing open."""

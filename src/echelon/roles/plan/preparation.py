@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace as replace_fields
 from pathlib import Path
+from typing import Any
 
-from echelon import config_io
+from echelon import config_io, errors
 from echelon.config import TrainConfig, replace
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
-from echelon.engines.process import INHERITED, ProcessSpec
+from echelon.engines.process import CRASHES, INHERITED, ProcessSpec
 from echelon.errors import ConfigError, RunError
 from echelon.hosts.engine import HostsEngine, streams_of_hosts
 from echelon.memory_check import check_fits, check_processes, free_memory
@@ -22,15 +23,15 @@ from echelon.roles.plan.choice import Choice, choose_acting
 from echelon.roles.plan.findings import PREPARED, USER_LAYOUT, Prepared
 from echelon.roles.plan.memory import PreparedMemory
 from echelon.roles.plan.replay import ReplayPlan
-from echelon.roles.plan.start import roles_of
-from echelon.roles.supervisor import FATAL
+from echelon.roles.plan.start import PREPARATION, roles_of
 from echelon.roles.user_objects import UserObjects
 from echelon.runs.folder import check_new, default_run_dir
 from echelon.transport.secret import check_secret, secret_from_environment
+from echelon.world.exits import take_exits
 from echelon.world.node import Node
 
-PREPARATION = "preparation"
 LOOK_S = 0.05
+MAX_PREPARATIONS = 3  # of a preparation that is killed from outside
 AnyEngine = InlineEngine | LocalEngine
 
 
@@ -51,14 +52,14 @@ def prepare(
         config = replace(config, env=replace(config.env, id=describe_callable(config.env.id)))
     if config.has_workers:
         check_secret(config.workers.address, secret_from_environment())
-    own = _describe_user_policy(config, session, user_objects)
-    prepared = _find_out(config, session, engine, world, generation, user_objects)
-    learner = replace(config.learner, threads=prepared.threads)
-    config = replace(config, learner=learner, workers=replace(config.workers, address=prepared.address))
     short = text if ".py:" not in text else Path(text).name.replace(".py:", "-")
     run_dir = Path(config.run.dir) if config.run.dir else default_run_dir(config.preset, short)
     if generation == 0:
         check_new(run_dir)
+    chosen = _describe_user_policy(config, session, user_objects)
+    prepared = _find_out(config, session, engine, world, generation, user_objects)
+    learner = replace(config.learner, threads=prepared.threads)
+    config = replace(config, learner=learner, workers=replace(config.workers, address=prepared.address))
     context = Context(
         name="coordinator",
         index=0,
@@ -76,7 +77,7 @@ def prepare(
     )
     if config.experience == "replay":
         ReplayPlan(context).check()
-    choice = own or _choose(context, engine, prepared, report)
+    choice = chosen or _choose(context, engine, prepared, report)
     context = replace_fields(context, train=replace(config, acting=replace(config.acting, mode=choice.mode)))
     memory = PreparedMemory(context, prepared)
     _make(memory, report)
@@ -118,7 +119,7 @@ def _find_out(
     generation: int,
     user_objects: UserObjects | None,
 ) -> Prepared:
-    """Runs the preparation and returns its result. Raises its error if it fails."""
+    """Runs the preparation and returns its result. Raises its error if it fails; repeats it if it is killed."""
     spaces = user_objects.spaces if user_objects is not None else None
     values = {
         "train": config if engine.is_here(PREPARATION) else config_io.to_json(config),
@@ -127,16 +128,23 @@ def _find_out(
         "generation": generation,
         "spaces": spaces.to_json() if spaces is not None else None,
     }
-    engine.start(ProcessSpec(PREPARATION, "echelon.roles.preparation:preparation", values, INHERITED))
-    while not (exits := engine.exits()):
-        engine.run(world, LOOK_S)
-    world.poll(0.0)
-    [gone] = exits
-    if gone.failure is not None and gone.failure.expected:
-        raise FATAL.get(gone.failure.kind, RunError)(gone.failure.message)
-    if not (session / PREPARED).exists():  # it crashed, or the environment called exit
+    spec = ProcessSpec(PREPARATION, "echelon.roles.preparation:preparation", values, INHERITED)
+    for _ in range(MAX_PREPARATIONS):
+        engine.start(spec)
+        while not (exits := take_exits(engine, world)):
+            engine.run(world, LOOK_S)
+        [gone] = exits
+        if gone.failure is not None and gone.failure.expected:
+            known: Any = getattr(errors, gone.failure.kind, RunError)
+            raise known(gone.failure.message)
+        if not gone.ended_with and (not gone.signal or gone.signal in CRASHES):
+            break  # not killed from outside
+    if gone.signal or gone.code or not (session / PREPARED).exists():  # a crash, or the environment called exit
         more = f"\n{gone.failure.traceback}" if gone.failure is not None else ""
-        raise RunError(f"the process that creates an environment to read its spaces {gone.cause}{more}")
+        raise RunError(
+            "the run could not be prepared: the process that reads the environment's spaces and creates the model "
+            f"{gone.cause}. Check env.id={text_of(config.env.id)} and --network.name.{more}"
+        )
     return Prepared.read(session / PREPARED)
 
 

@@ -14,6 +14,7 @@ from echelon.errors import ConfigError
 from echelon.hosts.engine import HostsEngine
 from echelon.names import text_of
 
+PREPARATION = "preparation"
 PRELOAD = (
     "echelon.roles.preparation",
     "echelon.roles.learner",
@@ -86,7 +87,8 @@ def restored_text(config: TrainConfig, place: str, steps: int, updates: int) -> 
 def make_engine(config: TrainConfig, session: Path, *, has_objects: bool) -> InlineEngine | LocalEngine:
     """Returns the engine that starts and ends the roles.
 
-    If the caller passes objects (`has_objects`), the learner runs in the caller's process.
+    If the caller passes objects (`has_objects`), the learner runs in the caller's process. So does the preparation,
+    unless it waits for a worker: an environment may be registered only there.
     """
     if config.engine == "inline":
         return InlineEngine()
@@ -94,7 +96,10 @@ def make_engine(config: TrainConfig, session: Path, *, has_objects: bool) -> Inl
     if config.engine == "hosts":
         hosts = config.hosts
         return HostsEngine(str(session), (*preload, "echelon.roles.carrier"), hosts.address, hosts.lease_s)
-    return HostedEngine(str(session), preload, ["learner"]) if has_objects else LocalEngine(str(session), preload)
+    if not has_objects:
+        return LocalEngine(str(session), preload)
+    here = ["learner"] if config.workers.spaces == "worker" else ["learner", PREPARATION]
+    return HostedEngine(str(session), preload, here)
 
 
 def title(config: TrainConfig) -> str:
