@@ -15,7 +15,7 @@ import world_programs as programs
 from world_cast import PATIENCE_S, TIMEOUT_S, run, started
 
 from echelon.errors import ConfigError, Refused, TransportTimeout
-from echelon.transport.sockets import is_turned_away
+from echelon.transport.sockets import is_handshake_refused
 from echelon.world import World, get_cur_name, get_cur_rank, get_world
 from echelon.world.node import Node
 from running import wait_until
@@ -146,7 +146,9 @@ def test_the_host_is_told_that_somebody_came_with_another_secret(monkeypatch: py
     monkeypatch.setenv("ECHELON_SECRET", "the secret of the host, and long enough")
     address = f"tcp://127.0.0.1:{free_port()}"
     secret = "a secret of somebody else, as long"
-    refused = threading.Thread(target=lambda: wait_until(lambda: is_turned_away(address, secret), "it is refused"))
+    refused = threading.Thread(
+        target=lambda: wait_until(lambda: is_handshake_refused(address, secret), "it is refused")
+    )
     refused.start()
     with pytest.raises(TransportTimeout, match=r"rank 1 .* did not join .* its ECHELON_SECRET was different"):
         World("m0", 0, 2, address, timeout_s=5.0)

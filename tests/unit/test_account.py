@@ -38,13 +38,13 @@ def test_a_loss_that_is_lost_is_found_and_named_once_it_is_looked_at(value: floa
         account.note(("loss", "critic_loss"), torch.tensor([0.0, loss]))
         account.close_batch(number)
         if number == 2:
-            assert account.find_lost(keep=1) == ""
-    assert account.find_lost(keep=1) == f"the critic loss became {value} at update 2"
-    assert account.find_lost() == ""
+            assert account.find_non_finite(keep=1) == ""
+    assert account.find_non_finite(keep=1) == f"the critic loss became {value} at update 2"
+    assert account.find_non_finite() == ""
 
 
 def test_only_losses_have_to_be_finite() -> None:
     account = LossAccount()
     account.note(("loss", "ratio"), torch.tensor([0.0, math.inf]))
     account.close_batch(1)
-    assert account.find_lost() == ""
+    assert account.find_non_finite() == ""

@@ -27,7 +27,7 @@ from echelon.hosts.messages import (
     Left,
     Report,
     Started,
-    question,
+    request_frames,
     unpack,
 )
 from echelon.hosts.ownership import Ownership
@@ -66,7 +66,7 @@ class Peer:
         return request.answer
 
     def join(self) -> Assignment:
-        answer = unpack(self.until(self.client.ask(JOIN, lambda: question(self.request))), Assignment)
+        answer = unpack(self.until(self.client.ask(JOIN, lambda: request_frames(self.request))), Assignment)
         assert isinstance(answer, Assignment)
         self.token = answer.token
         return answer
@@ -74,7 +74,7 @@ class Peer:
     def report(self, *events: Any) -> None:
         self.number += 1
         own = (0, self.token, 0)
-        self.until(self.client.ask(EVENTS, lambda: question(list(events)), number=self.number, own=own))
+        self.until(self.client.ask(EVENTS, lambda: request_frames(list(events)), number=self.number, own=own))
 
     def commands(self, taken: int = 0) -> list[Any]:
         answer = self.until(self.client.ask(COMMANDS, lambda: [bytearray(HEADER.size)], own=(taken, self.token, 0)))
@@ -103,7 +103,7 @@ def peer(engine: HostsEngine, shm_dir: Path) -> Iterator[Peer]:
 def gather(engine: HostsEngine, shm_dir: Path, peer: Peer, num_actors: int, num_hosts: int) -> list[str]:
     """Has `peer` join while the head waits for everybody; what the head says."""
     told: list[str] = []
-    asked = peer.client.ask(JOIN, lambda: question(peer.request))
+    asked = peer.client.ask(JOIN, lambda: request_frames(peer.request))
     ended = threading.Event()
 
     def knock() -> None:
@@ -167,9 +167,9 @@ def test_another_secret_is_reported_once(shm_dir: Path, monkeypatch: pytest.Monk
 
     def knock() -> None:
         with pytest.raises(Refused, match="ECHELON_SECRET"):
-            client.wait(client.ask(JOIN, lambda: question(JoinRequest(__version__, "stranger", 1))), 20.0)
+            client.wait(client.ask(JOIN, lambda: request_frames(JoinRequest(__version__, "stranger", 1))), 20.0)
         good = Client("the run", engine.address, "the secret of this run", MAX_BYTES)
-        assert good.wait(good.ask(JOIN, lambda: question(JoinRequest(__version__, "second", 1))), 20.0)
+        assert good.wait(good.ask(JOIN, lambda: request_frames(JoinRequest(__version__, "second", 1))), 20.0)
         good.close()
 
     thread = threading.Thread(target=knock)
@@ -196,7 +196,7 @@ def test_hosts_of_one_name_are_told_apart(engine: HostsEngine, shm_dir: Path) ->
 
 
 def wait_for_place(peer: Peer) -> None:
-    asked = peer.client.ask(JOIN, lambda: question(peer.request))
+    asked = peer.client.ask(JOIN, lambda: request_frames(peer.request))
     assert peer.client.wait(asked, 20.0)
 
 
@@ -237,8 +237,8 @@ def test_a_silent_host_is_given_up_and_its_actors_start_at_the_head_once_the_car
     monkeypatch.setattr("echelon.engines.local.LocalEngine.start", lambda self, spec: started.append(spec.name))
     engine.start(ProcessSpec("actor-2", "a:b", {}))
     peer.report(Started("actor-2", 77))
-    assert engine.hears("actor-2")
-    wait_until(lambda: engine.exits() or not engine.hears("actor-2"), "the host is silent", 20.0)
+    assert engine.has_current_gauge("actor-2")
+    wait_until(lambda: engine.exits() or not engine.has_current_gauge("actor-2"), "the host is silent", 20.0)
     wait_until(lambda: engine.exits() == [] and engine.place("actor-2") == "", "the host is given up", 20.0)
     assert not Ownership(shm_dir, 4).is_seen, "the carrier has not looked"
     engine.start(ProcessSpec("actor-3", "a:b", {}))
@@ -280,12 +280,12 @@ def test_a_host_that_leaves_before_the_run_begins_leaves_its_place(
 
     def come_and_go() -> None:
         for one in (first, second, third):
-            asked = one.client.ask(JOIN, lambda one=one: question(one.request))
+            asked = one.client.ask(JOIN, lambda one=one: request_frames(one.request))
             while asked.answer is None:
                 one.client.poll(0.01)
             if one is first:
                 own = (0, unpack(asked.answer, Assignment).token, 0)
-                left = one.client.ask(EVENTS, lambda: question([Left("a typo")]), number=1, own=own)
+                left = one.client.ask(EVENTS, lambda: request_frames([Left("a typo")]), number=1, own=own)
                 one.client.wait(left, 5.0)
 
     take = engine._control.take

@@ -67,7 +67,7 @@ class Engine:
     def place(self, name: str) -> str:
         return self.host
 
-    def hears(self, name: str) -> bool:
+    def has_current_gauge(self, name: str) -> bool:
         return self.is_heard
 
     def signal(self, name: str, number: int) -> None:
@@ -260,7 +260,7 @@ def test_who_is_ended_from_outside_again_and_again_is_started_with_growing_pause
     assert pauses == [0.0, 0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert "actor-0 (process 7) was ended by SIGKILL; starting it again" in scene.told[0]
     assert "was ended by SIGKILL, 5 times within 5 minutes; starting it again in 2 s" in scene.told[4]
-    scene.clock.now += 2 * module.AGAIN_S
+    scene.clock.now += 2 * module.DEATH_WINDOW_S
     scene.supervisor.look()
     scene.supervisor.replace(Exit("actor-0", 7, -1, signal.SIGKILL))
     assert len(scene.engine.started) == 12, "immediately: earlier deaths are outside the window"

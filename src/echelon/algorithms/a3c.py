@@ -101,13 +101,13 @@ class A3c:
     def loss(self, batch: Batch) -> Loss:
         config = self.config
 
-        def judge(log_prob_TB: Tensor, value_XB: Tensor) -> VTrace:
+        def targets_of(log_prob_TB: Tensor, value_XB: Tensor) -> VTrace:
             del log_prob_TB  # equals the log-probability of the policy that acted
             reward_TB, discount_TB = self.rewards(batch.reward), config.discount * (~batch.terminated)
             advantage_TB = gae(reward_TB, discount_TB, value_XB, batch.valid, config.gae_lambda)
             return VTrace(advantage_TB + value_XB[:-1], advantage_TB)
 
-        return actor_critic_loss(config, self.model, batch, judge)
+        return actor_critic_loss(config, self.model, batch, targets_of)
 
     def _statistics(self, batch: Batch) -> Tensor:
         self._observed.clear()

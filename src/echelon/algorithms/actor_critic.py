@@ -22,25 +22,25 @@ from echelon.schema import Batch, map_tree
 
 Array = np.ndarray[Any, Any]
 EPSILON = 1e-8
-Judge = Callable[[Tensor, Tensor], VTrace]  # from detached log-probabilities (T, B) and values (T + 1, B)
+TargetFunction = Callable[[Tensor, Tensor], VTrace]  # from detached log-probabilities (T, B) and values (T + 1, B)
 
 
 def actor_critic_loss(
-    config: ImpalaConfig | A3cConfig, model: Model, batch: Batch, judge: Judge, peers: Peers = ALONE
+    config: ImpalaConfig | A3cConfig, model: Model, batch: Batch, targets_of: TargetFunction, peers: Peers = ALONE
 ) -> Loss:
-    """Returns the policy-gradient, value and entropy loss; `judge` computes targets and advantages."""
+    """Returns the policy-gradient, value and entropy loss; `targets_of` computes targets and advantages."""
     distribution = model.distribution
     output = model.evaluate(batch.observation, batch.state, batch.first)
     params, mask = output.params[:-1], action_mask(batch.observation)
     if mask is not None:
         mask = mask[:-1]
     log_prob_TB = distribution.log_prob(params, batch.action, mask)
-    judged = judge(log_prob_TB.detach(), output.value.detach())
-    advantage_TB = judged.advantage_TB
+    found = targets_of(log_prob_TB.detach(), output.value.detach())
+    advantage_TB = found.advantage_TB
     if config.normalize_advantage:
         advantage_TB = normalize(advantage_TB, batch.valid, peers)
     policy = policy_gradient_loss(log_prob_TB, advantage_TB, batch.valid)
-    value = value_loss(output.value[:-1], judged.target_TB, batch.valid)
+    value = value_loss(output.value[:-1], found.target_TB, batch.valid)
     entropy = masked_mean(distribution.entropy(params, mask), batch.valid)
     total = policy + config.value_weight * value - config.entropy_weight * entropy
     count = batch.valid.sum() if peers.size > 1 else 1
@@ -58,7 +58,7 @@ class Passes:
         self.has_statistics = model.network.has_statistics
         self.rewards = RewardScale(clip=config.reward_clip, normalize=config.normalize_reward, discount=config.discount)
 
-    def minibatch_rows(self, rows: int, lanes: int, device: torch.device) -> Iterator[torch.Tensor]:
+    def minibatch_indices(self, rows: int, lanes: int, device: torch.device) -> Iterator[torch.Tensor]:
         """Yields the indices of each minibatch, pass by pass, among the `rows` x `lanes` sequences in row-major order.
 
         The permutation covers the sequences of all learners, whose lanes are concatenated; each learner takes the part

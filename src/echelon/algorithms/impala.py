@@ -31,13 +31,13 @@ class Impala(Passes):
         if self.config.epochs == self.config.minibatches == 1:
             yield batch
             return
-        for lanes in self.minibatch_rows(1, batch.valid.shape[1], batch.valid.device):
+        for lanes in self.minibatch_indices(1, batch.valid.shape[1], batch.valid.device):
             yield batch.select(lanes)
 
     def losses(self, batch: Batch) -> Iterator[Loss]:
         config = self.config
 
-        def judge(log_prob_TB: Tensor, value_XB: Tensor) -> VTrace:
+        def targets_of(log_prob_TB: Tensor, value_XB: Tensor) -> VTrace:
             return vtrace(
                 log_prob_TB - batch.log_prob,
                 self.rewards(batch.reward),
@@ -49,4 +49,4 @@ class Impala(Passes):
                 trace_lambda=config.trace_lambda,
             )
 
-        yield actor_critic_loss(config, self.model, batch, judge, self.peers)
+        yield actor_critic_loss(config, self.model, batch, targets_of, self.peers)

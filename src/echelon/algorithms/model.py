@@ -265,7 +265,9 @@ class Policy:
             sample = distribution.sample(output.params, rng, mask)
             if exploration is not None:
                 sample = exploration.apply(distribution, sample, rng, mask)
-        values = self._judge(observation, output.params, sample.action, mask) if self.with_action_values else None
+        values = (
+            self._action_values(observation, output.params, sample.action, mask) if self.with_action_values else None
+        )
         return Action(sample.action, sample.log_prob, output.state, output.value, values)
 
     def _forward(self, observation: Tree, state: State, first: Tensor) -> ActOutput:
@@ -275,7 +277,9 @@ class Policy:
         with torch.autocast(self.model.device.type, torch.bfloat16, cache_enabled=False):
             return network.act(observation, state, first, with_value=self.with_value)
 
-    def _judge(self, observation: Tree, params: Tensor, action: Tensor, mask: Tensor | None) -> ActionValues | None:
+    def _action_values(
+        self, observation: Tree, params: Tensor, action: Tensor, mask: Tensor | None
+    ) -> ActionValues | None:
         """Returns the values of `action` and of the policy's own action; None if the model cannot value actions."""
         distribution, critic = self.model.distribution, self.model.critic
         if isinstance(distribution, Greedy):
@@ -286,7 +290,7 @@ class Policy:
         network: Critic = critic.network  # type: ignore[assignment]
         features = network.encoders(observation)
         own = distribution.mode(params, mask)
-        return ActionValues(network.judge(features, action).amin(0), network.judge(features, own).amin(0))
+        return ActionValues(network.value_of(features, action).amin(0), network.value_of(features, own).amin(0))
 
 
 def _padded(count: int) -> int:

@@ -61,24 +61,24 @@ class Ppo(Passes):
             rows = 1
         else:
             whole = _as_one_row(whole)
-        minibatches = self.minibatch_rows(rows, lanes, whole.valid.device)
+        minibatches = self.minibatch_indices(rows, lanes, whole.valid.device)
         if self.config.normalize_advantage:
             yield from self._normalized(whole, minibatches)
         else:
-            yield from (_lanes(whole, rows) for rows in minibatches)
+            yield from (_lanes(whole, index) for index in minibatches)
 
     def _normalized(self, whole: Minibatch, minibatches: Iterator[torch.Tensor]) -> Iterator[Minibatch]:
         """Yields minibatches with advantages normalised over the parts of all learners."""
         if self.peers.size == 1:
-            for rows in minibatches:
-                minibatch = _lanes(whole, rows)
+            for index in minibatches:
+                minibatch = _lanes(whole, index)
                 minibatch.advantage = masked_normalize(minibatch.advantage, minibatch.valid)
                 yield minibatch
             return
         every = list(minibatches)
-        mine = [moments(whole.advantage[:, rows], whole.valid[:, rows]) for rows in every]
-        for rows, of in zip(every, merged(self.peers.gather(torch.stack(mine))), strict=True):
-            minibatch = _lanes(whole, rows)
+        mine = [moments(whole.advantage[:, index], whole.valid[:, index]) for index in every]
+        for index, of in zip(every, merged(self.peers.gather(torch.stack(mine))), strict=True):
+            minibatch = _lanes(whole, index)
             minibatch.advantage = scaled(minibatch.advantage, minibatch.valid, of)
             yield minibatch
 

@@ -107,9 +107,9 @@ class Critic(nn.Module):
         self.head = StackedLinear(num, sizes[-1], self.num_values or 1, 0.01)
 
     def forward(self, observation: Tree, action: Tensor | None = None) -> Tensor:
-        return self.judge(self.encoders(observation), action)
+        return self.value_of(self.encoders(observation), action)
 
-    def judge(self, features: Tensor, action: Tensor | None = None) -> Tensor:
+    def value_of(self, features: Tensor, action: Tensor | None = None) -> Tensor:
         """Returns the values of actions, from the encoders' features of the observation."""
         x = features if action is None else torch.cat((features, action), -1)
         x = x.expand(self.num, *x.shape)

@@ -236,7 +236,7 @@ class LearnStage:
         is_publishing = self.num_learned % self.source.publish_every == 0
         self.source.prefetch(self.board.version + is_publishing)
         # As the learner does: it reads all losses but the newest, which is where it waits for a GPU.
-        self.account.find_lost(keep=int(self.model.device.type == "cuda" and not is_publishing))
+        self.account.find_non_finite(keep=int(self.model.device.type == "cuda" and not is_publishing))
         if is_publishing:
             self.account.take()
             self._publish()

@@ -31,12 +31,12 @@ from typing import Any, NoReturn
 from echelon.engines.process import INHERITED, Failure, ProcessSpec, Role, failure_of, make_role, run_role
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-MAX_FAILURE_BYTES = 60_000  # under the 64 KiB a pipe holds, so a failing worker never blocks on it
+MAX_FAILURE_BYTES = 60_000  # under the 64 KiB a pipe holds, so a failing process never blocks on it
 CLOSE_TIMEOUT_S = 0.3  # how long a failed role may take to close: its error waits for that
 
 
 @dataclass(slots=True)
-class Worker:
+class RoleProcess:
     name: str
     pid: int
     pidfd: int
@@ -51,7 +51,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
-    """Runs the role of `spec` in a forked worker; does not return."""
+    """Runs the role of `spec` in a forked process; does not return."""
     die_with_parent(parent)
     ctypes.CDLL(None).prctl(PR_SET_NAME, spec.name.encode()[:15])  # what `top` and `ps -o comm` show
     os.setpgid(0, 0)  # killed together with its children; not a session: autogroups schedule per session
@@ -101,7 +101,7 @@ def pack_failure(failure: Failure) -> bytes:
 
 
 def unpack_failure(pipe: int) -> dict[str, Any] | None:
-    """Returns the failure that a dead worker wrote to its pipe; None if there is none or it is incomplete."""
+    """Returns the failure that a dead process wrote to its pipe; None if there is none or it is incomplete."""
     try:
         failure: dict[str, Any] = json.loads(os.read(pipe, MAX_FAILURE_BYTES))
     except (BlockingIOError, ValueError):  # empty, while a child of it holds the pipe open; or cut short
@@ -110,11 +110,11 @@ def unpack_failure(pipe: int) -> dict[str, Any] | None:
 
 
 class ForkServer:
-    """Forks workers on request and reports their exits."""
+    """Forks role processes on request and reports their exits."""
 
     def __init__(self, control: socket.socket, session: str) -> None:
         self.control, self.session = control, session
-        self.workers: dict[int, Worker] = {}  # by pidfd
+        self.processes: dict[int, RoleProcess] = {}  # by pidfd
         self.buffer = b""
 
     def run(self) -> None:
@@ -131,9 +131,9 @@ class ForkServer:
                         else:
                             self._abandon(remove_session=request["do"] == "lost")
                             return
-                elif descriptor in self.workers:
+                elif descriptor in self.processes:
                     poller.unregister(descriptor)
-                    self._reap(self.workers.pop(descriptor))
+                    self._reap(self.processes.pop(descriptor))
 
     def _requests(self) -> list[dict[str, Any]]:
         try:
@@ -157,57 +157,57 @@ class ForkServer:
         if pid == 0:
             self.control.close()
             os.close(reader)
-            for worker in self.workers.values():
-                os.close(worker.pidfd)
-                os.close(worker.failure_pipe)
+            for process in self.processes.values():
+                os.close(process.pidfd)
+                os.close(process.failure_pipe)
             gc.unfreeze()
             work(spec, writer, parent)
         os.close(writer)
         pidfd = os.pidfd_open(pid)
-        self.workers[pidfd] = Worker(spec.name, pid, pidfd, reader)
+        self.processes[pidfd] = RoleProcess(spec.name, pid, pidfd, reader)
         self._send(event="started", name=spec.name, pid=pid)
         return pidfd
 
     def _signal(self, name: str, number: int) -> None:
-        for worker in self.workers.values():
-            if worker.name == name:
-                signal.pidfd_send_signal(worker.pidfd, number)
+        for process in self.processes.values():
+            if process.name == name:
+                signal.pidfd_send_signal(process.pidfd, number)
 
-    def _reap(self, worker: Worker) -> None:
-        status = _end_group(worker)
-        failure = unpack_failure(worker.failure_pipe)
-        os.close(worker.failure_pipe)
-        os.close(worker.pidfd)
+    def _reap(self, process: RoleProcess) -> None:
+        status = _end_group(process)
+        failure = unpack_failure(process.failure_pipe)
+        os.close(process.failure_pipe)
+        os.close(process.pidfd)
         self._send(
             event="exited",
-            name=worker.name,
-            pid=worker.pid,
+            name=process.name,
+            pid=process.pid,
             code=os.WEXITSTATUS(status) if os.WIFEXITED(status) else -1,
             signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
             failure=failure,
         )
 
     def _abandon(self, *, remove_session: bool) -> None:
-        for worker in self.workers.values():
-            signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
-        for worker in self.workers.values():
-            _end_group(worker)
+        for process in self.processes.values():
+            signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+        for process in self.processes.values():
+            _end_group(process)
         if remove_session:
             shutil.rmtree(self.session, ignore_errors=True)
 
 
 def allow_descriptors() -> None:
-    """Raises the limit of open files to the maximum: the server has two for every worker."""
+    """Raises the limit of open files to the maximum: the server has two for every process."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _end_group(worker: Worker) -> int:
-    """Reaps a worker that ended or was killed, and kills its children; returns its wait status."""
-    os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED | os.WNOWAIT)  # until it is reaped, its number is not reused
+def _end_group(process: RoleProcess) -> int:
+    """Reaps a process that ended or was killed, and kills its children; returns its wait status."""
+    os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)  # until it is reaped, its number is not reused
     with contextlib.suppress(ProcessLookupError):  # it ended before it had a group
-        os.killpg(worker.pid, signal.SIGKILL)
-    return os.waitpid(worker.pid, 0)[1]
+        os.killpg(process.pid, signal.SIGKILL)
+    return os.waitpid(process.pid, 0)[1]
 
 
 def main() -> None:

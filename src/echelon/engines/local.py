@@ -22,7 +22,7 @@ from echelon.transport.segments import check_platform
 from echelon.transport.session import is_running, start_ticks
 
 # Threads that wait by spinning would take the cores that other roles need.
-WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+ROLE_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
 # The first optimizer that a process creates imports torch's compiler (1.3 s), so preload it for roles that create one.
 COMPILER = "torch._dynamo"
@@ -60,7 +60,7 @@ class LocalEngine(OneHost):
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env={**WORKER_ENVIRONMENT, **os.environ, "PYTHONPATH": path},
+            env={**ROLE_ENVIRONMENT, **os.environ, "PYTHONPATH": path},
         )
         theirs.close()
 

@@ -103,7 +103,7 @@ class OneHost:
         del name
         return ""
 
-    def hears(self, name: str) -> bool:
+    def has_current_gauge(self, name: str) -> bool:
         """Returns whether a role's gauge is current; it is not while its host is silent."""
         del name
         return True

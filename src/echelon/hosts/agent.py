@@ -46,7 +46,7 @@ from echelon.hosts.messages import (
     Signal,
     Start,
     Started,
-    question,
+    request_frames,
     unpack,
 )
 from echelon.memory_check import check_fits, check_processes, free_memory
@@ -107,7 +107,7 @@ class Agent:
 
         Meanwhile the fork server of this host preloads modules.
         """
-        make = functools.partial(question, JoinRequest(__version__, self.name, len(os.sched_getaffinity(0))))
+        make = functools.partial(request_frames, JoinRequest(__version__, self.name, len(os.sched_getaffinity(0))))
         state = ""
         while True:
             self._joining = self._control.ask(JOIN, make)
@@ -239,7 +239,7 @@ class Agent:
                 if (path := self._session / "gauges" / name).exists():
                     self._gauges[name] = open_segment(path)
             rows = {name: memory.tobytes() for name, memory in self._gauges.items()}
-            self._control.post(GAUGES, question(rows))
+            self._control.post(GAUGES, request_frames(rows))
 
     def _describe(self, gone: Exit) -> Ended:
         """Returns how a role ended, with the end of its log after a crash."""
@@ -259,7 +259,7 @@ class Agent:
 
     def _send(self, events: list[Event]) -> PendingRequest:
         self._event_number += 1
-        make = functools.partial(question, events)
+        make = functools.partial(request_frames, events)
         return self._control.ask(EVENTS, make, number=self._event_number)
 
     def _check_links(self, away_s: float) -> None:

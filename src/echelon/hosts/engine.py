@@ -60,7 +60,7 @@ SILENT_S = 5.0  # before the user is warned of a silent host
 SETTLE_S = 2.0  # agents that waited for the head probe it first, which counts as a refused handshake: ignored this long
 BURST = 256
 LOOK_S = 0.05
-HEARD_S = 2.0  # gauges of a host that was silent for longer are stale
+STALE_S = 2.0  # gauges of a host that was silent for longer are stale
 GOODBYE_S = 2.0  # how long agents may take to learn that the run is over
 CARRIER = "carrier"
 Array = np.ndarray[Any, Any]
@@ -147,7 +147,7 @@ class HostsEngine(LocalEngine):
         if self._over:
             raise Refused(self._over)
         if message.connection in self._hosts:
-            self._heard(message)
+            self._sender_of(message)
         elif self._assignment is not None:
             self._admit(request, message.connection)
         host = self._hosts.get(message.connection)
@@ -188,17 +188,17 @@ class HostsEngine(LocalEngine):
             self._report(text)
         return Refused(why)
 
-    def _heard(self, message: Message) -> Host:
+    def _sender_of(self, message: Message) -> Host:
         """Returns the host that sent `message`; raises Refused if the host is not, or no longer, in this run."""
         host = self._hosts.get(message.connection)
         if host is None or host.lost:
             restarted = "the run was restarted after this host joined; run `echelon host --join` again"
             raise Refused(host.lost if host else restarted)
-        host.heard = time.monotonic()
+        host.received_at = time.monotonic()
         return host
 
     def _on_asked(self, message: Message) -> None:
-        taken, host = message.own[0], self._heard(message)
+        taken, host = message.own[0], self._sender_of(message)
 
         def answer() -> None:
             self._control.answer(message, pack(host.commands[taken:]))
@@ -209,7 +209,7 @@ class HostsEngine(LocalEngine):
             self._control.hold(message, lambda: len(host.commands) > taken, answer)
 
     def _on_events(self, message: Message) -> None:
-        host = self._heard(message)
+        host = self._sender_of(message)
         events: list[Event] = unpack(message.frames, list[Event])
         if message.number > host.num_events:  # else it is a repetition
             host.num_events = message.number
@@ -237,7 +237,7 @@ class HostsEngine(LocalEngine):
                 self._lose(host, f"left: {why.rstrip('.')}")
 
     def _on_gauges(self, message: Message) -> None:
-        host = self._heard(message)
+        host = self._sender_of(message)
         rows: dict[str, bytes] = unpack(message.frames, dict[str, bytes])
         for name, row in rows.items():
             if self._places.get(name) is not host:
@@ -261,9 +261,9 @@ class HostsEngine(LocalEngine):
             self._refused.add(SECRET_VARIABLE)
             self._report(f"refused a connection: its {SECRET_VARIABLE} is not that of this run, or is missing")
         for host in self._hosts.values():
-            host.heard = min(now, host.heard + max(0.0, away_s))
+            host.received_at = min(now, host.received_at + max(0.0, away_s))
             if not host.lost:
-                self._check_lease(host, now - host.heard)
+                self._check_lease(host, now - host.received_at)
         for host in list(self._fenced):
             if self._ownership.is_seen or super().pid(CARRIER) is None:
                 self._fenced.remove(host)
@@ -343,9 +343,9 @@ class HostsEngine(LocalEngine):
         host = self._places.get(name)
         return host.name if host else ""
 
-    def hears(self, name: str) -> bool:
+    def has_current_gauge(self, name: str) -> bool:
         host = self._places.get(name)
-        return host is None or time.monotonic() - host.heard < HEARD_S
+        return host is None or time.monotonic() - host.received_at < STALE_S
 
     def pid(self, name: str) -> int | None:
         host = self._places.get(name)

@@ -17,7 +17,7 @@ class Host:
     name: str
     token: int
     streams: range  # its actors
-    heard: float
+    received_at: float
     is_silent: bool = False  # and this was reported
     is_dismissed: bool = False  # it left because the run is over
     commands: list[Command] = field(default_factory=list)

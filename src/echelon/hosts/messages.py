@@ -114,7 +114,7 @@ def pack(value: Any) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-def question(value: Any) -> list[Part]:
+def request_frames(value: Any) -> list[Part]:
     """Returns the frames of a request, with room for the header."""
     return [bytearray(HEADER.size), pack(value)]
 

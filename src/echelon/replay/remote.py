@@ -210,9 +210,9 @@ class Link:
             self._lose()
         return received
 
-    def has_mail(self) -> bool:
+    def has_message(self) -> bool:
         """Returns whether a reply is waiting; check it before sleeping on the descriptor."""
-        return self._client.has_mail()
+        return self._client.has_message()
 
     def _take(self) -> None:
         """Applies the replies received since the last call."""

@@ -32,6 +32,6 @@ class RemoteWait:
         """Sends the limiter's counts to the other hosts, then sleeps up to `timeout_s` until a reply or an append."""
         for link in self.links:
             link.send_counts()
-        if any([link.poll() for link in self.links]) or any(link.has_mail() for link in self.links):
+        if any([link.poll() for link in self.links]) or any(link.has_message() for link in self.links):
             return
         select.select(self._descriptors, [], [], min(timeout_s, FIRST_REPEAT_S))

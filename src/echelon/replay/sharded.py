@@ -58,7 +58,7 @@ class Replay:
         self._tree = SumTree(self._capacity * len(readers)) if alpha > 0.0 else None
         for shard, reader in enumerate(self.readers):
             try:
-                self._recall(shard, reader)
+                self._restore(shard, reader)
             except PeerLost as error:
                 self._drop(shard, error)
         self.advance()
@@ -92,7 +92,7 @@ class Replay:
 
     # Adding items to the tree.
 
-    def _recall(self, shard: int, reader: Reader) -> None:
+    def _restore(self, shard: int, reader: Reader) -> None:
         """Adds the items in the reader's column: those of a previous learner, or from before the host was lost."""
         tail, _ = reader.window()
         fed = reader.column.fed
@@ -100,7 +100,7 @@ class Replay:
         self._start[shard], self._fed[shard] = start, fed
         if self._tree is not None:
             for slots, _ in spans(start, fed, self._capacity):
-                self._plant(shard, slots.start, reader.column.priorities[slots])
+                self._set_leaves(shard, slots.start, reader.column.priorities[slots])
 
     def advance(self) -> int:
         """Adds the items appended since the last call; returns how many."""
@@ -109,7 +109,7 @@ class Replay:
             try:
                 tail, head = reader.window()
                 if self.is_lost[shard]:  # its host is back
-                    self._recall(shard, reader)
+                    self._restore(shard, reader)
                     self.is_lost[shard] = False
                     self.lost.append(f"{reader.name} is back with {self.sizes[shard]} items.")
                 if head != self._fed[shard] or tail != self._start[shard]:
@@ -123,14 +123,14 @@ class Replay:
         count = 0
         for _ in range(MAX_REDRAWS):
             due = head - max(int(self._fed[shard]), tail)
-            taken = self._feed(shard, reader, tail, head)
+            taken = self._add_new(shard, reader, tail, head)
             count += taken
             if taken >= due:
                 break
             tail, head = reader.window()
         return count
 
-    def _feed(self, shard: int, reader: Reader, tail: int, head: int) -> int:
+    def _add_new(self, shard: int, reader: Reader, tail: int, head: int) -> int:
         fed, before = int(self._fed[shard]), int(self._start[shard])
         first = max(fed, tail)
         if self._tree is not None:
@@ -139,26 +139,26 @@ class Replay:
                 tail = max(tail, reader.window()[0])
                 if tail > first:  # overwritten while they were copied: keep the rest
                     priorities, first = priorities[min(tail, head) - first :], min(tail, head)
-                self._take_in(shard, reader, first, priorities)
+                self._store_priorities(shard, reader, first, priorities)
             gone = max(before, head - self._capacity)  # the first item evicted because its frames were overwritten
             if gone < tail:
                 for slots, _ in spans(gone, min(tail, first), self._capacity):
-                    self._plant(shard, slots.start, np.zeros(slots.stop - slots.start))
+                    self._set_leaves(shard, slots.start, np.zeros(slots.stop - slots.start))
         self._start[shard], self._fed[shard] = min(tail, head), head
         reader.column.fed = head
         return head - first
 
-    def _take_in(self, shard: int, reader: Reader, first: int, priorities: Array) -> None:
+    def _store_priorities(self, shard: int, reader: Reader, first: int, priorities: Array) -> None:
         slot, count, column = first % self._capacity, len(priorities), reader.column.priorities
         if slot + count <= self._capacity:
             column[slot : slot + count] = priorities
-            self._plant(shard, slot, priorities)
+            self._set_leaves(shard, slot, priorities)
             return
         for slots, rows in spans(first, first + count, self._capacity):
             column[slots] = priorities[rows]
-            self._plant(shard, slots.start, priorities[rows])
+            self._set_leaves(shard, slots.start, priorities[rows])
 
-    def _plant(self, shard: int, slot: int, priorities: Array) -> None:
+    def _set_leaves(self, shard: int, slot: int, priorities: Array) -> None:
         assert self._tree is not None
         self._tree.set_range(shard * self._capacity + slot, priorities**self.alpha)
 
@@ -170,7 +170,7 @@ class Replay:
         size = int(self._fed[shard] - self._start[shard])
         self._start[shard] = self._fed[shard]
         if self._tree is not None:
-            self._plant(shard, 0, np.zeros(self._capacity))
+            self._set_leaves(shard, 0, np.zeros(self._capacity))
         left = self.is_lost.count(False)
         self.lost.append(
             f"{self.readers[shard].name} is lost with {size} items ({error}). Training goes on with {left} shards."

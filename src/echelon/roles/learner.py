@@ -208,7 +208,9 @@ class Learner:
         self.source.prefetch(self.version + self._is_publishing)
         self._count_exchange("learn", spent_s)
         # Do not wait for the GPU to finish this batch, except before publishing: NaN weights must not be published.
-        if lost := self.account.find_lost(keep=int(self.trainable.device.type == "cuda" and not self._is_publishing)):
+        if lost := self.account.find_non_finite(
+            keep=int(self.trainable.device.type == "cuda" and not self._is_publishing)
+        ):
             raise self.diverged(lost)
 
     @property

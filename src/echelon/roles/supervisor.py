@@ -35,8 +35,8 @@ LEAVE_S = 0.5  # how long the other learners may take to exit and report why, af
 LOG_TAIL_BYTES = 6_000
 EXCHANGE = "roles/learners.py"  # appears in the stack of a learner that waits for the others
 FATAL = {"ConfigError": ConfigError, "EnvError": EnvError, "DivergedError": DivergedError}
-AGAIN_S = 300.0  # window in which deaths by outside signals, e.g. for lack of memory, are counted
-NUM_AT_ONCE = 3  # restarts without delay after such deaths; the delay of each further restart doubles
+DEATH_WINDOW_S = 300.0  # window in which deaths by outside signals, e.g. for lack of memory, are counted
+NUM_IMMEDIATE_RESTARTS = 3  # restarts without delay after such deaths; the delay of each further restart doubles
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 
@@ -48,7 +48,7 @@ class SupervisedRole:
     context: Context
     kind: str
     gauge: Gauge
-    moved: float  # time of its last progress, or of its start
+    progressed_at: float  # time of its last progress, or of its start
     progress: int = 0  # the value of its gauge at that time
     past_phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     failures: collections.deque[tuple[float, str]] = field(default_factory=lambda: collections.deque(maxlen=16))
@@ -90,7 +90,7 @@ class Supervisor:
         self._due: list[tuple[float, str]] = []  # delayed restarts: time and role
         self._reported = ""  # the last reported `ended_with`: a cause shared by several roles is reported once
         self._num_out_of_memory = num_out_of_memory()
-        self._patience = math.inf  # deadline for the remaining learners to exit before they are killed
+        self._exit_deadline = math.inf  # deadline for the remaining learners to exit before they are killed
         self._looked_at = time.monotonic()
         self._recorded: dict[str, Any] = {}
 
@@ -118,12 +118,12 @@ class Supervisor:
         member, now, often = self.members[gone.name], time.monotonic(), ""
         if not gone.failure and gone.signal and gone.signal not in CRASHES and not member.doomed:
             member.deaths.append(now)
-            count = sum(now - then <= AGAIN_S for then in member.deaths)
-            often = f", {count} times within {AGAIN_S / 60:g} minutes" if count > 1 else ""
+            count = sum(now - then <= DEATH_WINDOW_S for then in member.deaths)
+            often = f", {count} times within {DEATH_WINDOW_S / 60:g} minutes" if count > 1 else ""
             often += self._why_outside()
         pause_s = 0.0
-        if often and count > NUM_AT_ONCE:
-            pause_s = min(FIRST_PAUSE_S * 2.0 ** (count - NUM_AT_ONCE - 1), LONGEST_PAUSE_S)
+        if often and count > NUM_IMMEDIATE_RESTARTS:
+            pause_s = min(FIRST_PAUSE_S * 2.0 ** (count - NUM_IMMEDIATE_RESTARTS - 1), LONGEST_PAUSE_S)
         if not gone.ended_with or gone.ended_with != self._reported:
             self._reported, self.restarts = gone.ended_with, self.restarts + 1
             what = f"{gone.ended_with}, and every role with it" if gone.ended_with else self._describe(gone)
@@ -153,11 +153,11 @@ class Supervisor:
             self._judge_exit(gone)
         self._gone[gone.name] = gone
         if gone.code or gone.signal or gone.name == self.together[0]:  # otherwise it exited normally
-            self._patience = min(self._patience, time.monotonic() + LEAVE_S)
+            self._exit_deadline = min(self._exit_deadline, time.monotonic() + LEAVE_S)
         if len(self._gone) < len(self.together):
             return
         first = min(self._gone.values(), key=_is_consequence)
-        self._gone, self._patience = {}, math.inf
+        self._gone, self._exit_deadline = {}, math.inf
         self._judge_exit(first)
         self._begin_again(first, self.together, f"all {len(self.together)} learners")
 
@@ -176,7 +176,7 @@ class Supervisor:
         member.past_phases = member.phases
         member.context = replace(member.context, incarnation=member.context.incarnation + 1)
         member.spec = replace(member.spec, config=member.context.to_config(keep_objects=False))
-        member.moved, member.progress, member.doomed = time.monotonic(), 0, False
+        member.progressed_at, member.progress, member.doomed = time.monotonic(), 0, False
         self.engine.start(member.spec)
 
     def _judge(self, member: SupervisedRole, failure: Failure) -> None:
@@ -209,8 +209,8 @@ class Supervisor:
         hung: list[tuple[list[str], float]] = []
         for names in [*([name] for name in self.members if name not in self.together), self.together]:
             living = [name for name in names if self.engine.pid(name) is not None and not self.members[name].doomed]
-            if living and names is self.together and self._patience < math.inf:  # they are already exiting
-                if time.monotonic() > self._patience:
+            if living and names is self.together and self._exit_deadline < math.inf:  # they are already exiting
+                if time.monotonic() > self._exit_deadline:
                     self._kill(living)
             elif living and (silent_s := self._silent_s(names, now)):
                 hung.append((living, silent_s))
@@ -224,14 +224,14 @@ class Supervisor:
         """Excludes time during which this process was suspended, perhaps with all others, from the hang timeouts."""
         away_s = now - self._looked_at - AWAY_S
         if away_s > 0.0:
-            self._patience += away_s
+            self._exit_deadline += away_s
             for member in self.members.values():
-                member.moved = min(now, member.moved + away_s)
+                member.progressed_at = min(now, member.progressed_at + away_s)
 
     def _silent_s(self, names: Sequence[str], now: float) -> float:
         """Returns how long roles that are watched together have made no progress, or 0 if within the hang timeout."""
         group = [self.members[name] for name in names]
-        silent_s = now - max(one.moved for one in group)  # including roles that have finished and are closing
+        silent_s = now - max(one.progressed_at for one in group)  # including roles that have finished and are closing
         timeout_s = self.config.hang_timeout_s
         compiling = names[0] in self.context.train.learner_names and self.context.train.learner.compile
         if compiling or not all(one.has_begun for one in group):
@@ -241,8 +241,8 @@ class Supervisor:
     def _look_at_progress(self, now: float) -> None:
         for member in self.members.values():
             progress = member.gauge.progress(member.context.incarnation)
-            if progress != member.progress or not self.engine.hears(member.spec.name):
-                member.progress, member.moved = progress, now
+            if progress != member.progress or not self.engine.has_current_gauge(member.spec.name):
+                member.progress, member.progressed_at = progress, now
 
     def _end_hung(self, names: Sequence[str], silent_s: float, stacks: dict[str, str]) -> None:
         """Kills hung roles; of several learners, only those that the others wait for."""
@@ -255,7 +255,7 @@ class Supervisor:
             self.report(f"{name} made no progress for {silent_s:.1f} s; killing it. Its stack:\n{stack}")
         self._kill(hung)
         if len(hung) < len(names):
-            self._patience = time.monotonic() + LEAVE_S
+            self._exit_deadline = time.monotonic() + LEAVE_S
 
     def _stacks(self, names: Sequence[str]) -> dict[str, str]:
         """Returns the stacks of roles, which they print to their logs on SIGUSR1; "" for a role that prints none."""

@@ -79,10 +79,10 @@ class LossAccount:
         self._counts[names] += 1
 
     def close_batch(self, number: int) -> None:
-        """Marks the end of batch `number`, whose last minibatch `find_lost` will check."""
+        """Marks the end of batch `number`, whose last minibatch `find_non_finite` will check."""
         self._unchecked.append(Unchecked(number, self.names, Reading(self.newest)))
 
-    def find_lost(self, keep: int = 0) -> str:
+    def find_non_finite(self, keep: int = 0) -> str:
         """Returns which loss became NaN or infinite and when, or "". Checks all batches except the newest `keep`."""
         while len(self._unchecked) > keep:
             number, names, values = self._unchecked.popleft()

@@ -26,7 +26,7 @@ from echelon.transport.sockets import (
     LINGER_MS,
     QUEUED_MESSAGES,
     connect,
-    is_turned_away,
+    is_handshake_refused,
     receive_frames,
     send_frames,
     why_silent,
@@ -150,7 +150,7 @@ class Client:
         self._repeat_due(time.monotonic())
         return heard
 
-    def has_mail(self) -> bool:
+    def has_message(self) -> bool:
         """Returns whether a message is waiting; check it before sleeping on the descriptor."""
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
@@ -205,7 +205,7 @@ class Client:
         """Repeats all requests: the connection or the server may be a new one."""
         self.num_tries += 1
         self._silent_since = min(self._silent_since, now)  # not earlier: this process may have been suspended
-        if not self.has_heard and self.num_tries % 4 == 1 and is_turned_away(self.address, self._secret):
+        if not self.has_heard and self.num_tries % 4 == 1 and is_handshake_refused(self.address, self._secret):
             raise Refused(
                 f"{self.what} at {self.address} refuses the handshake. Set {SECRET_VARIABLE} to the same value on both "
                 "sides, or on neither."

@@ -106,7 +106,7 @@ def _probe(address: str) -> None:
     sockets.create_connection((host, int(port)), timeout=1.0).close()
 
 
-def is_turned_away(address: str, secret: str | None) -> bool:
+def is_handshake_refused(address: str, secret: str | None) -> bool:
     """Returns whether the listener at the tcp `address` refuses the handshake: secrets differ, or one is missing."""
     try:
         _probe(address)

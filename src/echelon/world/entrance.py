@@ -23,7 +23,7 @@ from echelon.transport.codec import Limits
 from echelon.transport.secret import SECRET_VARIABLE, secret_from_environment
 from echelon.transport.segments import check_platform
 from echelon.transport.session import NAME, create_session, session_name, start_ticks, sweep
-from echelon.transport.sockets import is_turned_away, why_silent
+from echelon.transport.sockets import is_handshake_refused, why_silent
 from echelon.world.address import check_address, check_name, resolved
 from echelon.world.node import Node
 from echelon.world.registry import BEGUN, Registry
@@ -107,7 +107,7 @@ def _join(entrance: Entrance, address: str, secret: str | None, info: MemberInfo
 
     def join_timeout_s() -> float:
         """Returns how long the host may take to admit this process; raises Refused if the secrets differ."""
-        if address.startswith("tcp://") and is_turned_away(address, secret):
+        if address.startswith("tcp://") and is_handshake_refused(address, secret):
             own = f"with its value of {SECRET_VARIABLE}" if secret is not None else f"without {SECRET_VARIABLE}"
             raise Refused(
                 f"the world at {address} does not admit {name!r} {own}. Set {SECRET_VARIABLE} to the same value in "

@@ -39,7 +39,7 @@ __all__ = ["Node", "RpcException"]
 
 NOTIFY_S = 0.02  # joins within this time are sent to the others in one message
 
-_here: weakref.WeakValueDictionary[str, Node] = weakref.WeakValueDictionary()  # address -> Node of this process
+_local_nodes: weakref.WeakValueDictionary[str, Node] = weakref.WeakValueDictionary()  # address -> Node of this process
 
 
 class Node(Messenger):
@@ -59,10 +59,10 @@ class Node(Messenger):
         self._host: Member | None = None
         self._directory = Directory()
         self._held: list[Arrival] = []  # requests received while joining, before the caller could `serve` anything
-        self._behind: set[str] = set()  # host: members whose queue was full when a change was sent
+        self._outdated: set[str] = set()  # host: members whose queue was full when a change was sent
         self._notify_at = 0.0  # host: when the joins since the last message are sent to the others
         self.thread = threading.get_ident()  # the thread that polls it
-        _here[self.address] = self
+        _local_nodes[self.address] = self
 
     @classmethod
     def host(
@@ -108,7 +108,7 @@ class Node(Messenger):
         host = Member(f"the host at {address}", address, 0, "")  # its real name is in the reply
         world._directory.members[host.name] = host
         try:
-            match world._ask_in(host, timeout_s, on_silence):
+            match world._request_join(host, timeout_s, on_silence):
                 case (str(host_name), directory):
                     world._adopt(Directory.from_wire(directory))
                     world._host = world._directory.members.get(host_name)
@@ -120,7 +120,9 @@ class Node(Messenger):
             raise
         return world
 
-    def _ask_in(self, host: Member, timeout_s: float, on_silence: Callable[[TransportTimeout], float] | None) -> Any:
+    def _request_join(
+        self, host: Member, timeout_s: float, on_silence: Callable[[TransportTimeout], float] | None
+    ) -> Any:
         while True:
             try:
                 return self._ask(host, "_join", (self.address, self._me.pid, self._me.info), timeout_s)
@@ -202,7 +204,7 @@ class Node(Messenger):
         came, held = False, []
         if self._host is not None and self._held:
             held, self._held, timeout_s = self._held, [], 0.0
-        if self._directory.changes or self._behind:
+        if self._directory.changes or self._outdated:
             timeout_s = min(timeout_s, max(0.0, self._notify_at - time.monotonic()))
         for arrival in itertools.chain(held, self._endpoint.arrivals(timeout_s, fds)):
             came = True
@@ -215,9 +217,9 @@ class Node(Messenger):
                 self._take_request(arrival)
         if self._directory.changes and time.monotonic() >= self._notify_at and not self._endpoint.closed:
             self._notify_everyone()
-        if self._behind and time.monotonic() >= self._notify_at and not self._endpoint.closed:
+        if self._outdated and time.monotonic() >= self._notify_at and not self._endpoint.closed:
             self._notify_at = time.monotonic() + NOTIFY_S
-            self._behind = {name for name in self._behind if not self._send_directory(name)}
+            self._outdated = {name for name in self._outdated if not self._send_directory(name)}
         return came
 
     def forget(self, name: str, reason: str) -> None:
@@ -225,7 +227,7 @@ class Node(Messenger):
         self._require_host("forget")
         if name == self.name:
             raise ConfigError(f"the host {name!r} cannot forget itself. Close it.")
-        self._strike(name, reason)
+        self._remove_member(name, reason)
 
     def lose_host(self, why: str) -> None:
         """Removes the host from the local directory: this member has found out by itself that the host is dead."""
@@ -247,7 +249,7 @@ class Node(Messenger):
         elif self._host is not None:
             self.post(self._host.name, "_leave")
         self._endpoint.close()
-        _here.pop(self.address, None)
+        _local_nodes.pop(self.address, None)
 
     def __enter__(self) -> Node:
         return self
@@ -284,7 +286,7 @@ class Node(Messenger):
 
     def _wait(self, deadline: float, address: str) -> None:
         """Serves until a message was received or until `deadline`; first polls the peers that share this thread."""
-        near = [_here.get(one) for one in dict.fromkeys((address, self._host_address))]
+        near = [_local_nodes.get(one) for one in dict.fromkeys((address, self._host_address))]
         mine = (self.thread, self._me.pid)  # a forked process inherits nodes that it must not poll
         local = [world for world in near if world and world is not self and (world.thread, world._me.pid) == mine]
         for world in local:
@@ -311,7 +313,7 @@ class Node(Messenger):
             case "_join", (str(address), int(pid), tuple(info)) if self._is_host:
                 return self._on_join(Member(request.sender, address, pid, request.incarnation, info))
             case "_leave", () if self._is_host:
-                return self._strike(request.sender, "it left")
+                return self._remove_member(request.sender, "it left")
             case "_echo", () if request.incarnation == self.incarnation:
                 return None
             case "_directory", (directory,) if self._host and request.incarnation == self._host.incarnation:
@@ -319,7 +321,7 @@ class Node(Messenger):
             case "_changed", (int(version), directory) if self._host and request.incarnation == self._host.incarnation:
                 return self._on_changed(version, Directory.from_wire(directory))
             case "_missed", () if self._is_host:
-                self._behind.add(request.sender)
+                self._outdated.add(request.sender)
                 return None
         raise Refusal(f"{self.name!r} does not accept {request.function[:80]!r} from {request.sender[:80]!r}.")
 
@@ -341,7 +343,7 @@ class Node(Messenger):
         if old := self._directory.add(member):
             self._lose(old)
 
-    def _strike(self, name: str, reason: str) -> None:
+    def _remove_member(self, name: str, reason: str) -> None:
         if old := self._directory.remove(name, reason):
             self._notify_everyone()  # before pending calls fail: their callers may ask next for the members
             self._lose(old)
@@ -377,7 +379,7 @@ class Node(Messenger):
         frames = self._frames(0, "_changed", (version, changed.to_wire()))
         for member in self._directory.members.values():
             if member != self._me and not self._endpoint.send(member.address, frames):
-                self._behind.add(member.name)
+                self._outdated.add(member.name)
 
     def _send_directory(self, name: str) -> bool:
         frames = self._frames(0, "_directory", (self._directory.to_wire(),))
