@@ -36,7 +36,7 @@ from echelon.roles.plan.choice import (
 )
 from echelon.roles.plan.findings import CALIBRATED, PREPARED, CallCost, Measured, Prepared
 from echelon.roles.plan.layouts import round_rows
-from echelon.roles.preparation import Preparation
+from echelon.roles.plan.sizing import Preparation
 from running import DEADLINE_S
 from stage import Stage
 from unruly import SlowEnv

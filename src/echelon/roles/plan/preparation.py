@@ -128,7 +128,7 @@ def _find_out(
         "generation": generation,
         "spaces": spaces.to_json() if spaces is not None else None,
     }
-    spec = ProcessSpec(PREPARATION, "echelon.roles.preparation:preparation", values, INHERITED)
+    spec = ProcessSpec(PREPARATION, "echelon.roles.plan.sizing:preparation", values, INHERITED)
     for _ in range(MAX_PREPARATIONS):
         engine.start(spec)
         while not (exits := take_exits(engine, world)):

@@ -16,7 +16,7 @@ from echelon.names import text_of
 
 PREPARATION = "preparation"
 PRELOAD = (
-    "echelon.roles.preparation",
+    "echelon.roles.plan.sizing",
     "echelon.roles.learner",
     "echelon.roles.learners",
     "echelon.roles.actor",
@@ -31,7 +31,7 @@ PRELOAD = (
     COMPILER,
 )
 PRELOAD_WITH_WORKERS = (
-    "echelon.roles.preparation",
+    "echelon.roles.plan.sizing",
     "echelon.roles.pending_workers",
     "echelon.roles.learner",
     "echelon.roles.episode_source",
