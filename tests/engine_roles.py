@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -47,6 +48,21 @@ class Killed(Counting):
 
     def step(self, timeout_s: float) -> bool:
         os.kill(os.getpid(), self.config["signal"])
+        return True
+
+
+class Patron(Counting):
+    """Ends a forked child and a program by SIGTERM, and writes down how they ended."""
+
+    def step(self, timeout_s: float) -> bool:
+        forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600.0,))
+        forked.start()
+        program = subprocess.Popen(["sleep", "3600"])
+        for child in (forked, program):
+            child.terminate()
+        forked.join(20.0)
+        self.file.write_text(f"{forked.exitcode} {program.wait(20.0)}")
+        self.finished = True
         return True
 
 

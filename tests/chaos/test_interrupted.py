@@ -46,11 +46,16 @@ def test_once_stops_in_good_order_and_resumes_in_a_coordinator_without_torch(run
     assert done + 10_000 <= again.summary()["env_steps"] < done + 20_000
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT to the group", "SIGTERM and its echo"])
+@pytest.mark.parametrize("how", ["SIGHUP", "SIGINT to the group", "SIGTERM and its echo", "SIGTERM to every process"])
 def test_so_do_other_ways_to_say_it(runs: Runs, how: str) -> None:
     run = runs.train()
     run.until_learning()
-    if how.startswith("SIGTERM"):
+    if how == "SIGHUP":
+        run.process.send_signal(signal.SIGHUP)
+    elif how.endswith("every process"):  # as systemd and Slurm do
+        for role in ("forkserver", "learner", "actor-0", "actor-1", "coordinator"):
+            os.kill(run.pid(role), signal.SIGTERM)
+    elif how.startswith("SIGTERM"):
         for _ in how.split("and"):  # `timeout` signals the process and then its group
             run.process.send_signal(signal.SIGTERM)
     else:

@@ -144,16 +144,26 @@ def test_a_server_that_is_still_importing_does_not_delay_its_end(tmp_path: Path)
     assert time.monotonic() - begun < CLOSE_S
 
 
+def test_a_role_leaves_sigterm_to_the_coordinator_but_its_children_do_not(engine: LocalEngine, start: Start) -> None:
+    start("Counting", "led")
+    wait_until(lambda: (engine.exits(), engine.pid("led"))[1], "it runs")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        engine.signal("led", number)
+    children = start("Patron", "patron")
+    assert next_exit(engine).name == "patron" and children.read_text() == "-15 -15"
+    assert engine.pid("led") is not None
+
+
 def test_signal_reaches_the_named_role(engine: LocalEngine, start: Start) -> None:
     files = [start("Counting", name) for name in ("one", "two")]
     wait_until(lambda: all(file.exists() for file in files) and engine.exits() == [], "both run")
     wait_until(lambda: (engine.exits(), engine.pid("two"))[1], "both are known")
-    engine.signal("one", signal.SIGTERM)
+    engine.signal("one", signal.SIGUSR2)
     gone = next_exit(engine)
-    assert (gone.name, gone.signal) == ("one", signal.SIGTERM)
+    assert (gone.name, gone.signal) == ("one", signal.SIGUSR2)
     assert engine.pid("one") is None
     assert is_alive(engine.pid("two") or 0)
-    engine.signal("one", signal.SIGTERM)  # gone already: nothing happens
+    engine.signal("one", signal.SIGUSR2)  # gone already: nothing happens
     start("Counting", "three", steps=1)
     assert next_exit(engine).name == "three"
 

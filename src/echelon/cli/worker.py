@@ -62,6 +62,7 @@ def run(arguments: Sequence[str]) -> int:
         patience_s=known.patience,
         trust_learner=known.trust_learner,
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it leaves the learner properly on SIGTERM, too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # sign off from the learner on these, too
+        signal.signal(number, signal.default_int_handler)
     worker.work(known.episodes)
     return 0

@@ -50,13 +50,31 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def leave_signals_to_coordinator() -> None:
+    """Ignores SIGTERM and SIGHUP in this process: a service manager sends them to every process of a run.
+
+    The coordinator handles them: it stops the run with a final checkpoint. Children of this process, such as those of
+    an environment, do not inherit this: they end by these signals as usual.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: None)  # not SIG_IGN, which programs started from here would inherit
+    os.register_at_fork(after_in_child=_restore_signals)
+
+
+def _restore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
     """Runs the role of `spec` in a forked process; does not return."""
     die_with_parent(parent)
     ctypes.CDLL(None).prctl(PR_SET_NAME, spec.name.encode()[:15])  # what `top` and `ps -o comm` show
     os.setpgid(0, 0)  # killed together with its children; not a session: autogroups schedule per session
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _restore_signals()
+    if not spec.ends_by_signals:
+        leave_signals_to_coordinator()
     if spec.log != INHERITED:
         log = os.open(spec.log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
@@ -212,6 +230,7 @@ def _end_group(process: RoleProcess) -> int:
 
 def main() -> None:
     descriptor, session, *preload = sys.argv[1:]
+    leave_signals_to_coordinator()
     allow_descriptors()
     for module in preload:
         importlib.import_module(module)

@@ -25,6 +25,7 @@ class ProcessSpec:
     config: dict[str, Any]
     log: str = ""  # file for its standard output and errors, or INHERITED
     nice: int = 0
+    ends_by_signals: bool = False  # by SIGTERM and SIGHUP; roles leave these to the coordinator
 
 
 @dataclass(frozen=True, slots=True)

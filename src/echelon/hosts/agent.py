@@ -343,7 +343,8 @@ def make_log_folder() -> Path:
 
 def take_part(address: str, shm_dir: str, report: Reporter, name: str = "") -> str:
     """Joins the run at `address` and works for it until it is over or a signal comes; returns why it left."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     agent = Agent(address, shm_dir, report, name)
     try:
         agent.join()

@@ -1,4 +1,4 @@
-"""Signal handling of a run: the first Ctrl-C or SIGTERM stops it gracefully, the second one immediately."""
+"""Signal handling of a run: the first Ctrl-C, SIGTERM or SIGHUP stops it gracefully, the second one immediately."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Interrupts:
     """A context manager that records signals. Outside the main thread it installs no handlers."""
 
     def __init__(self, *numbers: signal.Signals) -> None:
-        """Handles the signals `numbers`; SIGINT and SIGTERM if none is given."""
-        self._numbers = numbers or (signal.SIGINT, signal.SIGTERM)
+        """Handles the signals `numbers`; SIGINT, SIGTERM and SIGHUP if none is given."""
+        self._numbers = numbers or (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         self._first: float | None = None
         self._previous: dict[int, Any] = {}
 
@@ -27,6 +27,8 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in self._numbers:
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue  # nohup
                 self._previous[number] = signal.signal(number, self._note)
         return self
 

@@ -136,7 +136,8 @@ class Launch:
                 "function": function,
                 "argv": sys.argv,
             }
-            self._engine.start(ProcessSpec(name, "echelon.world.launched:MemberRole", config, log=INHERITED))
+            spec = ProcessSpec(name, "echelon.world.launched:MemberRole", config, log=INHERITED, ends_by_signals=True)
+            self._engine.start(spec)
 
     def _on_result(self, name: str, value: Any) -> Deferred:
         self._results[name] = value
