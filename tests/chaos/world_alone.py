@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -123,8 +124,15 @@ def run(rank: int, how: str) -> None:
     operations |= servers_in(group)
     for operation in operations.values():
         operation()
-    group.barrier()
+    past = threading.Semaphore(0)
     if rank == 0:
+        group.register("past the barrier", past.release)
+    group.barrier()
+    if rank != 0:
+        group.registered_async("past the barrier")  # nobody waits for the reply of a process that ends
+    else:
+        for _ in range(1, SIZE):
+            assert past.acquire(timeout=TIMEOUT_S), "all have left the barrier"
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("it broke")

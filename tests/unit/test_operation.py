@@ -49,6 +49,11 @@ def test_what_fails_while_nobody_looks_has_failed_with_its_own_error(monkeypatch
         begin(Work(1, "Connection reset by peer")).wait()
 
 
-def test_who_is_gone_is_noticed_between_two_looks() -> None:
+def test_who_completed_an_operation_may_leave_before_the_others_have() -> None:
+    begin(Work(3), gone="b").wait()
+
+
+def test_who_is_gone_is_noticed_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operation, "ARRIVE_S", 0.0)
     with pytest.raises(PeerLost, match=r"reduce\(\) .* cannot complete: 'b' is gone: it was killed"):
         begin(Work(1000), gone="b").wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ ANY_SOURCE = -1  # the peer of a recv() that accepts any sender
 LOOK_S = 0.1  # how often a wait checks that all members are alive
 VERDICT_S = 2.0  # after a broken connection: how long the world may take to report the lost member
 REPORT_S = 1.0  # after a timeout: how long the other members may take to report that they wait too
+ARRIVE_S = 0.5  # after a member left: how long what it sent before may take to complete an operation
 PAUSE_S = 0.02
 MISUSE = ("ProcessGroup", "No backend type")  # in the message of a torch error that is caused by wrong arguments
 
@@ -151,7 +153,11 @@ class Operation:
             self._wait_for_all()
 
     def _wait_for_all(self) -> None:
-        """Waits in steps and checks for lost members: gloo reports only deaths of directly connected members."""
+        """Waits in steps and checks for lost members: gloo reports only deaths of directly connected members.
+
+        A member that has completed the operation may leave at once, so its data gets ARRIVE_S to arrive here.
+        """
+        lost_at = math.inf
         while True:
             try:
                 self._work.wait(timedelta(seconds=LOOK_S))
@@ -160,7 +166,10 @@ class Operation:
                 if self._work.is_completed():  # it failed, or completed just after the step timed out
                     self._work.wait()
                     return
-            self._look()
+            if time.monotonic() - lost_at > ARRIVE_S:
+                self._look()
+            elif lost_at == math.inf and self._health.lost(self._what):
+                lost_at = time.monotonic()
 
     def _wait_for_any_source(self) -> None:
         """Waits in a thread: gloo keeps waiting for the others if a member dies, and has no shorter timeout here."""
