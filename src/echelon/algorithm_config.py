@@ -11,6 +11,15 @@ Distribution = Literal["stochastic", "greedy", "deterministic", "squashed"]  # h
 Experience = Literal["queue", "replay"]  # each trajectory used once, in order, or transitions sampled repeatedly
 Slots = Literal["trajectories", "gradients"]  # what actors write
 
+# Hyperparameters of several algorithms.
+ValueWeight = Annotated[float, doc("weight of the value loss", ge=0)]
+EntropyWeight = Annotated[float, doc("weight of the entropy bonus")]
+NormalizeAdvantage = Annotated[bool, doc("normalize advantages to mean 0 and standard deviation 1 in each minibatch")]
+RewardClip = Annotated[
+    float, doc("clip rewards to [-reward_clip, reward_clip]; 0: no clipping; 1 is usual for Atari", ge=0)
+]
+NormalizeReward = Annotated[bool, doc("divide rewards by the running standard deviation of discounted returns")]
+
 
 class AlgorithmConfig(Section, frozen=True):
     """The `algorithm` section of a run. Every algorithm has a subclass in its module of `echelon.presets`.

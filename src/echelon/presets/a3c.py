@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from echelon.algorithm_config import AlgorithmConfig
+from echelon.algorithm_config import (
+    AlgorithmConfig,
+    EntropyWeight,
+    NormalizeAdvantage,
+    NormalizeReward,
+    RewardClip,
+    ValueWeight,
+)
 from echelon.config import (
     ActorConfig,
     EnvConfig,
@@ -30,17 +37,11 @@ class A3cConfig(AlgorithmConfig, frozen=True):
     reduce: Annotated[
         Literal["mean", "sum"], doc("how the learner.batch gradients of one optimizer step are combined")
     ] = "mean"
-    value_weight: Annotated[float, doc("weight of the value loss", ge=0)] = 0.5
-    entropy_weight: Annotated[float, doc("weight of the entropy bonus")] = 0.01
-    normalize_advantage: Annotated[
-        bool, doc("normalize advantages to mean 0 and standard deviation 1 in each minibatch")
-    ] = False
-    reward_clip: Annotated[
-        float, doc("clip rewards to [-reward_clip, reward_clip]; 0: no clipping; 1 is usual for Atari", ge=0)
-    ] = 0.0
-    normalize_reward: Annotated[bool, doc("divide rewards by the running standard deviation of discounted returns")] = (
-        False
-    )
+    value_weight: ValueWeight = 0.5
+    entropy_weight: EntropyWeight = 0.01
+    normalize_advantage: NormalizeAdvantage = False
+    reward_clip: RewardClip = 0.0
+    normalize_reward: NormalizeReward = False
 
     @property
     def reaches_learner(self) -> Literal["gradients"]:

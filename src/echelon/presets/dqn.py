@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from echelon.algorithm_config import AlgorithmConfig
+from echelon.algorithm_config import AlgorithmConfig, RewardClip
 from echelon.config import (
     ActorConfig,
     EnvConfig,
@@ -47,9 +47,7 @@ class DqnConfig(AlgorithmConfig, frozen=True):
     epsilon_ladder: Annotated[bool, doc("epsilon of environment i of N ends at 0.4^(1 + 7i/(N-1)) instead (Ape-X)")] = (
         False
     )
-    reward_clip: Annotated[
-        float, doc("clip rewards to [-reward_clip, reward_clip]; 0: no clipping; 1 is usual for Atari", ge=0)
-    ] = 0.0
+    reward_clip: RewardClip = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from echelon.algorithm_config import AlgorithmConfig
+from echelon.algorithm_config import (
+    AlgorithmConfig,
+    EntropyWeight,
+    NormalizeAdvantage,
+    NormalizeReward,
+    RewardClip,
+    ValueWeight,
+)
 from echelon.config import (
     ActorConfig,
     EnvConfig,
@@ -28,17 +35,11 @@ class ImpalaConfig(AlgorithmConfig, frozen=True):
         int, doc("passes over each batch; V-trace corrects for the policy change between passes", ge=1)
     ] = 1
     minibatches: Annotated[int, doc("minibatches per pass, split by environment", ge=1)] = 1
-    value_weight: Annotated[float, doc("weight of the value loss", ge=0)] = 0.5
-    entropy_weight: Annotated[float, doc("weight of the entropy bonus")] = 0.01
-    normalize_advantage: Annotated[
-        bool, doc("normalize advantages to mean 0 and standard deviation 1 in each minibatch")
-    ] = False
-    reward_clip: Annotated[
-        float, doc("clip rewards to [-reward_clip, reward_clip]; 0: no clipping; 1 is usual for Atari", ge=0)
-    ] = 0.0
-    normalize_reward: Annotated[bool, doc("divide rewards by the running standard deviation of discounted returns")] = (
-        False
-    )
+    value_weight: ValueWeight = 0.5
+    entropy_weight: EntropyWeight = 0.01
+    normalize_advantage: NormalizeAdvantage = False
+    reward_clip: RewardClip = 0.0
+    normalize_reward: NormalizeReward = False
 
 
 @register(ImpalaConfig)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from echelon.algorithm_config import AlgorithmConfig
+from echelon.algorithm_config import (
+    AlgorithmConfig,
+    EntropyWeight,
+    NormalizeAdvantage,
+    NormalizeReward,
+    RewardClip,
+    ValueWeight,
+)
 from echelon.config import (
     ActorConfig,
     EnvConfig,
@@ -31,17 +38,11 @@ class PpoConfig(AlgorithmConfig, frozen=True):
     value_clip: Annotated[float, doc("clip range of the value function; 0: no clipping", ge=0)] = 0.0
     epochs: Annotated[int, doc("passes over each batch", ge=1)] = 4
     minibatches: Annotated[int, doc("minibatches per pass", ge=1)] = 4
-    value_weight: Annotated[float, doc("weight of the value loss", ge=0)] = 0.5
-    entropy_weight: Annotated[float, doc("weight of the entropy bonus")] = 0.0
-    normalize_advantage: Annotated[
-        bool, doc("normalize advantages to mean 0 and standard deviation 1 in each minibatch")
-    ] = True
-    reward_clip: Annotated[
-        float, doc("clip rewards to [-reward_clip, reward_clip]; 0: no clipping; 1 is usual for Atari", ge=0)
-    ] = 0.0
-    normalize_reward: Annotated[bool, doc("divide rewards by the running standard deviation of discounted returns")] = (
-        False
-    )
+    value_weight: ValueWeight = 0.5
+    entropy_weight: EntropyWeight = 0.0
+    normalize_advantage: NormalizeAdvantage = True
+    reward_clip: RewardClip = 0.0
+    normalize_reward: NormalizeReward = False
     correct_lag: Annotated[bool, doc("use V-trace targets and advantages in place of GAE, to correct for lag")] = False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from echelon.algorithm_config import AlgorithmConfig
+from echelon.algorithm_config import AlgorithmConfig, RewardClip
 from echelon.config import (
     ActorConfig,
     EnvConfig,
@@ -42,9 +42,7 @@ class SacConfig(AlgorithmConfig, frozen=True):
         doc("entropy that the temperature aims for; none: -(action components), discrete: 0.98 log(actions)"),
     ] = None
     random_steps: Annotated[int, doc("steps with random actions at the start", "steps", ge=0)] = 1_000
-    reward_clip: Annotated[
-        float, doc("clip rewards to [-reward_clip, reward_clip]; 0: no clipping; 1 is usual for Atari", ge=0)
-    ] = 0.0
+    reward_clip: RewardClip = 0.0
 
 
 @register(SacConfig)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from echelon.algorithm_config import AlgorithmConfig
+from echelon.algorithm_config import AlgorithmConfig, RewardClip
 from echelon.fields import doc
 
 
@@ -14,6 +14,4 @@ class UserPolicyConfig(AlgorithmConfig, frozen=True):
     experience = "replay"
 
     name: Annotated[Literal["own"], doc("the algorithm")] = "own"
-    reward_clip: Annotated[
-        float, doc("clip rewards to [-reward_clip, reward_clip]; 0: no clipping; 1 is usual for Atari", ge=0)
-    ] = 0.0
+    reward_clip: RewardClip = 0.0
