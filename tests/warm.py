@@ -136,6 +136,8 @@ class Guard:
     def __init__(self) -> None:
         folder = tempfile.mkdtemp(prefix="t-", dir=TEMPORARY)
         os.environ[SESSION] = folder
+        os.environ["XDG_STATE_HOME"] = f"{folder}/state"  # the secret of the tests, not of whoever runs them
+        os.environ.pop("ECHELON_SECRET", None)
         tests = Path(__file__).parent
         path = os.pathsep.join([str(tests.parent / "src"), str(tests), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, **THREADS, "PYTHONPATH": path, MARK: PLACE_FOR_MARK}

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "custom_network": {"errors", "names", "config", "schema", "layers", "networks"},
     "algorithms": {"errors", "names", "config", "presets", "layout", "schema", "objectives", "layers", "networks"}
     | {"custom_network"},
-    "transport": {"errors", "layout", "schema"},
+    "transport": {"errors", "disk", "layout", "schema"},
     "engines": {"errors", "schema", "transport"},
     "world": {"errors", "schema", "transport", "engines"},
     "hosts": {"version", "errors", "memory_check", "transport", "engines", "world"},
