@@ -12,7 +12,7 @@ PYTEST_OPTIONS := -n 4 --dist loadgroup --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo style lint test test-full map clean
+.PHONY: help demo style lint test test-full map fuzz clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ test-full: style ## the same checks and the long runs too
 
 map: $(RUN_READY) ## sizes, modules behind train, files one step walks through, mode switches, repeated class names
 	$(BIN)/python benchmarks/map.py
+
+fuzz: $(TEST_READY) ## mutated messages against every decoder (benchmarks/fuzz.py runs longer, and names its findings)
+	$(BIN)/python benchmarks/fuzz.py frames
 
 clean: ## remove the virtual environments, caches and builds; runs/ stays
 	rm -rf $(VENV) .venv-peers build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

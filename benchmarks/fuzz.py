@@ -1,0 +1,38 @@
+"""Fuzzing: feeds mutated input to Echelon and checks that all of it is refused or handled, never crashes.
+
+    make fuzz                                                   # every kind, a few minutes
+    python benchmarks/fuzz.py frames --count 10000000           # messages, decoded in memory
+    python benchmarks/fuzz.py KIND --seed S --block B           # repeats one block of trials
+    python benchmarks/fuzz.py --help                            # all kinds
+
+Trials run in blocks, spread over processes; a block's input is determined by the seed and the block's number. A finding
+ends the run: it prints the command that repeats it, writes the input to `--save`, and exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+from fuzzing import harness
+
+KINDS = {  # each is a module of `fuzzing` with DEFAULT_COUNT, add_options(parser) and make(options) -> harness.Trial
+    "frames": "messages of every wire, decoded in memory",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    for kind, what in KINDS.items():
+        module = importlib.import_module(f"fuzzing.{kind}")
+        kind_parser = kinds.add_parser(kind, help=what, description=what)
+        harness.add_options(kind_parser, module.DEFAULT_COUNT)
+        module.add_options(kind_parser)
+    options = parser.parse_args()
+    module = importlib.import_module(f"fuzzing.{options.kind}")
+    return harness.run(options.kind, lambda: module.make(options), options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The kinds of `benchmarks/fuzz.py`, one module each, and their harness."""
