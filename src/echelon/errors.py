@@ -73,6 +73,16 @@ class GroupKeyError(EchelonError, KeyError):
         return Exception.__str__(self)  # KeyError would show the quoted repr
 
 
+def escaped(text: str) -> str:
+    """Returns `text` with every character that is not printable, newlines included, as a Python escape sequence.
+
+    Text of a peer passes through it before it is shown or logged: a terminal would interpret its control characters.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 def diverged(what: str, learning_rate: float | None) -> DivergedError:
     """Returns the error for a training that diverged by `what`, as opposed to an environment that emits NaN."""
     lower = "the learning rate"

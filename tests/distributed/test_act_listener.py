@@ -267,7 +267,7 @@ class TestSeats:
             hall.seat(incarnation=-1)
 
     def test_a_taken_port_is_refused(self, hall: Hall) -> None:
-        with pytest.raises(ConfigError, match=r"cannot listen for act requests at tcp://127.*Choose another address"):
+        with pytest.raises(ConfigError, match=r"cannot listen for remote actors at tcp://127.*Choose another address"):
             ActListener(hall.board, 0, hall.listener.address)
 
 

@@ -228,7 +228,8 @@ def test_strangers_are_refused_and_the_rest_goes_on(site: Site, monkeypatch: pyt
     assert "(6,)" in text and "Discrete(3)" in text and "(4,)" in text and "Discrete(2)" in text and "Give both" in text
     until_episodes(run, 2)
     run.until(
-        lambda: "a worker was refused" in run.text() and "a connection was refused" in run.text(), "both are reported"
+        lambda: "one of the workers was refused" in run.text() and "a connection was refused" in run.text(),
+        "both are reported",
     )
     summary = finish(run)
     assert good.episodes() == summary["workers"]["episodes"] and summary["workers"]["refused"] >= 3

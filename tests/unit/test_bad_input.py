@@ -232,7 +232,7 @@ def test_a_new_run_that_cannot_begin_removes_what_it_made_and_no_more(was_there:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         over = ["--engine", "local", "--replay.transport", "tcp", "--replay.address", address]
         told = command("train", "apex-dqn", "CartPole-v1", *SMALL, *over, "--steps", "1000", "--run-dir", "run")
-    assert_told(told, 2, "cannot listen for replay shards", address)
+    assert_told(told, 2, "cannot listen for learners", address)
     assert [path.name for path in Path.cwd().rglob("*")] == (["run"] if was_there else [])
 
 

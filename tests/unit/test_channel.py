@@ -256,6 +256,27 @@ def test_what_is_no_message_at_all_is_not_answered(make_peer: Any, make_client: 
     assert answer_of(client, ask(client, READ, b"x")) == [b"x"]
 
 
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError, RecursionError, OSError, zmq.ZMQError, ConfigError])
+def test_whatever_a_message_raises_costs_only_its_sender(make_peer: Any, make_client: Any, error: Any) -> None:
+    peer, told = make_peer(), list[str]()
+    honest, hostile, late = (make_client(peer) for _ in range(3))
+    peer.server._report = told.append
+
+    def fail(*args: Any) -> bool:
+        raise error("it says \x1b[2J\n\u202e")
+
+    peer.state = fail
+    peer.server.serve(STATE, fail)
+    with pytest.raises(Refused, match=r"could not be handled: \w+: .*it says \\x1b\[2J\\n\\u202e"):
+        hostile.wait(ask(hostile, STATE), DEADLINE_S)
+    assert answer_of(honest, ask(honest, READ, b"x")) == [b"x"]
+    peer.server.serve(STATE, lambda message: peer.server.hold(message, fail, fail))  # raises after the handler
+    with pytest.raises(Refused, match="could not be handled"):
+        late.wait(ask(late, STATE), DEADLINE_S)
+    assert answer_of(honest, ask(honest, READ, b"x")) == [b"x"]
+    assert len(told) == 2 and all(text.isprintable() and "one of the questions" in text for text in told)
+
+
 @pytest.mark.parametrize("frame", [b"hello", b"\xff" * HEADER.size], ids=["short", "long"])
 def test_a_server_of_something_else_is_told_apart(make_client: Any, frame: bytes) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +179,42 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(make_entrance: Any, me
     entrance.client.close()
     entrance.client = entrance.connect(b"")  # another connection of the same worker
     assert isinstance(entrance.ask(piece(number=3)), Next) and entrance.head == 10
+
+
+TWO = {"kind": "discrete", "n": 2, "start": 0}
+BOX = {"kind": "box", "shape": [3], "dtype": "float32", "low": 0, "high": 1}
+HUGE = {
+    "n": {**TWO, "n": 2**63},
+    "start": {**TWO, "n": 2**20, "start": 2**63 - 1},
+    "30 s": {**BOX, "shape": [2**28]},
+    "64 GB": {**BOX, "shape": [2**34]},
+    "product": {**BOX, "shape": [2**20, 2**20]},
+    "binary": {"kind": "multi_binary", "shape": [2**40]},
+    "choices": {"kind": "multi_discrete", "nvec": [2**62], "start": [0]},
+    "dtype": {**BOX, "dtype": "S999999999"},
+    "bounds": {**BOX, "low": [[0, 1], [2]]},
+    "keys": {"kind": "dict", "spaces": {"a": TWO, 1: TWO}},
+    "parts": {"kind": "tuple", "spaces": 200 * [{"kind": "tuple", "spaces": 200 * [TWO]}]},
+    "depth": functools.reduce(lambda inner, _: {"kind": "tuple", "spaces": [inner]}, range(12), TWO),
+    "none": {"kind": "dict", "spaces": {}},
+}
+
+
+def test_sizes_are_checked_before_anything_is_allocated(make_entrance: Any) -> None:
+    entrance, began = make_entrance(), time.monotonic()
+    for side, (name, space) in itertools.product(("observation", "action"), HUGE.items()):
+        entrance.client.close()
+        entrance.client = entrance.connect(b"")
+        answer = entrance.ask(Register(PROTOCOL, "w", {"observation": BOX, "action": TWO, side: space}, False))
+        assert isinstance(answer, Refused), (side, name)
+        assert "the worker's spaces cannot be read: " in str(answer) and "Check its environment" in str(answer), name
+    assert time.monotonic() - began < 20.0
+    entrance.stage.world.poll(0.0)
+    told = [text for text in entrance.stage.messages if "one of the workers was refused" in text]
+    assert len(told) == 5 and "only every 100th is reported" in told[-1]
+    entrance.client.close()
+    entrance.client = entrance.connect()
+    assert isinstance(entrance.arrive(), Welcome)
 
 
 @pytest.mark.parametrize(

@@ -100,3 +100,17 @@ def test_workers_that_do_not_fit_are_refused_and_the_next_is_waited_for(make_sta
     assert len(reasons) == 4 and sum("does not fit" in reason for reason in reasons) == 2
     assert any("has a policy of its own" in reason for reason in reasons)
     assert any("speaks protocol" in reason for reason in reasons)
+
+
+def test_a_worker_whose_observations_need_too_much_memory_is_refused(make_stage: Callable[..., Stage]) -> None:
+    """Before anything is allocated: the run must not end because the first worker is an unsuitable one."""
+    wide = {"replay.capacity": 1 << 20, "network.hidden": (1 << 16,)}
+    stage = make_stage(toy.CounterEnv, "dqn", **FIELDS)
+    good = stage.context.spaces
+    image, word = gym.spaces.Box(0, 1, (1 << 20,), np.float32), gym.spaces.Discrete(1 << 20)
+    misfits = Crowd(*(arrive(Spaces(space, good.action)) for space in (image, word)))
+    crowd = Crowd(arrive(good))
+    wait(replace(stage.context.train, **wide), None, crowd, misfits)
+    crowd.close()
+    reasons = " ".join(misfits.reasons())
+    assert "the network needs" in reasons and "replay.capacity=1048576 needs" in reasons

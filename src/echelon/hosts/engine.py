@@ -25,7 +25,7 @@ import numpy as np
 from echelon.engines.inline import MessageLoop
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, ProcessSpec
-from echelon.errors import Refused
+from echelon.errors import Refused, escaped
 from echelon.hosts.members import Host, summarize
 from echelon.hosts.messages import (
     COMMANDS,
@@ -73,7 +73,7 @@ class HostsEngine(LocalEngine):
     def __init__(self, session: str, preload: Sequence[str], address: str, lease_s: float) -> None:
         super().__init__(session, preload)
         self._folder, self._lease_s = Path(session), lease_s
-        self._control = Server("hosts", address, secret_from_environment(), MAX_BYTES)
+        self._control = Server("hosts", address, secret_from_environment(), MAX_BYTES, report=self._report)
         self._hosts: dict[bytes, Host] = {}  # by connection, lost ones included
         self._places: dict[str, Host] = {}  # of roles on other hosts
         self._assignment: Assignment | None = None
@@ -84,8 +84,8 @@ class HostsEngine(LocalEngine):
         self._reports: list[tuple[str, str]] = []
         self._fenced: list[Host] = []  # lost, but the carrier may not have seen it yet
         self._gauges: dict[str, Array] = {}
-        self._refused: set[str] = set()  # reports of hosts that may not join
         self._num_handshakes, self._settled_at = 0, math.inf  # refused ones; not reported before `_settled_at`
+        self._has_reported_handshake = False
         self._over = ""
         self._looked_at = time.monotonic()
         self._control.serve(JOIN, self._on_join)
@@ -143,7 +143,7 @@ class HostsEngine(LocalEngine):
         request: JoinRequest = unpack(message.frames, JoinRequest)
         if request.version != __version__:
             versions = f"it has Echelon {request.version} and this run has {__version__}"
-            raise self._refusal(request, f"{versions}; install the same version")
+            raise Refused(f"host {request.name}: {versions}; install the same version")
         if self._over:
             raise Refused(self._over)
         if message.connection in self._hosts:
@@ -168,9 +168,10 @@ class HostsEngine(LocalEngine):
 
     def _admit(self, request: JoinRequest, connection: bytes) -> None:
         if not self._free:
-            raise self._refusal(request, "the run has all of its hosts already; one that left cannot join again")
+            full = "the run has all of its hosts already; one that left cannot join again"
+            raise Refused(f"host {request.name}: {full}")
         token, streams = secrets.randbits(62) + 1, self._free.pop(0)
-        name = self._unique(request.name)
+        name = self._unique(escaped(request.name))
         host = self._hosts[connection] = Host(name, token, streams, time.monotonic())
         self._ownership.give(streams, token)
         self._places |= {f"actor-{stream}": host for stream in streams}
@@ -180,13 +181,6 @@ class HostsEngine(LocalEngine):
         names = {socket.gethostname(), *(host.name for host in self._hosts.values() if not host.lost)}
         others = (f"{name}-{number}" for number in itertools.count(2))
         return name if name not in names else next(other for other in others if other not in names)
-
-    def _refusal(self, request: JoinRequest, why: str) -> Refused:
-        """Returns the error for a host that may not join, and reports it once for each host and reason."""
-        if (text := f"refused host {request.name}: {why}") not in self._refused:
-            self._refused.add(text)
-            self._report(text)
-        return Refused(why)
 
     def _sender_of(self, message: Message) -> Host:
         """Returns the host that sent `message`; raises Refused if the host is not, or no longer, in this run."""
@@ -234,7 +228,7 @@ class HostsEngine(LocalEngine):
             case Left() if self._over:
                 host.is_dismissed = True
             case Left(why):
-                self._lose(host, f"left: {why.rstrip('.')}")
+                self._lose(host, f"left: {escaped(why.rstrip('.'))}")
 
     def _on_gauges(self, message: Message) -> None:
         host = self._sender_of(message)
@@ -257,8 +251,8 @@ class HostsEngine(LocalEngine):
         num_handshakes = self._control.num_refused_handshakes
         if now < self._settled_at:
             self._num_handshakes = num_handshakes
-        elif num_handshakes > self._num_handshakes and SECRET_VARIABLE not in self._refused:
-            self._refused.add(SECRET_VARIABLE)
+        elif num_handshakes > self._num_handshakes and not self._has_reported_handshake:
+            self._has_reported_handshake = True
             self._report(f"refused a connection: its {SECRET_VARIABLE} is not that of this run, or is missing")
         for host in self._hosts.values():
             host.received_at = min(now, host.received_at + max(0.0, away_s))

@@ -40,8 +40,9 @@ class Carrier:
         file = plan.carrier_file
         address = file.read_text() if file.exists() else context.train.hosts.bulk_address
         most = max(self.slots.nbytes, HEADER.size + 8 * self.ring.num_streams)
+        report = functools.partial(self.station.report, "message")
         queued = max(2, QUEUED_BYTES // self.slots.nbytes)  # of each connection
-        self.server = Server("hosts", address, secret_from_environment(), most, queued)
+        self.server = Server("hosts", address, secret_from_environment(), most, queued, report)
         self.server.serve(SLOTS, self._take_slot)
         self.server.serve(NEWER, self._answer_newer)
         announce(file, self.server.address)

@@ -51,6 +51,7 @@ from echelon.transport.episode_wire import (
 from echelon.transport.secret import secret_from_environment
 from echelon.transport.shared_memory import WeightsBoard
 from echelon.transport.sockets import announce
+from echelon.transport.space_wire import received_spaces
 
 Array = np.ndarray[Any, Any]
 REPORT_S = 1.0
@@ -101,7 +102,8 @@ class Gateway:
         self.task = Task(train=config_io.to_json(self.config), own=own)
         file = plan.workers_file
         address = file.read_text() if file.exists() else self.config.workers.address
-        self.server = Server("workers", address, secret_from_environment(), self.intake.max_bytes, QUEUED_MESSAGES)
+        secret = secret_from_environment()
+        self.server = Server("workers", address, secret, self.intake.max_bytes, QUEUED_MESSAGES, report)
         self.server.serve(TASK, self._take_message)
         self.server.serve(EPISODES, self._take_message)
         announce(file, self.server.address)
@@ -183,11 +185,6 @@ class Gateway:
             else:
                 is_episode = isinstance(message, EpisodePiece)
                 self.server.answer(asked, *pack(self._answer(message)), copy=False)
-        except Refused as error:
-            self.handling.refused += 1
-            if self.handling.refused <= 5 or self.handling.refused % 100 == 0:
-                self.station.report("message", f"a worker was refused: {error}")
-            raise
         finally:
             self.handling.note(time.perf_counter() - start, is_episode=is_episode)
 
@@ -230,7 +227,7 @@ class Gateway:
 
     def _check_arrival(self, arrival: Register) -> None:
         check_user_policy(arrival, self.config)
-        mine, theirs = self.context.spaces, spaces_of(arrival)
+        mine, theirs = self.context.spaces, received_spaces(arrival.spaces)
         if not same_spaces(mine, theirs):
             raise Refused(
                 f"the worker's environment observes {theirs.observation} and acts in {theirs.action}; the learner's "
@@ -242,6 +239,7 @@ class Gateway:
 
         If the gateway is killed at any point, its successor either finishes this or receives the message again.
         """
+        self.journal.recover(self.intake.writer.head)  # an exception may have interrupted an earlier message
         value, length = message.episode_return, message.episode_length
         if not np.isfinite(value) or length < 1:
             raise Refused(
@@ -307,13 +305,6 @@ def check_user_policy(arrival: Register, config: TrainConfig) -> None:
         )
     if has_user_policy and not arrival.own:
         raise Refused("the learner trains a user policy, but the worker has none. Pass the same policy (policy=...).")
-
-
-def spaces_of(arrival: Register) -> Spaces:
-    try:
-        return Spaces.from_json(arrival.spaces)
-    except (KeyError, TypeError, ValueError, AssertionError, AttributeError, ConfigError) as error:
-        raise Refused(f"the worker's spaces cannot be read: {type(error).__name__}: {error}.") from None
 
 
 def same_spaces(mine: Spaces, theirs: Spaces) -> bool:

@@ -14,7 +14,6 @@ class Handling:
 
     def __init__(self) -> None:
         self.seconds = 0.0  # total over all messages
-        self.refused = 0
         self._count, self._total = 0, 0.0
         self._recent: collections.deque[float] = collections.deque(maxlen=WINDOW)
 

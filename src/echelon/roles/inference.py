@@ -46,7 +46,7 @@ class Inference(Serving):
             if not context.shares_process:  # otherwise the setting would apply to the other roles, too
                 torch.set_num_threads(server_threads(config, plan.model))
             answerer = PolicyAnswerer(plan.model, batcher.board, weights, seed, with_value=config.acting.value)
-            return InferenceServer(batcher, answerer, plan.act_listener(batcher))
+            return InferenceServer(batcher, answerer, plan.act_listener(batcher, self.report))
         from echelon.servers.cuda import CudaAnswerer, CudaServer  # imported late: most runs do not need it
 
         def report(text: str) -> None:
@@ -56,7 +56,7 @@ class Inference(Serving):
         answerer_on_gpu = CudaAnswerer(
             model, batcher.board, weights, seed, groups=batcher.groups, report=report, with_value=config.acting.value
         )
-        return CudaServer(batcher, answerer_on_gpu, plan.act_listener(batcher))
+        return CudaServer(batcher, answerer_on_gpu, plan.act_listener(batcher, self.report))
 
     def times(self) -> dict[str, float]:
         server = self.server

@@ -42,6 +42,10 @@ class Serving:
         self.station.tick(now)
         return worked
 
+    def report(self, text: str) -> None:
+        """Reports `text` to the user."""
+        self.station.report("message", text)
+
     def times(self) -> dict[str, float]:
         """Returns the server's time so far in seconds, by phase."""
         raise NotImplementedError

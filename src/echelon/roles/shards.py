@@ -28,7 +28,7 @@ class Shards(Serving):
         plan = ReplayPlan(context)
         file = plan.server_file
         address = file.read_text() if file.exists() else context.train.replay.address
-        self.server = ShardServer(plan.folder, plan.wire, plan.rule, address, secret_of(plan.folder))
+        self.server = ShardServer(plan.folder, plan.wire, plan.rule, address, secret_of(plan.folder), self.report)
         announce(file, self.server.address)
 
     def times(self) -> dict[str, float]:

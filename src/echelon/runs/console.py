@@ -22,6 +22,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from echelon.errors import escaped
 from echelon.runs.bottleneck import PHASES
 from echelon.runs.report import duration
 
@@ -112,7 +113,11 @@ class Console:
                 self._live.update(panel(self._head, status), refresh=True)
 
     def message(self, text: str) -> None:
-        """Shows an event (a role restarted, an environment failed) immediately, above the panel."""
+        """Shows an event (a role restarted, an environment failed) immediately, above the panel.
+
+        Its lines are escaped: they may quote peers, whose control characters would change the terminal.
+        """
+        text = "\n".join(map(escaped, text.split("\n")))
         if self._live is None:
             self._write(text)
         elif not self._silent:

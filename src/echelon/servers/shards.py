@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from echelon.replay.reader import ShardReader
 from echelon.replay.remote import QUEUED_MESSAGES
 from echelon.replay.shard import Shard
 from echelon.replay.wire import MAX_NEWS, ReplayRequest, ReplayWire, Stacks
-from echelon.transport.channel import Message, Part
+from echelon.transport.channel import Message, Part, print_error
 from echelon.transport.channel_server import Server
 
 Array = np.ndarray[Any, Any]
@@ -41,6 +42,7 @@ class ShardServer:
         rule: LimiterRule,
         address: str,
         secret: str | None = None,
+        report: Callable[[str], None] = print_error,
     ) -> None:
         """Opens the shards of `wire` in `folder`, and listens; off the loopback only with a secret."""
         self.wire, self.limiter = wire, Limiter.at(folder, rule)
@@ -50,7 +52,7 @@ class ShardServer:
         self._elsewhere = ~own  # counts that requests update
         self._birth = int.from_bytes(hashlib.blake2b(str(folder).encode(), digest_size=7).digest(), "little")
         self._appended = self.limiter.listen(None)
-        self._server = Server("replay shards", address, secret, wire.question_bytes, QUEUED_MESSAGES)
+        self._server = Server("learners", address, secret, wire.question_bytes, QUEUED_MESSAGES, report)
         self._server.serve(wire.items, self._take)
         self._server.serve(wire.news, self._take_news)
         self.address = self._server.address

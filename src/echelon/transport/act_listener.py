@@ -6,7 +6,7 @@ Imports nothing heavier than numpy and pyzmq.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from echelon.errors import Refused
 from echelon.transport.act_board import ActBoard
 from echelon.transport.act_wire import EXTRA, LIFE_BITS, MAX_LIFE, NUMBER, SEAT, ActWire
 from echelon.transport.batcher import IDLE_SLEEP_S, Batcher, Round
-from echelon.transport.channel import HEADER, MAGIC, Kind, Message
+from echelon.transport.channel import HEADER, MAGIC, Kind, Message, print_error
 from echelon.transport.channel_server import Server
 
 BURST = 1_000  # messages received before the batcher runs
@@ -59,6 +59,7 @@ class ActListener:
         address: str,
         secret: str | None = None,
         choices: Sequence[Bounds] = (),
+        report: Callable[[str], None] = print_error,
     ) -> None:
         """Listens at `address` (tcp://HOST:PORT, port 0: any free one); outside the loopback only with a secret.
 
@@ -84,7 +85,7 @@ class ActListener:
         rows = np.zeros((layout.num_seats, wire.stateful_bytes), np.uint8)  # outgoing replies
         self._rows, self._row_bytes = wire.answer_views(rows), rows.reshape(-1).data
         self._rows["words"][:, :4] = MAGIC, Kind.ANSWER, wire.act.digest, wire.act.layout
-        self._channel = Server("act requests", address, secret, wire.question_bytes)
+        self._channel = Server("remote actors", address, secret, wire.question_bytes, report=report)
         self._channel.serve(wire.act, self._take)
         self._channel.serve(wire.seat, self._take_seat)
         self.address = self._channel.address

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from echelon.errors import Refused
+from echelon.errors import Refused, escaped
 from echelon.transport.channel import HEADER, MAGIC, MAX_REASON_BYTES, NOTHING, Kind, Own, Part, Service
 from echelon.transport.secret import SECRET_VARIABLE, check_secret, numeric
 from echelon.transport.sockets import (
@@ -176,7 +176,7 @@ class Client:
             raise self._no_server(frames)
         self.has_heard, self.num_tries = True, 0
         if kind == Kind.REFUSED:
-            reason = bytes(frames[0][HEADER.size :]).decode(errors="replace").rstrip(".")
+            reason = escaped(bytes(frames[0][HEADER.size :]).decode(errors="replace")).rstrip(".")
             raise Refused(f"{self.what} at {self.address} refused this client: {reason}.")
         if kind == Kind.POST:
             self.posts.append(frames)

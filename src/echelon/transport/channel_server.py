@@ -4,8 +4,8 @@ It listens on one ROUTER socket (outside the loopback only with a secret) and ac
 those whose CURVE keys are derived from the same secret (`curve.py`). Its owner calls `take` until nothing is left, and
 then `sleep`, all in one thread. What bounds it: a queue per connection, a maximum frame size, and one held request per
 connection and service. If a client does not receive, its replies are dropped; it repeats its request if it is alive. A
-client that sends an invalid message is refused: nothing more is read from its connection. If the owner dies, clients
-reconnect once its successor listens at the same address.
+client whose message raises any exception is refused: nothing more is read from its connection, and the owner continues.
+If the owner dies, clients reconnect once its successor listens at the same address.
 
 Imports nothing heavier than pyzmq.
 """
@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import select
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import zmq
 
-from echelon.errors import ConfigError, Refused
+from echelon.errors import ConfigError, Refused, escaped
 from echelon.transport.channel import (
     HEADER,
     MAGIC,
@@ -32,6 +33,7 @@ from echelon.transport.channel import (
     Part,
     Service,
     header,
+    print_error,
 )
 from echelon.transport.curve import Socket, secure_server
 from echelon.transport.secret import check_secret, numeric
@@ -40,8 +42,7 @@ from echelon.transport.sockets import LINGER_MS, MORE, QUEUED_MESSAGES, make_soc
 IGNORED_CONNECTIONS = 10_000  # refused connections remembered; the oldest are dropped
 GATE_S = 0.01  # how often the gate is served if the owner never sleeps
 HOLD_S = 0.2  # a held request is answered after this time even if nothing is newer
-
-MALFORMED = (ValueError, TypeError, LookupError, ArithmeticError, MemoryError)  # raised by malformed messages
+NUM_REPORTED, REPORT_EVERY = 5, 100  # of refused messages, the first few are reported, and then every hundredth
 
 Handler = Callable[[Message], None]
 
@@ -58,14 +59,22 @@ class Server:
     """Receives requests and sends replies. A handler raises Refused for an invalid or hostile message."""
 
     def __init__(
-        self, what: str, address: str, secret: str | None, max_bytes: int, queued: int = QUEUED_MESSAGES
+        self,
+        what: str,
+        address: str,
+        secret: str | None,
+        max_bytes: int,
+        queued: int = QUEUED_MESSAGES,
+        report: Callable[[str], None] = print_error,
     ) -> None:
         """Listens at `address` (tcp://HOST:PORT; port 0: any free port); frames have at most `max_bytes`.
 
-        `what` names the expected clients in error messages; `queued` bounds the queue of each connection.
+        `what` names the expected clients in messages; `queued` bounds the queue of each connection; `report` receives
+        the reasons of refusals.
         """
         check_secret(address, secret)
         self.num_refused_messages = 0
+        self._what, self._report = what, report
         self._offers: dict[int, tuple[Service, Handler]] = {}
         self._held: dict[tuple[bytes, str], _Held] = {}
         self._ignored: dict[bytes, None] = {}
@@ -140,11 +149,11 @@ class Server:
     def _deal(self, connection: bytes, frames: list[memoryview]) -> None:
         """Handles one message, from any client."""
         if len(frames[0]) < HEADER.size:
-            self.refuse(connection)
+            self.refuse(connection, "its message has no header", is_client=False)
             return
         magic, kind, digest, layout, number, one, two, three = HEADER.unpack_from(frames[0])
         if magic != MAGIC or kind not in (Kind.ASK, Kind.POST):
-            self.refuse(connection)
+            self.refuse(connection, "its message is not a request", is_client=False)
             return
         offered = self._offers.get(digest)
         if offered is None:
@@ -157,10 +166,17 @@ class Server:
             return
         try:
             handler(Message(connection, known, kind == Kind.POST, number, (one, two, three), frames))
-        except Refused as error:
+        except Exception as error:
+            self._fail(connection, error)
+
+    def _fail(self, connection: bytes, error: Exception) -> None:
+        """Refuses the client whose message raised `error`, whatever that is: no message may end the owner."""
+        if isinstance(error, Refused):
             self.refuse(connection, str(error))
-        except MALFORMED as error:  # only the sender loses its connection
-            self.refuse(connection, f"its message could not be handled: {type(error).__name__}: {error}")
+            return
+        if self.num_refused_messages < NUM_REPORTED:
+            print_error("".join(traceback.format_exception(error)))
+        self.refuse(connection, f"its message could not be handled: {type(error).__name__}: {error}")
 
     def hold(self, message: Message, is_due: Callable[[], bool], answer: Callable[[], None]) -> None:
         """Calls `answer` as soon as `take` finds `is_due()` True, or after `HOLD_S`."""
@@ -170,10 +186,17 @@ class Server:
     def _release(self) -> int:
         """Answers the held requests that are due."""
         now = time.monotonic()
-        due = [key for key, held in self._held.items() if now >= held.until or held.is_due()]
-        for key in due:
-            self._held.pop(key).answer()
-        return len(due)
+        num = 0
+        for key, held in list(self._held.items()):
+            try:
+                if now >= held.until or held.is_due():
+                    del self._held[key]
+                    num += 1
+                    held.answer()
+            except Exception as error:
+                self._held.pop(key, None)
+                self._fail(key[0], error)
+        return num
 
     @property
     def is_holding(self) -> bool:
@@ -233,13 +256,18 @@ class Server:
             return False
         return True
 
-    def refuse(self, connection: bytes, reason: str = "") -> None:
-        """Ignores `connection` from now on, and sends it the `reason`, if there is one."""
+    def refuse(self, connection: bytes, reason: str, *, is_client: bool = True) -> None:
+        """Ignores `connection` from now on, and sends it the `reason` if it is a client of the channel."""
         self.num_refused_messages += 1
+        reason = escaped(reason[:MAX_REASON_BYTES]).rstrip(".")
+        if self.num_refused_messages <= NUM_REPORTED or self.num_refused_messages % REPORT_EVERY == 0:
+            some = f"; from now on only every {REPORT_EVERY}th is reported"
+            more = some if self.num_refused_messages == NUM_REPORTED else ""
+            self._report(f"one of the {self._what} was refused: {reason} ({self.num_refused_messages} so far{more})")
         self._ignored[connection] = None
         if len(self._ignored) > IGNORED_CONNECTIONS:
             del self._ignored[next(iter(self._ignored))]
-        if reason:
+        if is_client:
             words = HEADER.pack(MAGIC, Kind.REFUSED, 0, 0, 0, *NOTHING)
             self.send(connection, words + reason.encode()[:MAX_REASON_BYTES])
 

@@ -179,7 +179,7 @@ class Plan(Memory):
         file = self.act_address_file(layout.server_of(context.index))
         return RemoteActing(layout, file, context.index, context.incarnation, secret, exploring)
 
-    def act_listener(self, batcher: Batcher) -> ActListener | None:
+    def act_listener(self, batcher: Batcher, report: Callable[[str], None]) -> ActListener | None:
         """Returns the TCP listener of an inference server, or None if its actors use shared memory.
 
         A restarted server listens at the address of its predecessor. Open the listener last: as soon as the address is
@@ -193,6 +193,7 @@ class Plan(Memory):
         file = self.act_address_file(batcher.server)
         address = file.read_text() if file.exists() else acting.address
         choices = [Bounds(one.leaf, one.low, one.high) for one in space_choices(self.context.spaces.observation)]
-        listener = ActListener(batcher.board, batcher.server, address, secret_of(self.context.session), choices)
+        secret = secret_of(self.context.session)
+        listener = ActListener(batcher.board, batcher.server, address, secret, choices, report)
         announce(file, listener.address)
         return listener
