@@ -51,6 +51,10 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def children_of(parent: int) -> list[int]:
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if parent_of(int(path.name)) == parent]
+
+
 @pytest.mark.parametrize("how", ["forked", "fresh"])
 def test_a_role_runs_to_its_end_on_every_engine(how: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if how == "fresh":
@@ -199,6 +203,25 @@ def test_a_killed_server_takes_the_roles_with_it_and_is_replaced(engine: LocalEn
     assert engine.pid("one") is None and engine.descriptors == []
     start("Counting", "three", steps=1)
     assert next_exit(engine).name == "three" and engine.server_pid != server
+
+
+def test_the_spare_of_a_killed_server_takes_over(engine: LocalEngine, start: Start) -> None:
+    """It is an idle fork of the server; if both are killed, a new server starts."""
+    servers = []
+    for kill_spare in (False, False, True, False):
+        start("Counting")
+        role = wait_until(lambda: (engine.exits(), engine.pid("role"))[1], "it runs")
+        servers.append(engine.server_pid)
+        (spare,) = [pid for pid in children_of(engine.server_pid) if pid != role]
+        for pid in [spare, engine.server_pid] if kill_spare else [engine.server_pid]:
+            os.kill(pid, signal.SIGKILL)
+        assert [one.name for one in wait_until(engine.exits, "the loss is told")] == ["role"]
+        start("Counting", "next", steps=1)
+        assert next_exit(engine).name == "next"
+        assert (engine.server_pid == spare) is not kill_spare
+    assert len({*servers, engine.server_pid}) == 5
+    engine.close(0.0)
+    assert not is_alive(engine.server_pid)
 
 
 def test_who_was_to_be_started_by_a_killed_server_is_told_too(engine: LocalEngine, start: Start) -> None:

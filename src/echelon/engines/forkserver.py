@@ -5,7 +5,8 @@ sends `started` and `exited`. Role processes are its children, so it alone reaps
 is not reused before the server has reported the exit. When the socket closes without a `close` (the engine's process
 was killed), it kills its children and removes the session folder. A role process leads a process group, which is killed
 with it, so that processes started by its environments end, too. If the server itself is killed, the kernel kills its
-children (PR_SET_PDEATHSIG).
+children (PR_SET_PDEATHSIG), and its spare takes over: an idle copy of the server, forked after the imports, which
+shares its memory and spares the run the seconds that a new interpreter needs to import torch.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from echelon.engines.process import INHERITED, Failure, ProcessSpec, Role, failu
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 MAX_FAILURE_BYTES = 60_000  # under the 64 KiB a pipe holds, so a failing process never blocks on it
+SERVE, END = b"s", b"e"  # orders to a spare
 CLOSE_TIMEOUT_S = 0.3  # how long a failed role may take to close: its error waits for that
 
 
@@ -136,6 +138,7 @@ class ForkServer:
         self.buffer = b""
 
     def run(self) -> None:
+        self._send(event="serving", pid=os.getpid())
         poller = select.poll()
         poller.register(self.control, select.POLLIN)
         while True:
@@ -228,15 +231,38 @@ def _end_group(process: RoleProcess) -> int:
     return os.waitpid(process.pid, 0)[1]
 
 
+def serve(control: socket.socket, spare: socket.socket, session: str) -> None:
+    """Runs the fork server on `control`; forks its spare first, which waits on `spare`."""
+    if os.fork() == 0:
+        control.close()
+        leave_signals_to_coordinator()
+        stand_by(spare, session)
+        os._exit(0)
+    spare.close()
+    ForkServer(control, session).run()
+
+
+def stand_by(control: socket.socket, session: str) -> None:
+    """Waits until the server has died: the engine sends the socket of the next spare, and this process serves.
+
+    It ends when the engine says so. If the engine was killed, it removes the session: the server may be dead, too.
+    """
+    order, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+    if order == SERVE:
+        serve(control, socket.socket(fileno=descriptors[0]), session)
+    elif not order:
+        shutil.rmtree(session, ignore_errors=True)
+
+
 def main() -> None:
-    descriptor, session, *preload = sys.argv[1:]
+    control, spare, session, *preload = sys.argv[1:]
     leave_signals_to_coordinator()
     allow_descriptors()
     for module in preload:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # excludes what was imported from garbage collection, so that forks keep sharing its pages
-    ForkServer(socket.socket(fileno=int(descriptor)), session).run()
+    serve(socket.socket(fileno=int(control)), socket.socket(fileno=int(spare)), session)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from echelon.engines.forkserver import END, SERVE
 from echelon.engines.inline import MessageLoop
 from echelon.engines.process import CRASHES, Exit, Failure, OneHost, ProcessSpec, how_ended
 from echelon.errors import RunError
@@ -27,6 +28,7 @@ ROLE_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "KMP_B
 # The first optimizer that a process creates imports torch's compiler (1.3 s), so preload it for roles that create one.
 COMPILER = "torch._dynamo"
 
+PROMOTION_S = 5.0  # how long a spare may take to serve
 CLOSE_S = 10.0  # how long the fork server may take to leave
 END_TIMEOUT_S = 10.0  # how long the kernel may take to end the roles of a fork server that was killed
 
@@ -36,7 +38,8 @@ class LocalEngine(OneHost):
 
     The fork server imports `preload` while the caller goes on; `start` does not wait for it. `session` is the folder
     that the server removes if this process is killed. If the server is killed, the kernel ends every role; `exits`
-    returns them when all have ended, and the next `start` starts a new server.
+    returns them when all have ended, and at the next `start` its spare becomes the server, or, if that was killed, too,
+    a new server starts.
     """
 
     def __init__(self, session: str, preload: Sequence[str] = ()) -> None:
@@ -46,18 +49,43 @@ class LocalEngine(OneHost):
         self._pids: dict[str, int] = {}
         self._ticks: dict[str, int | None] = {}  # when each of them started
         self._exits: list[Exit] = []
+        self._spare: socket.socket | None = None
+        self._server: subprocess.Popen[bytes] | _Promoted
         self._begin()
 
     def _begin(self) -> None:
-        """Starts a fork server."""
-        self._socket, theirs = socket.socketpair()
+        """Makes the spare the fork server, or starts one if there is no spare."""
         self._buffer = b""
+        ours, theirs = socket.socketpair()
+        if self._spare is not None and self._promote_spare(theirs):
+            self._socket = self._spare
+        else:
+            self._start_server(theirs)
+        theirs.close()
+        self._spare = ours
+
+    def _promote_spare(self, next_spare: socket.socket) -> bool:
+        """Asks the spare to serve, and waits until it does; returns False if it has been killed."""
+        assert self._spare is not None
+        try:
+            socket.send_fds(self._spare, [SERVE], [next_spare.fileno()])
+            self._spare.settimeout(PROMOTION_S)
+            first, _, self._buffer = self._spare.recv(1 << 20).partition(b"\n")
+            self._server = _Promoted(json.loads(first)["pid"])
+        except (OSError, ValueError):  # killed: before, or just now
+            self._spare.close()
+            return False
+        self._spare.settimeout(None)
+        return True
+
+    def _start_server(self, spare: socket.socket) -> None:
+        self._socket, theirs = socket.socketpair()
         package_root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
         path = os.pathsep.join([package_root, *(entry for entry in sys.path if entry)])
-        arguments = [str(theirs.fileno()), self._session, *self._preload]
+        arguments = [str(theirs.fileno()), str(spare.fileno()), self._session, *self._preload]
         self._server = subprocess.Popen(
             [sys.executable, "-m", "echelon.engines.forkserver", *arguments],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), spare.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             env={**ROLE_ENVIRONMENT, **os.environ, "PYTHONPATH": path},
@@ -132,7 +160,9 @@ class LocalEngine(OneHost):
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
-            if message.pop("event") == "started":
+            if (event := message.pop("event")) == "serving":
+                continue
+            if event == "started":
                 self._asked.discard(message["name"])
                 self._pids[message["name"]] = message["pid"]
                 self._ticks[message["name"]] = start_ticks(message["pid"])
@@ -178,8 +208,16 @@ class LocalEngine(OneHost):
 
     def close(self, timeout_s: float) -> None:
         """Waits up to `timeout_s` for the roles to exit, kills the rest, ends the server; may be called twice."""
-        if not self._is_served:
-            return
+        if self._is_served:
+            self._close_server(timeout_s)
+        if self._spare is not None:
+            spare, self._spare = self._spare, None
+            with contextlib.suppress(OSError), spare:  # it was killed, or the server before it forked one
+                spare.sendall(END)
+                spare.settimeout(CLOSE_S)
+                spare.recv(1)  # its end closes the connection
+
+    def _close_server(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         try:
             while self._pids and self._is_served and time.monotonic() < deadline:
@@ -196,6 +234,26 @@ class LocalEngine(OneHost):
             self._server.kill()
             self._server.wait()
         self._socket.close()
+
+
+class _Promoted:
+    """A fork server that was the spare of another: not a child of this process, so its exit status is unknown."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self._ticks = pid, start_ticks(pid)
+
+    def kill(self) -> None:
+        if is_running(self.pid, self._ticks):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float = CLOSE_S) -> int:
+        """Waits for its end; returns the status of a killed process, for it does not fail by itself."""
+        deadline = time.monotonic() + timeout
+        while is_running(self.pid, self._ticks):
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("fork server", timeout)
+            time.sleep(0.005)
+        return -signal.SIGKILL
 
 
 def _events(socket: socket.socket, wanted: int, timeout_s: float | None) -> int:
