@@ -12,7 +12,7 @@ PYTEST_OPTIONS := -n 4 --dist loadgroup --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo style lint test test-full map fuzz clean
+.PHONY: help demo style lint test test-full map fuzz chaos clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ map: $(RUN_READY) ## sizes, modules behind train, files one step walks through, 
 
 fuzz: $(TEST_READY) ## mutated messages against every decoder (benchmarks/fuzz.py runs longer, and names its findings)
 	$(BIN)/python benchmarks/fuzz.py frames
+
+chaos: $(TEST_READY) ## inflict FAULTS seeded faults on runs of every kind: make chaos FAULTS=300 SEED=1
+	$(BIN)/python benchmarks/chaos.py --faults $(or $(FAULTS),100) --seed $(or $(SEED),1)
 
 clean: ## remove the virtual environments, caches and builds; runs/ stays
 	rm -rf $(VENV) .venv-peers build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

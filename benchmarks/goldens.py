@@ -1,7 +1,7 @@
 """Compares two checkouts of this project on one machine, to verify that a change does not affect behaviour:
 
-    python benchmarks/goldens.py OLD NEW [--only hashes,names,folders,examples,figures,kills] [--figures NAME,...]
-        [--kills NAME,...] [--pairs 4] [--json FILE]
+    python benchmarks/goldens.py OLD NEW [--only hashes,names,folders,examples,figures] [--figures NAME,...]
+        [--pairs 4] [--json FILE]
 
 OLD and NEW are folders with `src`. This Python runs both, with their `src` on its path. Sections:
 
@@ -11,10 +11,10 @@ OLD and NEW are folders with `src`. This Python runs both, with their `src` on i
     examples  OLD's example programs run under NEW
     figures   the processor time per environment step, summed over all roles, is at most 1 / 0.97 of OLD's; the median
               round trip of a call with 1 KB is at most 110 % of OLD's. Needs an otherwise idle machine.
-    kills     a process of each kind is killed: the run continues or ends as with OLD; recovery times of both sides
 
 Prints a line for every comparison, then a table of the differences, and exits with 1 if there are any. All sections
-take about half an hour on two cores, most of it for `figures` with four pairs.
+take about half an hour on two cores, most of it for `figures` with four pairs. For recovery after faults, run chaos.py
+in both checkouts.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from golden import examples, figures, folders, hashes, kills, names
+from golden import examples, figures, folders, hashes, names
 from golden.checkout import Checkout, Row
 
-SECTIONS = ("hashes", "names", "folders", "examples", "figures", "kills")
+SECTIONS = ("hashes", "names", "folders", "examples", "figures")
 COMPARISONS = {  # sections without options
     "hashes": hashes.compare,
     "names": names.compare,
@@ -88,8 +88,6 @@ def compare(section: str, old: Checkout, new: Checkout, options: argparse.Namesp
         if section == "figures":
             chosen_figures = chosen(options.figures, figures.FIGURES, "--figures")
             yield from figures.compare(old, new, tell, chosen_figures, options.pairs)
-        elif section == "kills":
-            yield from kills.compare(old, new, tell, chosen(options.kills, kills.NAMES, "--kills"))
         else:
             yield from COMPARISONS[section](old, new, tell)
 
@@ -121,13 +119,11 @@ def main() -> int:
     parser.add_argument("new", metavar="NEW", type=Path, help="the checkout to compare")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated (all)")
     parser.add_argument("--figures", default=",".join(figures.FIGURES), help="figures, comma-separated (all)")
-    parser.add_argument("--kills", default=",".join(kills.NAMES), help="processes to kill, comma-separated (all)")
     parser.add_argument("--pairs", type=int, default=4, help="runs of each side for a figure (4)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows to FILE")
     options = parser.parse_args()
     sections = chosen(options.only, SECTIONS, "--only")
     chosen(options.figures, figures.FIGURES, "--figures")
-    chosen(options.kills, kills.NAMES, "--kills")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that its runs end, too
     folder = Path(tempfile.mkdtemp(prefix="goldens-"))
     old = Checkout("OLD", options.old.resolve(), folder / "old")

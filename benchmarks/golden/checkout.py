@@ -179,12 +179,6 @@ class Run:
             time.sleep(POLL_S)
         return True
 
-    def until_learning(self) -> bool:
-        """Waits until the learner has made steps beyond those recorded so far."""
-        self.look()
-        before = self.rows[-1]["env_steps"] if self.rows else 0
-        return self.until(lambda: any(row["env_steps"] > before for row in self.look()))
-
     def entries(self) -> dict[str, dict[str, Any]]:
         """Returns the pids that the run has recorded, by role."""
         with contextlib.suppress(OSError, ValueError):  # not written yet, or just being replaced

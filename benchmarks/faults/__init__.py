@@ -1,0 +1,1 @@
+"""Seeded faults in trainings, see benchmarks/chaos.py."""
