@@ -27,7 +27,7 @@ from echelon.roles.gauge import FIGURES, NUM_FIGURES, NUM_WORDS, PHASES
 from echelon.runs.checkpoint import load_parts, newest_intact
 from faults.kinds import COMMON, Kind
 
-MARK = "ECHELON_CHAOS_SCENE"  # environment variable of every process of a scene
+MARK = "ECHELON_TEST_RUN"  # environment variable of every process of a scene; the one that tests use, too
 BENCHMARKS = Path(__file__).resolve().parents[1]
 POLL_S = 0.005
 FILLER = "~"
