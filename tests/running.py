@@ -80,9 +80,18 @@ class Running:
     """`echelon ARGUMENTS` in the background, with a shared memory folder of its own."""
 
     def __init__(
-        self, run_dir: Path, shm_dir: Path, *arguments: str, before: tuple[str, ...] = (), fresh: bool = False
+        self,
+        run_dir: Path,
+        shm_dir: Path,
+        *arguments: str,
+        before: tuple[str, ...] = (),
+        fresh: bool = False,
+        stdout: int | None = None,
     ) -> None:
-        """`before` are words to put before the command; `fresh` has a new interpreter run it, as a shell does."""
+        """`before` are words to put before the command; `fresh` has a new interpreter run it, as a shell does.
+
+        With `stdout`, only stderr is in `text`.
+        """
         self.run_dir, self.shm_dir = run_dir, shm_dir
         self.mark = secrets.token_hex(8)
         self.output = run_dir.with_name(f"{run_dir.name}-{self.mark}.txt")
@@ -91,20 +100,28 @@ class Running:
             self.process = (subprocess.Popen if fresh else warm.Popen)(
                 [*before, sys.executable, "-m", "echelon.cli.main", *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
+                stdout=file if stdout is None else stdout,
+                stderr=file,
                 start_new_session=True,  # leads a group of its own, as a shell's foreground job does
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: self.mark},
             )
 
     @classmethod
     def train(
-        cls, preset: str, env: str, run_dir: Path, shm_dir: Path, *, fresh: bool = False, **options: Any
+        cls,
+        preset: str,
+        env: str,
+        run_dir: Path,
+        shm_dir: Path,
+        *,
+        fresh: bool = False,
+        stdout: int | None = None,
+        **options: Any,
     ) -> Running:
         """Options by name: steps=10, or in full: {"actor.envs": 2}."""
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         places = [f"--run-dir={run_dir}", f"--shm-dir={shm_dir}"]
-        return cls(run_dir, shm_dir, "train", preset, env, *places, *words, fresh=fresh)
+        return cls(run_dir, shm_dir, "train", preset, env, *places, *words, fresh=fresh, stdout=stdout)
 
     @classmethod
     def resume(cls, run_dir: Path, shm_dir: Path, steps: int, *, fresh: bool = False) -> Running:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import shutil
-import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -150,7 +149,14 @@ def run(
 
     With `user_objects`, the learner runs in the user's process.
     """
-    began, output = time.monotonic(), output or sys.stdout
+    from echelon.runs.nonblocking import nonblocking_output
+
+    with nonblocking_output(output) as stream:
+        return _run(config, past, stream, user_objects)
+
+
+def _run(config: TrainConfig, past: Past, output: TextIO, user_objects: UserObjects | None) -> RunResult:
+    began = time.monotonic()
     check_stop(config)
     report = functools.partial(print, file=output, flush=True)
     report(f"preparing {title(config)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -77,6 +78,27 @@ def test_so_does_a_reader_that_leaves(runs: Runs) -> None:
     run.assert_nothing_left()
     assert run.summary()["status"] == "stopped"
     assert run.summary()["env_steps"] == checkpointed_steps(run)
+
+
+@pytest.mark.parametrize("engine", ["local", "inline"])
+def test_a_reader_that_stalls_stops_nothing(runs: Runs, engine: str) -> None:
+    """As `echelon train … | sleep 1000` does: roles are supervised, metrics are written, Ctrl-C is heard."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(writer, b"\n"):
+            pass
+    os.set_blocking(writer, True)
+    run = runs.train(engine=engine, stdout=writer)
+    os.close(writer)
+    run.until_learning()
+    if engine == "local":
+        pid = run.kill("actor-0")
+        assert run.pid("actor-0", besides=pid) != pid
+        run.until_acting(0)
+    run.until_learning()
+    assert run.stop()["status"] == "stopped"
+    os.close(reader)
 
 
 def test_twice_leaves_at_once(runs: Runs) -> None:

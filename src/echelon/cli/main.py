@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import os
 import select
@@ -16,8 +17,10 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from echelon.errors import ConfigError, DivergedError, EchelonError
+from echelon.runs.nonblocking import nonblocking_output
 
 NOT_READ = 128 + signal.SIGPIPE
+LONG_RUNNING = ("train", "resume", "learner", "worker", "host")  # a stalled reader of their output must not stop them
 COMMANDS = {
     "train": "train a policy: echelon train PRESET ENV",
     "resume": "continue a run from its newest checkpoint: echelon resume RUN",
@@ -46,8 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as with `python -m`: modules beside the user are found
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
-        print(end="", flush=True)
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        is_long = any(arguments[:1] == [name] for name in LONG_RUNNING) and not {"-h", "--help"} & {*arguments}
+        with nonblocking_output() if is_long else contextlib.nullcontext():
+            code = _run(arguments)
+            print(end="", flush=True)
         return code
     except BrokenPipeError:
         if not (broken := [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]):

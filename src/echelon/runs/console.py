@@ -1,8 +1,8 @@
 """The console output of a run: a live panel on a terminal, otherwise a line every few seconds.
 
-There is no thread: the caller's `update` draws, at most REFRESH_HZ times per second. If the terminal closes, the
-console becomes silent; the run continues. If the reader of a pipe closes it, the console sets `is_unread` and writes
-messages to stderr from then on.
+The caller's `update` draws, at most REFRESH_HZ times per second. If the terminal closes, the console becomes silent;
+the run continues. If the reader of a pipe closes it, `is_unread` is true, and messages go to stderr from then on. A
+reader that stalls does not block the console, as the output of a run is a `NonBlockingStream`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Console:
         self._clock = clock
         self._head = f"{title} -> {run_dir}"
         self._silent = False
-        self.is_unread = False  # the reader of the pipe left
+        self._is_unread = False
         self._live: Live | None = None
         if self._output.isatty() if live is None else live:
             self._next_s = clock()
@@ -98,6 +98,14 @@ class Console:
         else:
             self._next_s = clock() + FIRST_LINE_S
             self._write(self._head)
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the reader of the pipe has left."""
+        if not self._silent:
+            with self._guard():
+                self._output.flush()  # raises the error of an earlier write
+        return self._is_unread
 
     def update(self, status: Status) -> None:
         """Shows `status` if the next refresh is due; cheap enough to call in every iteration."""
@@ -146,7 +154,7 @@ class Console:
             yield
         except OSError as error:  # the reader of the pipe or the terminal closed
             self._silent = True
-            self.is_unread = isinstance(error, BrokenPipeError)
+            self._is_unread = isinstance(error, BrokenPipeError)
 
 
 def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> None:
