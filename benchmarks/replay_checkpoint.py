@@ -110,7 +110,7 @@ class Timed:
         steps = [self.step(does_checkpoint=True)]
         while self.archive.is_writing:
             steps.append(self.step(does_checkpoint=is_often and len(steps) % 20 == 0))
-        assert not self.archive.news, self.archive.news
+        assert not self.archive.error, self.archive.error
         return steps, time.perf_counter() - start
 
 

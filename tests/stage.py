@@ -38,6 +38,7 @@ class Stage:
         self.messages: list[str] = []
         self.world.serve("message", self.messages.append)
         self.world.serve("env_restarted", self.messages.append)
+        self.world.serve("disk", lambda part, error: self.messages.append(f"{part}: {error or 'written'}"))
         for name in ("train", "finished", "evaluation"):
             self.world.serve(name, lambda *told: None)
         context = Context(

@@ -270,6 +270,9 @@ class RunConfig(Section, frozen=True):
     checkpoint_interval_s: Annotated[float, doc("time between two checkpoints", "s", ge=0)] = 30.0
     keep_checkpoints: Annotated[int, doc("number of newest checkpoints that are kept", ge=1)] = 3
     init_from: Annotated[str, doc("run folder or weights file to take the initial weights from")] = ""
+    fallback_dir: Annotated[
+        str, doc("folder for the final checkpoint if the run folder is full (default: the temporary folder)")
+    ] = ""
 
 
 class StopConfig(Section, frozen=True):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from echelon.config import StopConfig, TrainConfig, replace
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
-from echelon.errors import ConfigError, EchelonError
+from echelon.errors import ConfigError, EchelonError, RunError
 from echelon.names import text_of
 from echelon.roles.plan.start import check_stop, episodes_option, find_bottleneck, make_engine, title
 from echelon.transport.session import create_session
@@ -223,11 +223,15 @@ def _train_in(
     config_json = config_io.to_json(config, text_of(config.env.id))
     folder = RunFolder.open(context.run_dir) if past.generation else RunFolder.create(context.run_dir)
     with folder.held(), Interrupts() as interrupts:  # to the end: the record is complete whenever the user interrupts
-        folder.write_config(config_json)
-        (folder.path / SUMMARY).unlink(missing_ok=True)  # of the part before the resume
+        with folder.starting():
+            folder.write_config(config_json)
+            (folder.path / SUMMARY).unlink(missing_ok=True)  # of the part before the resume
         figures = {**_coordinate(context, engine, world, folder, past, output, interrupts), "acting": acting}
-        folder.write_summary(figures)
+        fallback = context.fallback
+        fallback.write(lambda path: RunFolder(path).write_summary(figures))
     final_summary(figures, output)
+    if error := figures.get("disk_error") or fallback.sentence("its summary"):
+        raise RunError(error)
     return RunResult(figures["status"], folder.path, figures)
 
 
@@ -243,10 +247,12 @@ def _coordinate(
     """Runs the coordinator; returns the summary, and writes it if the run fails."""
     from echelon.roles.coordinator import Coordinator
     from echelon.runs.console import Console
+    from echelon.runs.folder import RunFolder
     from echelon.runs.metrics import MetricsWriter
 
-    console = Console(title(context.train), context.run_dir, output)
-    metrics = MetricsWriter(folder.path, append=past.generation > 0)
+    with folder.starting():
+        metrics = MetricsWriter(folder.path, append=past.generation > 0)
+    console, fallback = Console(title(context.train), context.run_dir, output), context.fallback
     coordinator = Coordinator(context, engine, world, console, metrics, interrupts)
     coordinator.row = past.row
     try:
@@ -255,11 +261,15 @@ def _coordinate(
         if isinstance(error, ConfigError) and folder.is_new and not coordinator.row.get("env_steps"):
             folder.discard()  # no step was learned from: leave no incomplete folder
         elif isinstance(error, EchelonError):
-            folder.write_summary({"status": "failed", "error": str(error), **_base(context), **coordinator.row})
+            failed = {"status": "failed", "error": str(error), **_base(context), **coordinator.row}
+            fallback.write(lambda path: RunFolder(path).write_summary(failed))
         raise
     finally:
         console.close()
+        fallback.write(metrics.write_waiting)
         metrics.close()
+    if unwritten := fallback.sentence("the rest of its metrics"):
+        figures.setdefault("disk_error", unwritten)
     return _summary(context, coordinator, figures)
 
 

@@ -185,15 +185,14 @@ def test_a_full_disk_is_told_and_training_goes_on(small_disk: Path, shm_dir: Pat
         free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
         ballast.write_bytes(bytes(free - 300_000))
         os.kill(learner, signal.SIGCONT)
-        run.until(
-            lambda: "the replay snapshot needs" in run.text() or "could not be written" in run.text(), "it is told"
-        )
+        run.until(lambda: "(replay: a snapshot needs" in run.text() or "No space" in run.text(), "it is told")
         assert "Training goes on" in run.text()
         for _ in range(2):
             until_learning(run)
         ballast.unlink()
         before = max(path.name for path in run.run_dir.glob("replay/step_????????????"))
         run.until(lambda: max(p.name for p in run.run_dir.glob("replay/step_*")) > before, "the next one finds room")
+        run.until(lambda: "is written again" in run.text(), "that is told, too")
         checked(run, restarts=0)
         assert os.listdir(run.run_dir / "replay") == [Path(run.summary()["checkpoint"]).name]
     finally:

@@ -95,11 +95,14 @@ class TestWriter:
                 actor.step(0.0)
                 learner.step(0.0)
                 stage.world.poll(0.0)
-        assert any("no checkpoint could be written to" in text and "No space" in text for text in stage.messages)
+        (text,) = stage.messages  # reported once
+        assert text.startswith("checkpoint: ") and "No space" in text
         assert latest_checkpoint(learner.record.checkpoints) is None
         while latest_checkpoint(learner.record.checkpoints) is None:
             actor.step(0.0)
             learner.step(0.0)
+        stage.world.poll(0.0)
+        assert stage.messages == [text, "checkpoint: written"]
 
     def test_the_last_one_is_written_whatever_became_of_the_one_before(
         self, make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
@@ -118,4 +121,5 @@ class TestWriter:
         learner.step(0.0)
         stage.world.poll(0.0)
         assert learner.finished and latest_checkpoint(learner.record.checkpoints) is not None
-        assert any("no checkpoint could be written to" in text and "No space" in text for text in stage.messages)
+        failed, written = stage.messages
+        assert "No space" in failed and written == "checkpoint: written"

@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "envs": {"errors", "names", "config", "schema"},
     "runs": {"errors", "disk", "config", "config_io", "schema"},
     "frames": {"errors", "names", "objectives", "replay", "servers", "world", "runs"},
-    "roles": GROUND | LEARNING | PLANES | {"replay", "servers", "envs", "runs"},
+    "roles": GROUND | LEARNING | PLANES | {"disk", "replay", "servers", "envs", "runs"},
     "process_state": set(),
     "training": GROUND | LEARNING | PLANES | {"replay", "servers", "envs", "runs", "roles", "presets", "process_state"},
     "asynchronous": GROUND | LEARNING | PLANES | {"replay", "envs", "roles", "presets", "training", "process_state"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -320,13 +321,13 @@ def test_processes_are_written_down(scene: Any) -> None:
 
 
 def test_a_full_disk_does_not_end_the_run(scene: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_space(path: Path, text: str) -> None:
+    def no_space(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     scene.supervisor.look()
     scene.engine.process = 8
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", no_space)
+        patch.setattr(os, "fsync", no_space)
         scene.supervisor.look()
     scene.supervisor.look()
     assert json.loads((scene.folder / PROCESSES).read_text())["actor-0"] == {"pid": 8, "incarnation": 0}

@@ -17,6 +17,7 @@ import dataclasses
 import faulthandler
 import gc
 import importlib
+import io
 import json
 import os
 import resource
@@ -27,7 +28,7 @@ import socket
 import sys
 import traceback
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from echelon.engines.process import INHERITED, Failure, ProcessSpec, Role, failure_of, make_role, run_role
 
@@ -68,6 +69,31 @@ def _restore_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def open_log(path: str) -> int:
+    """Opens the log of a role; if that is not possible, as on a full or read-only disk, the role works without."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+class LogFile(io.FileIO):
+    """A log that drops what cannot be written: a print of a role must not fail because the disk is full."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(data)
+
+
+def open_stream(descriptor: int, spec: ProcessSpec) -> TextIO:
+    """Returns a text stream for the standard output or errors of a role."""
+    if spec.log == INHERITED:
+        return os.fdopen(descriptor, "w", buffering=1, closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(LogFile(descriptor, "w", closefd=False)), line_buffering=True)
+
+
 def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
     """Runs the role of `spec` in a forked process; does not return."""
     die_with_parent(parent)
@@ -78,11 +104,11 @@ def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
     if not spec.ends_by_signals:
         leave_signals_to_coordinator()
     if spec.log != INHERITED:
-        log = os.open(spec.log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = open_log(spec.log or os.devnull)
         os.dup2(log, 1)
         os.dup2(log, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stdout = open_stream(1, spec)
+    sys.stderr = open_stream(2, spec)
     faulthandler.enable(file=sys.stderr)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     if spec.nice:

@@ -3,8 +3,8 @@
 Who waits: no one. The learner makes the cut and continues. A thread writes the snapshot, because disk writes may block
 for long, and then removes the snapshots that it replaces. Writing, copying and checksums release the GIL. A checkpoint
 saved while a snapshot is being written gets no snapshot. If the disk fails or is full, the incomplete snapshot is
-removed, the previous one is kept, and `news` reports it once; the next checkpoint tries again. If the process dies, the
-next snapshot removes the incomplete one. Imports only numpy.
+removed, the previous one is kept, and `error` is set; the next checkpoint tries again. If the process dies, the next
+snapshot removes the incomplete one. Imports only numpy.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ class Archive:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.news: list[str] = []  # failures; the caller reports and clears them
+        self.error: str | None = None  # why the last snapshot failed, "" if it is written; None if there was none
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._is_reported = False
 
     def newest_first(self) -> list[Path]:
         """Returns the paths of the existing snapshots, unchecked. Call it before anything is written."""
@@ -53,16 +52,13 @@ class Archive:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a snapshot is being written. The first False after a write also reports or raises its failure."""
+        """Whether a snapshot is being written. The first False after a write also sets `error`, or raises a bug."""
         if self._writer is not None and not self._writer.is_alive():
             self._writer = None
             failure, self._failure = self._failure, None
-            if isinstance(failure, OSError):
-                self._report(f"the replay could not be written to {self.folder}: {failure}. ")
-            elif failure is not None:
+            if failure is not None and not isinstance(failure, OSError):
                 raise failure
-            else:
-                self._is_reported = False
+            self.error = str(failure or "")
         return self._writer is not None
 
     def begin(self, name: str, replay: Replay | Seen, limiter: Limiter) -> None:
@@ -74,11 +70,11 @@ class Archive:
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
         except OSError as error:
-            self._report(f"the replay could not be written to {self.folder}: {error}. ")
+            self.error = str(error)
             return
         if snapshot.nbytes > free:
             needed, left = f"{snapshot.nbytes / 1e6:,.1f} MB", f"{free / 1e6:,.1f} MB"
-            self._report(f"the replay snapshot needs {needed} in {self.folder}, which has {left} free. ")
+            self.error = f"a snapshot needs {needed}, and {left} are free"
             return
         self._writer = threading.Thread(target=self._write, args=(snapshot,), name="replay snapshot", daemon=True)
         self._writer.start()
@@ -100,12 +96,3 @@ class Archive:
                     shutil.rmtree(path, ignore_errors=True)
         except Exception as error:  # `is_writing` reports or raises it
             self._failure = error
-
-    def _report(self, what: str) -> None:
-        """Reports a failure, only once until a snapshot is written again."""
-        if not self._is_reported:
-            self.news.append(
-                f"{what}Training goes on; a resumed run gets the last snapshot that was written, if any. Free disk "
-                "space, or lower replay.capacity."
-            )
-        self._is_reported = True

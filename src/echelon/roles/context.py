@@ -15,6 +15,7 @@ from echelon import config_io
 from echelon.config import TrainConfig
 from echelon.roles.gauge import PHASES, Gauge
 from echelon.roles.user_objects import UserObjects
+from echelon.runs.outage import Fallback
 from echelon.schema import Spaces, TrajectorySchema
 from echelon.world.node import Node
 
@@ -89,6 +90,11 @@ class Context:
     def elapsed_s(self) -> float:
         """Seconds of the run so far, including those before a resume; changes of the system clock have no effect."""
         return time.monotonic() - self.started_at
+
+    @property
+    def fallback(self) -> Fallback:
+        """Writes to the run folder at the end of the run, or to another place if that is not possible."""
+        return Fallback(self.run_dir, self.train.run.fallback_dir, self.session.name[-8:])
 
     @property
     def schema(self) -> TrajectorySchema:

@@ -20,6 +20,7 @@ from echelon.roles.plan.start import num_evaluations, restored_text, roles_of
 from echelon.roles.supervisor import Supervisor
 from echelon.runs.console import Console, Status
 from echelon.runs.metrics import MetricsWriter
+from echelon.runs.outage import Outage
 from echelon.world.exits import take_exits
 from echelon.world.node import Node
 from echelon.world.store_table import StoreTable
@@ -46,6 +47,7 @@ class Coordinator:
         self.context, self.config, self.interrupts = context, context.train, interrupts
         self.engine, self.world, self.console, self.metrics = engine, world, console, metrics
         self.supervisor = Supervisor(context, engine, world, console.message)
+        self.outage = Outage(context.run_dir, console.message)
         self.first = self.config.learner_names[0]  # the learner that reports
         self.row: dict[str, Any] = {}
         self.summary: dict[str, Any] | None = None
@@ -60,6 +62,7 @@ class Coordinator:
         world.serve("worker_evaluation", self._on_worker_evaluation)
         self.reported = {"message": self.console.message, "env_restarted": self._on_env_restarted}  # from hosts, too
         world.serve("message", self.console.message)
+        world.serve("disk", self.outage.note)
         world.serve("restored", self._on_restored)
         world.serve("env_restarted", self._on_env_restarted)
         world.serve("finished", self._on_finished)
@@ -70,12 +73,16 @@ class Coordinator:
     def _on_train(self, row: dict[str, Any]) -> None:
         self.row = row
         shown = {name: figures for name, figures in self.figures().items() if figures}
-        self.metrics.write({"kind": "train", **row, "time": self.shares(), **shown})
+        self._write({"kind": "train", **row, "time": self.shares(), **shown})
 
     def _on_evaluation(self, score: dict[str, Any]) -> None:
         self.evaluations.append(score["return_mean"])
         steps = {"env_steps": self.row.get("env_steps", 0), "wall_s": self.row.get("wall_s", 0.0)}
-        self.metrics.write({"kind": "evaluation", **steps, **score})
+        self._write({"kind": "evaluation", **steps, **score})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self.metrics.write(row)
+        self.outage.note("metrics", str(self.metrics.error or ""))
 
     def _on_worker_evaluation(self, number: int, score: dict[str, Any]) -> None:
         """Records an evaluation once: a restarted gateway repeats those that its predecessor may not have reported."""

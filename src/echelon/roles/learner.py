@@ -193,7 +193,7 @@ class Learner:
         phases["transfer"] += published - learned
         self._report_if_due(published)
         if self.is_first and time.monotonic() >= self.record.next_checkpoint:
-            self.record.checkpoint_if_possible()
+            self.record.checkpoint()
         self.station.tick(published)
 
     def _report_if_due(self, now: float) -> None:

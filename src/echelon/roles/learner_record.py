@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # The interval between rows of metrics is 2 % of the time so far, within these bounds: a run of seconds has a curve, and
 # a run of days has a file of reasonable size.
 MIN_REPORT_S, MAX_REPORT_S = 0.1, 2.0
+FINAL_RETRY_S = 3.0  # how long the final checkpoint is tried in the run folder before it is written elsewhere
 
 
 class LearnerRecord:
@@ -30,6 +31,7 @@ class LearnerRecord:
         self.born, self.next_report = time.perf_counter(), 0.0
         self.interval_s = run.checkpoint_interval_s
         self.next_checkpoint = time.monotonic() + self.interval_s
+        self.noted: dict[str, str] = {}  # by part of the run folder: the last reported error, or ""
 
     def report_place(self, checkpoint: str) -> None:
         """Reports the checkpoint from which a restarted learner continues; "" if it starts from the beginning."""
@@ -46,10 +48,29 @@ class LearnerRecord:
         self.report_news()
 
     def report_news(self) -> None:
-        """Reports the messages of the source to the user."""
+        """Reports the messages of the source to the user, and whether what it writes is written."""
         content = self.learner.source.content
-        for text in content.news() if content is not None else []:
-            self.station.report("message", text)
+        if self.writer.has_ended:
+            self._end_write()
+        if content is not None:
+            for text in content.news():
+                self.station.report("message", text)
+            if (error := content.disk_error()) is not None:
+                self._note("replay", error)
+
+    def _note(self, part: str, error: str) -> None:
+        """Reports a change in whether `part` of the run folder can be written."""
+        if self.noted.get(part) != error:
+            self.noted[part] = error
+            self.station.report("disk", part, error)
+
+    def _end_write(self) -> None:
+        """Waits for the checkpoint that is being written, and reports whether it could be."""
+        try:
+            if self.writer.wait():
+                self._note("checkpoint", "")
+        except OSError as error:
+            self._note("checkpoint", str(error))
 
     def row(self) -> dict[str, Any]:
         """Returns one row of metrics with the current state of the run."""
@@ -78,13 +99,23 @@ class LearnerRecord:
         lags.clear()
         return row
 
-    def checkpoint(self) -> Path:
-        """Starts to write a checkpoint, which is atomic. Raises DivergedError if a weight is NaN or infinite."""
+    def checkpoint(self) -> None:
+        """Starts to write a checkpoint, which is atomic. A full disk is reported but does not end the training."""
+        self._end_write()
+        content = self.learner.source.content
+        path = self.writer.save(self._tree(), step=self.learner.counters.env_steps)
+        if self.context.shares_process:  # such a run must not depend on the speed of the disk
+            self._end_write()
+        if content is not None:
+            content.save(path.name)
+
+    def _tree(self) -> dict[str, Any]:
+        """Returns the content of a checkpoint. Raises DivergedError if a weight is NaN or infinite."""
         learner, content = self.learner, self.learner.source.content
         if not learner.trainable.is_finite():
             raise learner.diverged(f"the weights became NaN or infinite at update {learner.counters.updates}")
         self.next_checkpoint = time.monotonic() + self.interval_s
-        tree = {
+        return {
             **learner.trainable.state_dict(),
             "counters": learner.counters.state_dict(),
             "source": content.state_dict() if content is not None else {},
@@ -93,24 +124,6 @@ class LearnerRecord:
             "generation": self.context.generation,
             "wall_s": self.context.elapsed_s,
         }
-        path = self.writer.save(tree, step=learner.counters.env_steps)
-        if self.context.shares_process:  # such a run must not depend on the speed of the disk
-            self.writer.wait()
-        if content is not None:
-            content.save(path.name)
-        return path
-
-    def checkpoint_if_possible(self) -> None:
-        """Starts to write a checkpoint. A full disk is reported but does not end the training."""
-        self._report_failure(self.writer.wait)
-        self._report_failure(self.checkpoint)
-
-    def _report_failure(self, write: Callable[[], object]) -> None:
-        try:
-            write()
-        except OSError as error:
-            text = f"no checkpoint could be written to {self.checkpoints}: {error}. Training goes on; free some space."
-            self.station.report("message", text)
 
     def finish(self) -> None:
         """Writes the final checkpoint and the weights, and reports the summary."""
@@ -118,16 +131,25 @@ class LearnerRecord:
         row, content = self.row(), self.learner.source.content
         if content is not None:
             content.finish(learner.tick)  # finish the earlier snapshot, so that the final one is not skipped
-        self._report_failure(self.writer.wait)  # a failed earlier checkpoint does not prevent the final one
-        checkpoint = self.checkpoint()
-        self.writer.wait()
-        if content is not None:
-            content.finish(learner.tick)
-        self.report_news()
+        self._end_write()
+        tree, fallback = self._tree(), self.context.fallback
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in learner.trainable.weights().items()}
-        metadata = {"env_steps": str(counters.env_steps)}
-        self.writer.begin(save_weights, self.context.run_dir / "weights.safetensors", weights, metadata)
-        self.writer.wait()
+
+        def write(folder: Path) -> Path:
+            keep, metadata = self.writer.keep, {"env_steps": str(counters.env_steps)}
+            with contextlib.closing(CheckpointWriter(folder / "checkpoints", keep, learner.tick)) as writer:
+                path = writer.save(tree, step=counters.env_steps)
+                writer.begin(save_weights, folder / "weights.safetensors", weights, metadata)
+                writer.wait()
+            return path
+
+        checkpoint = fallback.write(write, FINAL_RETRY_S, learner.tick)
+        if checkpoint is not None and not fallback.error:
+            self._note("checkpoint", "")
+            if content is not None:
+                content.save(checkpoint.name)
+                content.finish(learner.tick)
+        self.report_news()
         self.station.report("train", row)
         self.station.report(
             "finished",
@@ -143,7 +165,8 @@ class LearnerRecord:
                 "lag_max": counters.lag_max,
                 "dropped": counters.dropped,
                 "weights_sha256": weights_sha256(weights),
-                "checkpoint": str(checkpoint),
+                "checkpoint": checkpoint and str(checkpoint),
+                **({"disk_error": fallback.sentence("the final checkpoint")} if fallback.error else {}),
                 "device": str(learner.trainable.device),
                 **({"replay": content.figures()} if content is not None else {}),
             },

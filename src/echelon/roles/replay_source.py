@@ -283,9 +283,10 @@ class ReplaySource(Source):
 
     def news(self) -> list[str]:
         news, self.replay.lost, self.short_news = self.replay.lost + self.short_news, [], []
-        if self.archive is not None and not self.archive.is_writing:
-            news, self.archive.news = news + self.archive.news, []
         return news
+
+    def disk_error(self) -> str | None:
+        return None if self.archive is None or self.archive.is_writing else self.archive.error
 
     def close(self) -> None:
         """Closes the links; the shared memory is removed with the session."""

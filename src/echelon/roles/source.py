@@ -84,6 +84,9 @@ class Content(Protocol):
     def news(self) -> list[str]:
         """Returns the messages for the user since the last call."""
 
+    def disk_error(self) -> str | None:
+        """Returns why the last `save` failed, "" if it did not, or None if it is not over."""
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the state to save in a checkpoint."""
 

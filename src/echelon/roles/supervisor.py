@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from echelon.disk import write_file
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import CRASHES, Exit, Failure, ProcessSpec
@@ -287,7 +288,8 @@ class Supervisor:
             self.engine.close(timeout_s)
             self.world.drain()
         finally:
-            (self.context.run_dir / PROCESSES).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it is not there, or the disk is read-only
+                (self.context.run_dir / PROCESSES).unlink()
 
     def shares(self) -> dict[str, dict[str, float]]:
         """Returns the share of time in each phase, for every role except the evaluator."""
@@ -315,11 +317,8 @@ class Supervisor:
                 if place := self.engine.place(name):
                     processes[name]["host"] = place
         if processes != self._recorded:
-            path = self.context.run_dir / PROCESSES
-            temporary = path.with_name(f".{PROCESSES}")
             with contextlib.suppress(OSError):  # a full disk does not end the training; the next `look` tries again
-                temporary.write_text(json.dumps(processes, indent=2) + "\n")
-                os.replace(temporary, path)
+                write_file(self.context.run_dir / PROCESSES, (json.dumps(processes, indent=2) + "\n").encode())
                 self._recorded = processes
 
     def _log(self, name: str) -> Path:

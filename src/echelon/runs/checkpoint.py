@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors
 
-from echelon.disk import put_folder, sync
+from echelon.disk import put_folder, sync, write_file
 from echelon.errors import ConfigError
 from echelon.runs.packing import Packed, as_bytes, pack, unpack
 
@@ -69,13 +69,20 @@ class CheckpointWriter:
         self.wait()
         self._under_way = self._pool.submit(write, *args)
 
-    def wait(self) -> None:
-        """Waits until the newest checkpoint is on disk and old ones are removed."""
+    @property
+    def has_ended(self) -> bool:
+        """Whether a write has ended whose result `wait` has not returned yet."""
+        return self._under_way is not None and self._under_way.done()
+
+    def wait(self) -> bool:
+        """Waits until the newest checkpoint is on disk and old ones are removed; False if nothing was being written."""
         under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            while not wait_for([under_way], TICK_S).done:
-                self._tick()
-            under_way.result()
+        if under_way is None:
+            return False
+        while not wait_for([under_way], TICK_S).done:
+            self._tick()
+        under_way.result()
+        return True
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -185,12 +192,7 @@ def save_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapp
     """Writes a plain safetensors file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        _write_file(temporary, _tensor_files().save(copies, dict(metadata)))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_file(path, _tensor_files().save(copies, dict(metadata)))
     sync(path.parent)
 
 

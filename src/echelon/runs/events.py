@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from echelon.disk import AppendFile
+
 _CASTAGNOLI = 0x82F63B78  # the CRC-32C polynomial, bits reversed
 _VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5  # protobuf wire types
 _SESSION_START = 1
@@ -33,10 +35,9 @@ class EventWriter:
         now = time.time()
         name = f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{os.getpid()}.{next(_serial)}"
         self.path = folder / name
-        self._file = self.path.open("xb")
+        self._file = AppendFile(self.path, is_new=True)
         self._started = False
         self._record(now, 0, _field(3, b"brain.Event:2"))
-        self.flush()
 
     def scalars(self, step: int, values: Mapping[str, float], wall_time: float) -> None:
         """Writes `values` (tag to number) at `step`."""
@@ -46,8 +47,10 @@ class EventWriter:
         if values:
             self._record(wall_time, step, _field(5, b"".join(_scalar(tag, value) for tag, value in values.items())))
 
-    def flush(self) -> None:
-        self._file.flush()
+    @property
+    def error(self) -> OSError | None:
+        """Why the newest records are not in the file yet; None if they are."""
+        return self._file.error
 
     def close(self) -> None:
         self._file.close()
@@ -55,7 +58,7 @@ class EventWriter:
     def _record(self, wall_time: float, step: int, content: bytes) -> None:
         event = _key(1, _DOUBLE) + struct.pack("<d", wall_time) + _key(2, _VARINT) + _varint(step) + content
         length = struct.pack("<Q", len(event))
-        self._file.write(length + _checksum(length) + event + _checksum(event))
+        self._file.append(length + _checksum(length) + event + _checksum(event))
 
 
 def crc32c(data: bytes) -> int:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echelon.disk import write_file
 from echelon.errors import ConfigError
 from echelon.runs.metrics import plain
 
@@ -87,6 +88,18 @@ class RunFolder:
         run.read_config()
         return run
 
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Raises ConfigError, and removes a new folder, if a file cannot be written at the start of a run."""
+        try:
+            yield
+        except OSError as error:
+            if self.is_new:
+                self.discard()
+            raise ConfigError(
+                f"the run folder {self.path} cannot be written: {error}. Free some space, or choose another --run-dir."
+            ) from error
+
     def discard(self) -> None:
         """Removes the files of a new run, and the folder unless it existed before."""
         assert self.is_new, f"{self.path} holds the past of a run"
@@ -94,23 +107,26 @@ class RunFolder:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Locks this folder against other runs; the kernel releases the lock when the process ends in any way."""
-        with (self.path / LOCK).open("a+") as file:
+        with self.starting():
+            file = (self.path / LOCK).open("a+b", buffering=0)
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 file.seek(0)
                 raise ConfigError(
-                    f"{self.path} belongs to a run that is still running (process {file.read() or 'unknown'}). Wait "
-                    "for it, or stop it with Ctrl-C, then resume."
+                    f"{self.path} belongs to a run that is still running (process {file.read().decode() or 'unknown'})."
+                    " Wait for it, or stop it with Ctrl-C, then resume."
                 ) from error
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+            with contextlib.suppress(OSError):  # the number serves the message above only
+                file.truncate(0)
+                file.write(str(os.getpid()).encode())
             yield
 
     def write_config(self, config_json: Mapping[str, Any]) -> None:
@@ -179,17 +195,7 @@ def _commit() -> str | None:
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Writes `data` atomically."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(data, file, indent=2, ensure_ascii=False, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_file(path, (json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:

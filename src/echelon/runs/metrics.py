@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from echelon.disk import AppendFile, write_file
 from echelon.errors import ConfigError
 from echelon.runs.events import EventWriter
 
@@ -17,19 +18,20 @@ _NO_SCALARS = ("kind", "env_steps")
 
 
 class MetricsWriter:
-    """Appends rows; a row is visible to readers when `write` returns.
+    """Appends rows; a row is visible to readers when `write` returns, unless the disk is full: then `error` is set.
 
-    A row may contain nested dicts. Its "kind" ("train" if absent) prefixes the TensorBoard tags; its "env_steps" is
-    their step. A new run never overwrites an existing file; a resumed run (`append`) first removes an incomplete last
-    line, which a crash can leave.
+    Rows that cannot be written wait in memory (`AppendFile`), in order, and are written with a later row. A row may
+    contain nested dicts. Its "kind" ("train" if absent) prefixes the TensorBoard tags; its "env_steps" is their step. A
+    new run never overwrites an existing file; a resumed run (`append`) first removes an incomplete last line, which a
+    crash can leave.
     """
 
     def __init__(self, run_dir: Path, append: bool) -> None:
-        path = run_dir / METRICS
+        self._run_dir, path = run_dir, run_dir / METRICS
         if append:
             _drop_broken_end(path)
         try:
-            self._file = path.open("ab" if append else "xb")
+            self._file = AppendFile(path, is_new=not append)
         except FileExistsError as error:
             raise ConfigError(
                 f"{path} already exists: a new run does not overwrite the record of another. Continue that run with "
@@ -39,13 +41,25 @@ class MetricsWriter:
 
     def write(self, row: Mapping[str, Any]) -> None:
         data = plain(row)
-        self._file.write(json.dumps(data, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        self._file.append(json.dumps(data, allow_nan=False).encode() + b"\n")
         step = data.get("env_steps")
         if isinstance(step, int):
             numbers = {key: value for key, value in data.items() if key not in _NO_SCALARS}
             self._events.scalars(step, dict(_scalars(numbers, str(data.get("kind", "train")))), time.time())
-            self._events.flush()
+
+    @property
+    def error(self) -> OSError | None:
+        """Why the newest rows are not on disk yet; None if they are."""
+        return self._file.error or self._events.error
+
+    def write_waiting(self, run_dir: Path) -> None:
+        """Writes the rows that wait to `run_dir`, this run's folder or another."""
+        if run_dir == self._run_dir:
+            self._file.append()
+            if self._file.error is not None:
+                raise self._file.error
+        elif self._file.waiting:
+            write_file(run_dir / METRICS, b"".join(self._file.waiting))
 
     def close(self) -> None:
         self._file.close()

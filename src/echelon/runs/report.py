@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import io
 from pathlib import Path
 from typing import Any
 
+from echelon.disk import write_file
 from echelon.errors import ConfigError
 from echelon.runs.bottleneck import bottleneck
 from echelon.runs.folder import RunFolder
@@ -37,13 +38,10 @@ def draw_curve(run_dir: Path) -> Path:
     _draw_returns(upper, train, evaluations)
     _draw_speed(lower, train)
 
-    path, temporary = run_dir / CURVE, run_dir / f".{CURVE}.{os.getpid()}"
-    try:
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    write_file(run_dir / CURVE, image.getvalue())
+    return run_dir / CURVE
 
 
 def duration(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace as replace_fields
@@ -56,6 +57,11 @@ def prepare(
     run_dir = Path(config.run.dir) if config.run.dir else default_run_dir(config.preset, short)
     if generation == 0:
         check_new(run_dir)
+    if config.run.fallback_dir and not os.access(f"{config.run.fallback_dir}/", os.W_OK):
+        raise ConfigError(
+            f"run.fallback_dir={config.run.fallback_dir} is not a folder that can be written. Create it, or leave it "
+            "unset for the temporary folder."
+        )
     chosen = _describe_user_policy(config, session, user_objects)
     prepared = _find_out(config, session, engine, world, generation, user_objects)
     learner = replace(config.learner, threads=prepared.threads)
@@ -182,4 +188,7 @@ def _with_whole_paths(config: TrainConfig) -> TrainConfig:
     env = replace(config.env, wrappers=tuple(absolute(name) for name in config.env.wrappers))
     if isinstance(env.id, str):
         env = replace(env, id=absolute(env.id))
-    return replace(config, env=env, network=replace(config.network, name=absolute(config.network.name)))
+    run = config.run
+    if run.fallback_dir:
+        run = replace(run, fallback_dir=str(Path(run.fallback_dir).absolute()))
+    return replace(config, env=env, run=run, network=replace(config.network, name=absolute(config.network.name)))

@@ -1,0 +1,110 @@
+"""A run folder that cannot be written: what is reported while training goes on, and where the end of the run goes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from echelon.runs.folder import CONFIG
+from echelon.runs.report import duration
+
+T = TypeVar("T")
+RETRY_PAUSE_S = 0.5
+
+
+class Outage:
+    """Reports once when parts of a run cannot be written, and once when all of them are written again."""
+
+    def __init__(self, run_dir: Path, report: Callable[[str], None]) -> None:
+        self._run_dir, self._report = run_dir, report
+        self._errors: dict[str, str] = {}  # by part
+        self._began = 0.0
+
+    def note(self, part: str, error: str) -> None:
+        """Notes the result of the newest attempt to write `part`: its error, or "" if it is written."""
+        was_whole = not self._errors
+        self._errors.pop(part, None)
+        if error:
+            self._errors[part] = error
+        if was_whole and self._errors:
+            self._began = time.monotonic()
+            self._report(
+                f"{self._run_dir} cannot be written ({part}: {error}). Training goes on: metrics wait in memory, and "
+                "the last complete checkpoint is kept. Free some space."
+            )
+        elif not was_whole and not self._errors:
+            lasted = duration(time.monotonic() - self._began)
+            self._report(f"{self._run_dir} is written again, after {lasted}.")
+
+
+class Fallback:
+    """Writes what a run leaves at its end to its folder, or to another folder if that one cannot be written.
+
+    The other folder, `path`, is made when it is needed; it is a run folder that `echelon resume` continues.
+    """
+
+    def __init__(self, run_dir: Path, parent: str, word: str) -> None:
+        """`parent` is the folder to make it in, by default the temporary folder; `word` makes its name unique."""
+        self.run_dir, self.path = run_dir, Path(parent or tempfile.gettempdir()) / f"echelon-{run_dir.name}-{word}"
+        self.error = self.lost = ""  # why the run folder, and why the other one, could not be written
+
+    def write(
+        self, write: Callable[[Path], T], retry_s: float = 0.0, tick: Callable[[], None] = lambda: None
+    ) -> T | None:
+        """Calls `write` with the run folder, for `retry_s` if it raises OSError, then with `path`.
+
+        Calls `tick` between two attempts. Returns None if both folders cannot be written. If `path` holds an earlier
+        part of the end, it gets this part as well.
+        """
+        deadline = time.monotonic() + retry_s
+        while True:
+            try:
+                written = write(self.run_dir)
+                if self.path.is_dir():
+                    with contextlib.suppress(OSError):
+                        write(self.path)
+                return written
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    self.error = str(error)
+                    break
+            time.sleep(RETRY_PAUSE_S)
+            tick()
+        try:
+            self._make()
+            return write(self.path)
+        except OSError as error:
+            self.lost = str(error)
+            return None
+
+    def _make(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            self.path.mkdir(0o700)
+        status = os.lstat(self.path)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            raise PermissionError(f"{self.path} belongs to another user, or is not a folder")
+        if not (self.path / CONFIG).exists():
+            with contextlib.suppress(OSError):  # the checkpoint is worth more
+                shutil.copyfile(self.run_dir / CONFIG, self.path / CONFIG)
+
+    def sentence(self, what: str) -> str:
+        """Returns a sentence that says where `what` is; "" if it is in the run folder."""
+        if self.lost:
+            return (
+                f"{what} could be written neither to {self.run_dir} ({self.error}) nor to {self.path} ({self.lost}); "
+                f"`echelon resume {self.run_dir}` continues from the last complete checkpoint."
+            )
+        if self.error:
+            return (
+                f"{self.run_dir} could not be written at the end of the run ({self.error}), so {what} is in "
+                f"{self.path}; `echelon resume {self.path}` continues from there."
+            )
+        return ""
