@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,9 +95,19 @@ def _unnameable(what: str, why: str) -> ConfigError:
     )
 
 
+def import_module(module: str) -> ModuleType:
+    """Imports a module that the user named; it may be in the working directory, as with `python -m`.
+
+    Only here does that directory come to sys.path: it may be somebody else's run folder, in which a torch.py waits.
+    """
+    if os.getcwd() not in sys.path and module.partition(".")[0] != "echelon":
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module(module)
+
+
 def _import(module: str, name: str) -> ModuleType:
     try:
-        return importlib.import_module(module)
+        return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
             remedy = f'install its package, or name a file: "path/to/{module.split(".")[-1]}.py:..."'

@@ -77,11 +77,13 @@ def resume(
     user_objects: UserObjects | None = None,
     epochs: int | None = None,
     fields: Mapping[str, str] = NO_FIELDS,
+    trust: bool = False,
 ) -> RunResult:
     """Resumes the run in `run_dir` from its newest checkpoint; stop conditions that are given replace the old ones.
 
     `learners` and `hosts` change the number of learners and hosts. `fields` sets fields of the section hosts by path,
-    as {"hosts.address": "tcp://0.0.0.0:7000"}. The run remembers all of them.
+    as {"hosts.address": "tcp://0.0.0.0:7000"}. The run remembers all of them. Only with `trust` are environments,
+    wrappers and networks of other packages or files imported that somebody else's configuration names.
     """
     from echelon.config_io import set_fields
     from echelon.roles.stopping import progress, stop_reason
@@ -92,7 +94,7 @@ def resume(
         warnings.warn("epochs= is now episodes=; the next release drops the old name.", FutureWarning, stacklevel=2)
         episodes = epochs
     folder = RunFolder.open(Path(run_dir))
-    config = _read_config(folder)
+    config = folder.load_config(trust=trust)
     found = newest_intact(folder.checkpoints)
     if found is None:
         raise ConfigError(f"{run_dir} has no checkpoint to resume from. Start a new run with another --run-dir.")
@@ -130,16 +132,6 @@ def _stop_text(stop: StopConfig) -> str:
     texts = {"steps": stop.steps or None, "minutes": stop.minutes or None, "episodes": stop.episodes or None}
     texts["until-return"] = stop.until_return
     return ", ".join(f"--{name} {value:g}" for name, value in texts.items() if value is not None)
-
-
-def _read_config(folder: RunFolder) -> TrainConfig:
-    """Returns the configuration of a run; an error names the file."""
-    from echelon import config_io
-
-    try:
-        return config_io.from_json(folder.read_config())
-    except ConfigError as error:
-        raise ConfigError(f"{folder.path / 'config.json'} cannot be used: {error}") from error
 
 
 def run(
@@ -313,8 +305,13 @@ def _curve(run_dir: Path) -> str | None:
         return None
 
 
-def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1, env: str | None = None) -> dict[str, Any]:
-    """Plays greedy episodes with a run's newest weights, in its environment or in `env`; returns statistics."""
+def evaluate(
+    run_dir: str | Path, *, episodes: int = 10, seed: int = 1, env: str | None = None, trust: bool = False
+) -> dict[str, Any]:
+    """Plays greedy episodes with a run's newest weights, in its environment or in `env`; returns statistics.
+
+    Only with `trust` is code imported that somebody else's configuration names, as by `resume`.
+    """
     import torch
 
     from echelon.algorithms.model import Model
@@ -326,7 +323,7 @@ def evaluate(run_dir: str | Path, *, episodes: int = 10, seed: int = 1, env: str
 
     if episodes < 1:
         raise ConfigError(f"episodes={episodes} must be at least 1.")
-    config = _read_config(RunFolder.open(Path(run_dir)))
+    config = RunFolder.open(Path(run_dir)).load_config(trust=trust, uses_env=env is None)
     if config.algorithm.is_users:
         raise ConfigError(f"{run_dir} trained a user's own policy: evaluate it in the user's program.")
     if env is not None:

@@ -40,18 +40,22 @@ ALLOWED: dict[str, set[str]] = {
     "algorithms": {"errors", "names", "config", "presets", "layout", "schema", "objectives", "layers", "networks"}
     | {"custom_network"},
     "transport": {"errors", "disk", "layout", "schema"},
+    "trust": {"errors", "names", "config", "transport"},
     "engines": {"errors", "schema", "transport"},
     "world": {"errors", "schema", "transport", "engines"},
     "hosts": {"version", "errors", "memory_check", "transport", "engines", "world"},
     "replay": {"errors", "disk", "memory_check", "layout", "schema", "config", "transport"},
     "servers": {"errors", "config", "layout", "schema", "transport", "engines", "world", "replay"} | LEARNING,
     "envs": {"errors", "names", "config", "schema"},
-    "runs": {"errors", "disk", "config", "config_io", "schema"},
+    "runs": {"errors", "disk", "memory_check", "config", "config_io", "schema", "trust"},
     "frames": {"errors", "names", "objectives", "replay", "servers", "world", "runs"},
     "roles": GROUND | LEARNING | PLANES | {"disk", "replay", "servers", "envs", "runs"},
     "process_state": set(),
     "training": GROUND | LEARNING | PLANES | {"replay", "servers", "envs", "runs", "roles", "presets", "process_state"},
-    "asynchronous": GROUND | LEARNING | PLANES | {"replay", "envs", "roles", "presets", "training", "process_state"},
+    "asynchronous": GROUND
+    | LEARNING
+    | PLANES
+    | {"replay", "envs", "roles", "presets", "training", "process_state", "trust"},
     "__init__": {"version", "config", "training", "presets", "asynchronous"},
     "bench": GROUND
     | LEARNING

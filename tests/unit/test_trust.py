@@ -18,7 +18,6 @@ from echelon.asynchronous import connection as connection_module
 from echelon.asynchronous import worker as worker_module
 from echelon.asynchronous.acting import ModelActing
 from echelon.asynchronous.connection import LearnerConnection
-from echelon.asynchronous.trust import check_names
 from echelon.asynchronous.worker import AsyncWorker
 from echelon.config import EnvConfig, replace
 from echelon.errors import ConfigError, TransportTimeout
@@ -45,6 +44,7 @@ from echelon.transport.episode_wire import (
     from_worker,
     pack,
 )
+from echelon.trust import LEARNER, check_names
 from running import wait_until
 
 Answers = Callable[[FromWorker], list[FromGateway]]
@@ -101,7 +101,7 @@ def work(asked: Task, **options: Any) -> tuple[str, list[FromWorker]]:
 def test_a_learner_runs_no_code_of_its_choice_on_a_worker(tmp_path: Path) -> None:
     made = tmp_path / "made"
     asked = task(**{"env.id": "os:system", "env.kwargs": {"command": f"touch {made}"}})
-    with pytest.raises(ConfigError, match=r"asks for env.id='os:system', code that .* with --env .*--trust-learner"):
+    with pytest.raises(ConfigError, match=r"asks for env.id='os:system', code that .*--env .*--trust-learner"):
         work(asked)
     assert not made.exists()
     told, heard = work(asked, env="CartPole-v1")  # named on the worker
@@ -115,7 +115,7 @@ def test_a_learner_runs_no_code_of_its_choice_on_a_worker(tmp_path: Path) -> Non
         {"env.id": "toy_envs:Counter-v0"},  # gymnasium would import the module
         {"env.id": "/tmp/file.py:make"},
         {"env.id": "echelon.names:importlib.import_module", "env.kwargs": {"name": "antigravity"}},
-        {"env.id": "echelon.envs.make:importlib"},
+        {"env.id": "echelon.envs.make:inspect"},
         {"env.id": "echelon.envs.racing:make_car_racing"},
         {"env.id": "echelon.envs.racing:gym.Env"},
         {"env.id": "echelon.envs.racing:VectorEnv"},
@@ -129,16 +129,16 @@ def test_names_of_others_are_refused(changes: dict[str, Any]) -> None:
     config = replace(preset("dqn", "CartPole-v1"), **changes)
     field = next(iter(changes))
     with pytest.raises(ConfigError, match=rf"asks for {field}=.*trust_learner=True"):
-        check_names(config, env=True)
+        check_names(config, LEARNER)
     if field.startswith("env."):
-        check_names(config, env=False)
+        check_names(config, LEARNER, env=False)
 
 
 @pytest.mark.parametrize(
     "id", ["CartPole-v1", "ALE/Pong-v5", "Space/Some.Env-v0", "envpool:Pong-v5", "echelon.envs.racing:PixelPool"]
 )
 def test_names_of_known_environments_are_taken(id: str) -> None:
-    check_names(preset("dqn", id), env=True)
+    check_names(preset("dqn", id), LEARNER)
 
 
 def test_a_trusted_learner_may_name_what_it_likes() -> None:

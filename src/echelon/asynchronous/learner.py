@@ -56,6 +56,7 @@ class AsyncLearningNode:
         min_size: int | None = None,
         run_dir: str | Path = "",
         resume: bool = False,
+        trust: bool = False,
         output: TextIO | None = None,
     ) -> None:
         """Reserves `server_address`; learning starts in `learn`.
@@ -66,7 +67,7 @@ class AsyncLearningNode:
         evaluations. `save_func(epoch=, policy=)` is called every `save_freq` epochs. Without `spaces` and without an
         environment, those of the first worker are used. `discount` and `n_step` are for a user policy; a preset has its
         own. Learning starts with `min_size` transitions (None: the preset's; for a user policy, one batch). `resume`
-        resumes the run in `run_dir`.
+        resumes the run in `run_dir`; `trust` accepts code that its configuration names though somebody else wrote it.
         """
         if (save_func is None) != (save_freq is None) or (save_freq is not None and save_freq < 1):
             raise ConfigError(
@@ -98,7 +99,7 @@ class AsyncLearningNode:
         address = f"tcp://{self.address[0]}:{self.address[1]}"
         given = Spaces(*spaces) if isinstance(spaces, tuple) else spaces
         self._user_objects = UserObjects(own, save_func, save_freq or 0, given, address)
-        self._resume, self._output = resume, output
+        self._resume, self._trust, self._output = resume, trust, output
         try:
             self.config = replace(base, **changes, **{"workers.address": address})
         except ConfigError:
@@ -110,7 +111,13 @@ class AsyncLearningNode:
         try:
             if self._resume:
                 folder, episodes = self.config.run.dir, self.config.stop.episodes
-                return resume(folder, episodes=episodes, output=self._output, user_objects=self._user_objects)
+                return resume(
+                    folder,
+                    episodes=episodes,
+                    output=self._output,
+                    user_objects=self._user_objects,
+                    trust=self._trust,
+                )
             return run(self.config, output=self._output, user_objects=self._user_objects)
         finally:
             self.close()

@@ -22,7 +22,6 @@ from echelon import config_io
 from echelon.asynchronous.acting import ModelActing, UserActing, WorkerActing
 from echelon.asynchronous.connection import LearnerConnection, RunOver, address_of
 from echelon.asynchronous.open_episodes import EpisodePart, OpenEpisodes
-from echelon.asynchronous.trust import check_names
 from echelon.config import EnvConfig, replace
 from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
@@ -46,6 +45,7 @@ from echelon.transport.episode_wire import (
     Welcome,
 )
 from echelon.transport.secret import secret_from_environment
+from echelon.trust import LEARNER, check_names
 
 Wrapper = Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]
 SAME = ("preset", "env", "network", "algorithm", "replay", "workers")  # sections that define a worker's task
@@ -140,7 +140,7 @@ class TaskRunner:
         self.config = config = config_io.from_json(task.train)
         self.env = self._find_env()
         if not worker.trust_learner:
-            check_names(config, env=worker.env is None)
+            check_names(config, LEARNER, env=worker.env is None)
         self.group = make_group(self.env, env_seeds(worker.seed, 0, 0, worker.num_envs), worker.env_wrapper)
         try:
             spaces = self.group.spaces

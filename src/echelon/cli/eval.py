@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from echelon.cli.main import Parser
+from echelon.cli.main import Parser, add_trust
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -16,11 +16,12 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--env", metavar="ENV", help="environment in place of the run's: an id, module:factory or envpool:ID"
     )
+    add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     known = parser.parse_args(list(arguments))
     from echelon.training import evaluate
 
-    score = evaluate(known.run, episodes=known.episodes, seed=known.seed, env=known.env)
+    score = evaluate(known.run, episodes=known.episodes, seed=known.seed, env=known.env, trust=known.trust)
     if known.json:
         print(json.dumps(score))
     else:

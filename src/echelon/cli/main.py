@@ -44,10 +44,17 @@ class Parser(argparse.ArgumentParser):
         print(self.format_help(), end="", file=file, flush=True)
 
 
+def add_trust(parser: Parser) -> None:
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="import and run code that the run's configuration names, although it was written by somebody else, on "
+        "another machine, or edited: environments of other packages or files, wrappers, networks",
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as with `python -m`: modules beside the user are found
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
         is_long = any(arguments[:1] == [name] for name in LONG_RUNNING) and not {"-h", "--help"} & {*arguments}

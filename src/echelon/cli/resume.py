@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from echelon.cli.main import Parser
+from echelon.cli.main import Parser, add_trust
 
 HOSTS = {
     "address": "where the run listens for other hosts from now on",
@@ -32,6 +32,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--epochs", type=whole, default=None, help=argparse.SUPPRESS)  # the old name of --episodes
     parser.add_argument("--learners", type=whole, default=None, metavar="N", help="learner processes from now on")
     parser.add_argument("--hosts", type=whole, default=None, metavar="N", help="hosts from now on, this one among them")
+    add_trust(parser)
     for name, meaning in HOSTS.items():
         parser.add_argument(f"--hosts.{name}", dest=f"hosts.{name.replace('-', '_')}", metavar="VALUE", help=meaning)
     known = parser.parse_args(list(arguments))
@@ -48,5 +49,6 @@ def run(arguments: Sequence[str]) -> int:
         hosts=known.hosts,
         epochs=known.epochs,
         fields=fields,
+        trust=known.trust,
     )
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
-import importlib
 import inspect
 import re
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from echelon.envs.envpool import envpool_group
 from echelon.envs.loop import LoopGroup
 from echelon.envs.vector import EnvFailed, EnvGroup, VectorGroup
 from echelon.errors import ConfigError
-from echelon.names import describe_callable, resolve
+from echelon.names import describe_callable, import_module, resolve
 from echelon.schema import Spaces
 
 __all__ = ["describe_callable", "env_seeds", "make_group", "probe_spaces", "resolve"]
@@ -77,7 +76,7 @@ def env_seeds(seed: int, actor: int, incarnation: int, num_envs: int) -> list[in
 def _find_spec(id: str, module: str, name: str) -> EnvSpec:
     if module:
         try:
-            importlib.import_module(module)
+            import_module(module)
         except ModuleNotFoundError as error:
             raise ConfigError(f'env.id="{id}" cannot import "{error.name}"; install its package.') from error
     if name.startswith("ALE/"):

@@ -21,9 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echelon import config_io
+from echelon.config import TrainConfig
 from echelon.disk import write_file
 from echelon.errors import ConfigError
 from echelon.runs.metrics import plain
+from echelon.trust import check_names, has_mark, mark, run_folder
 
 FORMAT = 1
 CONFIG, SUMMARY, LOCK = "config.json", "summary.json", ".lock"
@@ -130,11 +133,31 @@ class RunFolder:
             yield
 
     def write_config(self, config_json: Mapping[str, Any]) -> None:
-        """Writes the configuration with the file format and the library versions."""
-        _write_json(self.path / CONFIG, {"format": FORMAT, "versions": versions(), "config": dict(config_json)})
+        """Writes the configuration with the file format, the library versions and this user's mark."""
+        record = {"format": FORMAT, "versions": versions(), "config": dict(config_json)}
+        _write_json(self.path / CONFIG, {**record, "mark": mark(record["config"])})
+
+    def load_config(self, *, trust: bool, uses_env: bool = True) -> TrainConfig:
+        """Returns the configuration, whose code may be imported; raises ConfigError unless all of it may be.
+
+        `trust`: the user trusts whoever wrote it; `uses_env`: whether its environment is used.
+        """
+        path = self.path / CONFIG
+        record = self._read_record()
+        try:
+            config = config_io.from_json(record["config"])
+        except ConfigError as error:
+            raise ConfigError(f"{path} cannot be used: {error}") from error
+        if not trust and not has_mark(record["config"], record.get("mark")):
+            check_names(config, run_folder(path), env=uses_env)
+        return config
 
     def read_config(self) -> dict[str, Any]:
-        """Returns the configuration that `write_config` wrote."""
+        """Returns the configuration that `write_config` wrote, as data: use `load_config` to run it."""
+        config: dict[str, Any] = self._read_record()["config"]
+        return config
+
+    def _read_record(self) -> dict[str, Any]:
         path = self.path / CONFIG
         record = _read_json(path, "Restore it from a copy, or start a new run.")
         if record.get("format") != FORMAT:
@@ -145,7 +168,7 @@ class RunFolder:
         config = record.get("config")
         if not isinstance(config, dict):
             raise ConfigError(f"{path} is damaged: config={config!r} is not an object. Restore it, or start a new run.")
-        return config
+        return record
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         _write_json(self.path / SUMMARY, plain(summary))

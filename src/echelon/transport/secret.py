@@ -37,19 +37,19 @@ def stretched(secret: str) -> bytes:
     return hashlib.scrypt(secret.encode(), salt=b"echelon curve 1", n=2**14, r=8, p=1, dklen=32)
 
 
-def secret_file() -> Path:
-    """Returns the path of the user's secret, `$XDG_STATE_HOME/echelon/secret`."""
+def secret_file(name: str = "secret") -> Path:
+    """Returns the path of a secret of this user, `$XDG_STATE_HOME/echelon/NAME`."""
     state = os.environ.get("XDG_STATE_HOME", "")
     try:
         root = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
     except RuntimeError as error:
         raise ConfigError(f"this user has no home folder for its secret: {error}. Set {SECRET_VARIABLE}.") from error
-    return root / "echelon" / "secret"
+    return root / "echelon" / name
 
 
-def user_secret() -> str:
+def user_secret(name: str = "secret") -> str:
     """Returns the secret in the user's file; the first call creates the file, and concurrent first calls agree."""
-    path = secret_file()
+    path = secret_file(name)
     try:
         if not path.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
