@@ -139,13 +139,13 @@ def test_a_run_goes_on_where_no_key_can_be_kept(tmp_path: Path, monkeypatch: pyt
     assert echelon.evaluate(tmp_path / "run", episodes=1)["episodes"] == 1
 
 
-def test_modules_in_the_folder_are_not_imported(run: Path) -> None:
-    """`cd FOLDER && echelon eval .` imported torch.py from there."""
-    edit(run, **{"env.id": "CartPole-v1"})
+@pytest.mark.parametrize("words", [["eval", "."], ["resume", ".", "--steps=400"]], ids=["eval", "resume"])
+def test_modules_in_the_folder_are_not_imported(run: Path, words: list[str]) -> None:
+    """`cd FOLDER && echelon eval .` imported torch.py from there, and so did the processes of `resume`."""
+    edit(run, engine="local", **{"env.id": "CartPole-v1"})
     for name in ("torch", "gymnasium", "safetensors", "msgspec", "json"):
         (run / f"{name}.py").write_text("import os; os._exit(99)")
-    start = "import sys; from echelon.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    script = run.parent / "echelon"
-    script.write_text(start)
-    ended = subprocess.run([sys.executable, script, "eval", "."], cwd=run, capture_output=True, text=True, timeout=60)
+    script = run.parent / "echelon"  # as pip installs it
+    script.write_text("import sys; from echelon.cli.main import main; sys.exit(main(sys.argv[1:]))")
+    ended = subprocess.run([sys.executable, script, *words], cwd=run, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and "do not fit" in ended.stderr

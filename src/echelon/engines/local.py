@@ -81,10 +81,11 @@ class LocalEngine(OneHost):
     def _start_server(self, spare: socket.socket) -> None:
         self._socket, theirs = socket.socketpair()
         package_root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-        path = os.pathsep.join([package_root, *(entry for entry in sys.path if entry)])
+        path = os.pathsep.join([package_root, *(entry or os.getcwd() for entry in sys.path)])
         arguments = [str(theirs.fileno()), str(spare.fileno()), self._session, *self._preload]
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "echelon.engines.forkserver", *arguments],
+            # -P: not the working directory, unless this process has it, too; it may be somebody else's run folder
+            [sys.executable, "-P", "-m", "echelon.engines.forkserver", *arguments],
             pass_fds=[theirs.fileno(), spare.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
