@@ -170,13 +170,16 @@ class Request:
             warnings.simplefilter(words[1])  # before the usual ones, and behind those of the modules
             warnings.filters.insert(len(warnings.filters) - 1 - USUAL_FILTERS, warnings.filters.pop(0))
             del words[:2]
+        here = [os.getcwd()]
+        if words[0] == "-P":
+            del words[0], here[0]
         paths = [entry for entry in self.environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
         main = types.ModuleType("__main__")
         main.__builtins__ = builtins
         sys.modules["__main__"] = main
         if words[0] == "-m":
             sys.argv = ["-m", *words[2:]]
-            sys.path[:] = [os.getcwd(), *paths, *search]
+            sys.path[:] = [*here, *paths, *search]
             sys.modules.pop(words[1], None)
             runpy._run_module_as_main(words[1])
         elif words[0] == "-c":

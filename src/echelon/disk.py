@@ -1,36 +1,106 @@
-"""Files that only this user may have made, and writes that leave either the old or the new content on disk."""
+"""Files that others may have put there or only this user may have made, and writes that are atomic."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import errno
+import json
 import os
 import shutil
 import stat
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+MAX_JSON_BYTES = 16 << 20  # parsed, it takes up to 25 times as much memory
 MAX_WAITING_BYTES = 2**24
 
 
-def open_own(path: Path | str, flags: int, mode: int = 0o600) -> int:
-    """Opens a regular file of this user and returns its descriptor; raises PermissionError on everything else.
+def open_regular(path: Path | str, flags: int, mode: int = 0o666) -> int:
+    """Opens a regular file and returns its descriptor; raises PermissionError on everything else.
 
-    Another user may have put a symbolic link, a FIFO or a file of theirs at a name in a shared folder: a link is not
-    followed, and a FIFO does not block.
+    Somebody else may have put a symbolic link, a FIFO or a device at the name: a link is not followed, and a FIFO does
+    not block.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
             raise
-        raise PermissionError(errno.EPERM, "not a regular file", str(path)) from error
-    status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        raise _not_regular(path) from error
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    what = "not a regular file" if not stat.S_ISREG(status.st_mode) else f"a file of user {status.st_uid}"
-    raise PermissionError(errno.EPERM, what, str(path))
+    raise _not_regular(path)
+
+
+def open_own(path: Path | str, flags: int, mode: int = 0o600) -> int:
+    """Opens a regular file of this user, as `open_regular`; raises PermissionError if it is another user's."""
+    descriptor = open_regular(path, flags, mode)
+    owner = os.fstat(descriptor).st_uid
+    if owner == os.geteuid():
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(errno.EPERM, f"a file of user {owner}", str(path))
+
+
+def check_regular(paths: Iterable[Path]) -> None:
+    """Raises PermissionError if one of `paths`, or an entry below one, is neither a regular file nor a folder."""
+    for path in paths:
+        try:
+            mode = path.lstat().st_mode
+        except FileNotFoundError:
+            continue
+        if stat.S_ISDIR(mode):
+            check_regular(sorted(path.iterdir()))
+        elif not stat.S_ISREG(mode):
+            raise _not_regular(path)
+
+
+def _not_regular(path: Path | str) -> PermissionError:
+    return PermissionError(errno.EPERM, "not a regular file (a link, a pipe or a device)", str(path))
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Returns the content of a regular file; raises OSError if it is larger than `max_bytes`."""
+    with open(open_regular(path, os.O_RDONLY), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise OSError(
+                errno.EFBIG, f"it has {size:,} bytes, more than the {max_bytes:,} that can be read", str(path)
+            )
+        return file.read(size)
+
+
+def read_json(path: Path) -> Any:
+    """Returns the content of a JSON file; raises OSError or, unless it is strict JSON, ValueError."""
+    try:
+        data = json.loads(read_regular(path, MAX_JSON_BYTES), parse_constant=_refuse_constant)
+        json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair cannot be written or printed
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return data
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
+
+
+def put_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replaces a file atomically; `durable` flushes it to disk. A link at `path` is replaced, not followed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)  # of a dead process that had this number
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):  # it is not there, or the disk is read-only
+            temporary.unlink()
 
 
 def sync(path: Path) -> None:
@@ -55,20 +125,6 @@ def put_folder(new: Path, target: Path, aside: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Writes `data` to `path` and flushes it to disk; a reader sees the old content or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):  # it is not there, or the disk is read-only
-            temporary.unlink()
-
-
 class AppendFile:
     """A file to which one process appends records; a record is in it as a whole or not at all.
 
@@ -77,7 +133,7 @@ class AppendFile:
     """
 
     def __init__(self, path: Path, *, is_new: bool) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if is_new else 0), 0o644)
+        self._descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if is_new else 0))
         self._size, self._is_torn = os.fstat(self._descriptor).st_size, False
         self.waiting, self._waiting_bytes = collections.deque[bytes](), 0
         self.error: OSError | None = None

@@ -89,6 +89,7 @@ def resume(
     from echelon.roles.stopping import progress, stop_reason
     from echelon.runs.checkpoint import load_parts, newest_intact
     from echelon.runs.folder import RunFolder
+    from echelon.runs.progress import NAMES, Progress
 
     if epochs is not None:
         warnings.warn("epochs= is now episodes=; the next release drops the old name.", FutureWarning, stacklevel=2)
@@ -98,8 +99,8 @@ def resume(
     found = newest_intact(folder.checkpoints)
     if found is None:
         raise ConfigError(f"{run_dir} has no checkpoint to resume from. Start a new run with another --run-dir.")
-    tree = load_parts(found[0], ("counters", "wall_s", "generation", "epoch"))
-    counters, wall_s = tree["counters"], tree["wall_s"]
+    saved = Progress.read(load_parts(found[0], NAMES), found[0])
+    counters, wall_s = saved.counters, saved.wall_s
     if steps or minutes or episodes or until_return is not None:
         config = replace(config, stop=StopConfig(steps, minutes, until_return, episodes))
     if learners is not None:
@@ -112,20 +113,20 @@ def resume(
     config = set_fields(config, fields)
     if fields and config.engine != "hosts":
         raise ConfigError(f"--{next(iter(fields))} has no effect: {run_dir} runs on one host. Add --hosts N.")
-    past_episodes = counters["updates"] // config.workers.updates
-    reason = stop_reason(config.stop, counters["env_steps"], counters["returns"], wall_s, past_episodes)
+    past_episodes = counters.updates // config.workers.updates
+    reason = stop_reason(config.stop, counters.env_steps, counters.returns, wall_s, past_episodes)
     if reason:
         raise ConfigError(
-            f"{run_dir} has reached its end ({_stop_text(config.stop)}; it has trained for {counters['env_steps']:,} "
+            f"{run_dir} has reached its end ({_stop_text(config.stop)}; it has trained for {counters.env_steps:,} "
             f"steps and {wall_s / 60:.1f} minutes). Give a larger total with "
             f"{episodes_option(config)}--steps, --minutes or --until-return."
         )
     config = replace(config, run=replace(config.run, dir=str(run_dir)))
     if user_objects is not None and user_objects.address:
         config = replace(config, workers=replace(config.workers, address=user_objects.address))
-    row = {name: counters[name] for name in ("env_steps", "episodes", "updates", "dropped", "return_max")}
-    row["progress"] = progress(config.stop, counters["env_steps"], wall_s, past_episodes)
-    return run(config, Past(int(tree.get("generation", tree.get("epoch", 0))) + 1, wall_s, row), output, user_objects)
+    row = {name: getattr(counters, name) for name in ("env_steps", "episodes", "updates", "dropped", "return_max")}
+    row["progress"] = progress(config.stop, counters.env_steps, wall_s, past_episodes)
+    return run(config, Past(max(saved.generation, saved.epoch) + 1, wall_s, row), output, user_objects)
 
 
 def _stop_text(stop: StopConfig) -> str:

@@ -2,8 +2,9 @@
 
 A configuration names environments, wrappers and networks by their import paths, and importing runs code. One that this
 user did not write on this machine, from a learner or in a run folder, may therefore name only code of gymnasium,
-EnvPool and Echelon, unless the user trusts whoever wrote it. A run folder's configuration carries a mark: its HMAC with
-a key that only this user on this machine has. An edit or a copy from another machine makes the mark invalid.
+EnvPool and Echelon, unless the user trusts whoever wrote it. A run folder's configuration carries a mark: the HMAC of
+the names in it, with a key that only this user on this machine has. On another machine, or with other names, the mark
+is not valid; other fields may be edited.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,8 +54,8 @@ LEARNER = Origin(
 
 def run_folder(config_file: Path) -> Origin:
     """Returns the origin of a configuration in a run folder that does not have this user's mark."""
-    trust = "--trust (trust=True) if you trust whoever wrote that file: it was not written by you on this machine, or "
-    return Origin(str(config_file), f"{trust}was edited since")
+    trust = "--trust (trust=True) if you trust whoever wrote that: it was not you on this machine, or it was edited"
+    return Origin(str(config_file), trust)
 
 
 def check_names(config: TrainConfig, origin: Origin, *, env: bool = True) -> None:
@@ -78,18 +80,20 @@ def is_known_env(id: object) -> bool:
     return PLAIN_ID.fullmatch(id.removeprefix("envpool:")) is not None
 
 
-def mark(config_json: Any) -> str | None:
-    """Returns this user's mark of a configuration, as JSON; None if this user has no place for a key."""
+def mark(config_json: Mapping[str, Any]) -> str | None:
+    """Returns this user's mark of the code that a configuration names; None if this user has no place for a key."""
     try:
         key = stretched(user_secret(KEY))
     except ConfigError:
         return None
-    text = json.dumps(config_json, sort_keys=True, separators=(",", ":"))
+    env, network = config_json.get("env", {}), config_json.get("network", {})
+    named = [env.get("id"), env.get("kwargs"), env.get("wrappers"), network.get("name")]
+    text = json.dumps(named, sort_keys=True, separators=(",", ":"))
     return hmac.new(key, PURPOSE + text.encode(), hashlib.sha256).hexdigest()
 
 
-def has_mark(config_json: Any, found: object) -> bool:
-    """Returns whether `found` is this user's mark of a configuration."""
+def has_mark(config_json: Mapping[str, Any], found: object) -> bool:
+    """Returns whether `found` is this user's mark of the code that a valid configuration names."""
     if not isinstance(found, str) or not found.isascii():
         return False
     expected = mark(config_json)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
 import echelon
 from echelon.cli.main import main
@@ -52,10 +57,11 @@ def forget(run: Path) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    """Runs a command that must end with exit code 2; returns its only line on stderr."""
+    """Runs a command that must end with exit code 2 and one message; returns the message."""
     assert main([str(word) for word in words]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    return line
+    message = capsys.readouterr().err
+    assert message.count("echelon: ") == 1 and message.startswith("echelon: ") and "Traceback" not in message
+    return message
 
 
 @pytest.mark.parametrize("command", ["eval", "resume"])
@@ -97,7 +103,7 @@ def test_own_code_of_others_is_asked_for_once(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     if how == "edited":
-        edit(run, seed=3)
+        edit(run, **{"env.kwargs": {"length": 5}})
     elif how == "old":
         forget(run)
     else:
@@ -109,6 +115,11 @@ def test_own_code_of_others_is_asked_for_once(
     assert main(["eval", str(run), "--episodes", "1", "--trust"]) == 0
     assert main(["resume", str(run), "--steps", "400", "--trust"]) == 0
     assert main(["eval", str(run), "--episodes", "1"]) == 0, "the resume made it this user's"
+
+
+def test_fields_that_name_no_code_may_be_edited(run: Path) -> None:
+    edit(run, seed=3)
+    assert main(["eval", str(run), "--episodes", "1"]) == 0
 
 
 def test_plain_names_of_others_need_no_trust(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,3 +160,110 @@ def test_modules_in_the_folder_are_not_imported(run: Path, words: list[str]) -> 
     script.write_text("import sys; from echelon.cli.main import main; sys.exit(main(sys.argv[1:]))")
     ended = subprocess.run([sys.executable, script, *words], cwd=run, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and "do not fit" in ended.stderr
+
+
+FILES = ["config.json", "summary.json", ".lock", "metrics.jsonl", "checkpoints", "logs", "replay"]
+
+
+@pytest.mark.parametrize("name", [*FILES, "checkpoints/*/state.json", "checkpoints/*/tensors.safetensors"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_links_pipes_and_devices_in_a_folder_are_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
+) -> None:
+    """Through a link, `resume` appended to a file elsewhere, or truncated it; a pipe held it up for ever."""
+    edit(run, **{"env.id": "CartPole-v1"})
+    [path] = list(run.glob(name)) or [run / name]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir() if path.is_dir() else elsewhere.write_text("kept")
+    if path.exists():
+        shutil.move(path, tmp_path / "moved")
+    if kind == "link":
+        path.symlink_to(elsewhere)
+    else:
+        os.mkfifo(path)
+    for command in ("eval", "resume"):
+        line = refused(capsys, command, run)
+        assert str(path) in line and "link, a pipe or a device" in line
+    assert elsewhere.is_dir() or elsewhere.read_text() == "kept"
+
+
+def test_a_folder_behind_a_link_and_links_of_the_users_own_are_fine(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to(run.parent)
+    (run / "notes").symlink_to(tmp_path)
+    assert main(["eval", str(tmp_path / "runs" / "run"), "--episodes", "1"]) == 0
+
+
+def test_weights_to_start_from_are_read_from_no_link(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.move(run / "checkpoints", tmp_path / "moved")
+    (run / "checkpoints").symlink_to(tmp_path / "moved")
+    words = ["train", "impala", "CartPole-v1", "--engine=inline", "--steps=100", f"--run-dir={tmp_path / 'new'}"]
+    assert str(run / "checkpoints") in refused(capsys, *words, f"--init-from={run}")
+
+
+@pytest.mark.parametrize("name", ["config.json", "checkpoints/*/state.json", "checkpoints/*/tensors.safetensors"])
+def test_a_huge_file_is_not_read(run: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    [path] = run.glob(name)
+    os.truncate(path, 1 << 40)  # sparse
+    assert str(path) in refused(capsys, "eval", run) and path.stat().st_size == 1 << 40
+
+
+def test_planted_temporary_names_are_not_written_through(run: Path, tmp_path: Path) -> None:
+    """Files are replaced by renaming a temporary one, whose name others can guess."""
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    for name in ("config.json", "summary.json", "curve.png", "weights.safetensors", "processes.json"):
+        for planted in (run / f".{name}.{os.getpid()}", run / f".{name}"):
+            planted.symlink_to(victim)
+    assert main(["resume", str(run), "--steps", "400"]) == 0
+    assert victim.read_text() == "kept"
+
+
+def forge(run: Path, change: Callable[[Any, dict[str, torch.Tensor]], None]) -> None:
+    """Changes the tree in the newest checkpoint and makes its checksums right again."""
+    [path] = (run / "checkpoints").iterdir()
+    state = json.loads((path / "state.json").read_text())
+    tensors = safetensors.torch.load((path / "tensors.safetensors").read_bytes())
+    change(state["structure"], tensors)
+    raw = safetensors.torch.save(tensors)
+    text = json.dumps(state["structure"], separators=(",", ":"))
+    sums = {"tensors_sha256": raw, "structure_sha256": text.encode()}
+    state |= {name: hashlib.sha256(data).hexdigest() for name, data in sums.items()}
+    (path / "tensors.safetensors").write_bytes(raw)
+    (path / "state.json").write_text(json.dumps(state))
+
+
+def put(place: str, value: Any) -> Callable[[Any, dict[str, torch.Tensor]], None]:
+    def change(tree: Any, tensors: dict[str, torch.Tensor]) -> None:
+        *path, last = place.split("/")
+        for name in path:
+            tree = tree[int(name) if isinstance(tree, list) else name]
+        tree[int(last) if isinstance(tree, list) else last] = value
+
+    return change
+
+
+FORGED = {
+    "counters/env_steps": [2**63, -1, "many", None, {"$float": "nan"}, {"$tensor": "state.rng"}],
+    "counters/returns": ["x", [None], {"$items": [[[], 1]]}],
+    "counters": [None, []],
+    "wall_s": [1e300, -1, "x", {"$float": "inf"}],
+    "generation": [2**40, -1],
+    "version": [2**63, "x"],
+    "rng": [{"$tensor": "none"}],
+    "model": [None, [], {}, {"$items": [[1, 2]]}],
+    "optimizer": [None, {}, {"policy": {"state": {"$items": [[0, {"step": 1}]]}}}, {"policy": {"state": 7}}],
+    "algorithm": [None, {}, {"rewards": {"returns": 1, "count": 1, "mean": 1, "squares": -1}}],
+    "algorithm/generator": [None, {"$array": "state.rng", "dtype": "O", "shape": [1]}],
+}
+
+
+@pytest.mark.parametrize(("place", "value"), [(place, value) for place, values in FORGED.items() for value in values])
+def test_a_consistently_forged_checkpoint_ends_with_a_message(
+    run: Path, capsys: pytest.CaptureFixture[str], place: str, value: Any
+) -> None:
+    """Its checksums are right; what it holds is not this run's."""
+    forge(run, put(place, value))
+    line = refused(capsys, "resume", run, "--steps", "400")
+    assert str(run / "checkpoints") in line or "weights do not fit" in line

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.disk import AppendFile, write_file
+from echelon.disk import AppendFile, put_file
 from echelon.runs.metrics import MetricsWriter, read_metrics
 from echelon.runs.outage import Fallback, Outage
 
@@ -63,10 +63,10 @@ def test_rows_wait_and_keep_their_order(tmp_path: Path, limit_files: Callable[[i
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, limit_files: Callable[[int], None]) -> None:
     path = tmp_path / "file"
-    write_file(path, b"old")
+    put_file(path, b"old")
     limit_files(10)
     with pytest.raises(OSError):
-        write_file(path, b"new" * 100)
+        put_file(path, b"new" * 100)
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
 
 
@@ -83,7 +83,7 @@ def test_an_outage_is_reported_when_its_first_part_fails_and_when_its_last_is_wr
 
 
 def put(folder: Path) -> Path:
-    write_file(folder / "file", b"content")
+    put_file(folder / "file", b"content")
     return folder
 
 

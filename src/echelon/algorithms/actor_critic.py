@@ -175,8 +175,10 @@ class RewardScale:
         return {"returns": self.returns, "count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.returns, self.count = state["returns"], state["count"]
-        self.mean, self.squares = state["mean"], state["squares"]
+        returns, moments = state["returns"], [float(state[name]) for name in ("count", "mean", "squares")]
+        if returns.dtype != torch.float64 or returns.ndim != 1 or not np.isfinite(moments).all() or moments[2] < 0:
+            raise ValueError(f"returns of {returns.dtype} with count, mean and squares {moments}")
+        self.returns, (self.count, self.mean, self.squares) = returns, moments
 
 
 def _in_order(lanes: Array) -> Iterator[Array | slice]:

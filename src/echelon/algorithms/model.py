@@ -86,12 +86,14 @@ class FlatModule:
     def load_weights(self, weights: dict[str, Tensor], source: str) -> None:
         """Loads `weights` in place; raises ConfigError if `source` contains the weights of another network."""
         mine = self.weights()
-        for name in sorted(mine.keys() ^ weights.keys()):
+        for name in sorted(mine.keys() ^ weights.keys(), key=str):
             where = f"missing in {source}" if name in mine else f"only in {source}"
             raise ConfigError(
                 f"weights do not fit: {name} is {where}. Use the network configuration they were saved with."
             )
         for name, tensor in mine.items():
+            if not isinstance(weights[name], Tensor):
+                raise ConfigError(f"weights do not fit: {name} is not a tensor in {source}.")
             if tensor.shape != weights[name].shape:
                 raise ConfigError(
                     f"weights do not fit: {name} has shape {tuple(weights[name].shape)} in {source} and "

@@ -77,7 +77,7 @@ class Replayed(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_learned = state["num_learned"]
+        self.num_learned = int(state["num_learned"])
         if state["generator"].shape == self.generator.get_state().shape:
             self.generator.set_state(state["generator"])
         else:  # a checkpoint of another kind of device, whose generator differs: start a new stream

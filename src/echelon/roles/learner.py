@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
+import msgspec
 import torch
 
 from echelon.errors import DivergedError, TransportError, diverged
@@ -24,7 +25,8 @@ from echelon.roles.plan.parts import Plan
 from echelon.roles.source import Counters, Offer, SharedSource
 from echelon.roles.stopping import progress, stop_reason
 from echelon.roles.update import AnyBatch, LossAccount
-from echelon.runs.checkpoint import find_weights, load_checkpoint, newest_intact
+from echelon.runs.checkpoint import UNDECODABLE, find_weights, load_checkpoint, newest_intact
+from echelon.runs.progress import Progress, misfit
 
 WARM_UP_S = 2.0  # after the first batch; excluded from the steady-state rate
 
@@ -83,7 +85,11 @@ class Learner:
         self.version, self.past_version = 0, 0  # of the last published weights; of the restored checkpoint
         self.elapsed_s = context.elapsed_s  # of the first learner, so that time-based schedules are the same for all
         self.record = LearnerRecord(self)
-        self._restore()
+        try:
+            self._restore()
+        except BaseException:  # with the inline engine, nothing else would close the sockets
+            self.close()
+            raise
         self.meeting = self._make_meeting() if self.peers.size > 1 else None
         self.fresh_lag = self.source.fresh_lag if self.meeting is None else self.meeting.fresh_lag
         self._publish()
@@ -98,13 +104,17 @@ class Learner:
             return
         path, message = found
         tree = load_checkpoint(path)
-        self.trainable.load_state_dict(tree, str(path))
-        self.counters.load_state_dict(tree["counters"])
-        if self.source.content is not None:
-            self.source.content.load_state_dict(tree.get("source", {}))
-        self.past_version = int(tree["version"])
-        if not self.context.shares_process:  # otherwise the generator belongs to the caller
-            torch.set_rng_state(tree["rng"])  # dropout of a user's network draws from it
+        past = Progress.read(tree, path)
+        try:
+            self.trainable.load_state_dict(tree, str(path))
+            if self.source.content is not None:
+                self.source.content.load_state_dict(tree.get("source", {}))
+            if not self.context.shares_process:  # otherwise the generator belongs to the caller
+                torch.set_rng_state(tree["rng"])  # dropout of a user's network draws from it
+        except UNDECODABLE as error:
+            raise misfit(path, f"{type(error).__name__}: {error}") from error
+        self.counters.load_state_dict(msgspec.structs.asdict(past.counters))
+        self.past_version = past.version
         if message and self.is_first:
             self.station.report("message", message)
         self.record.report_place(path.name)

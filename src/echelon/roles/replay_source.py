@@ -10,6 +10,7 @@ in shared memory.
 from __future__ import annotations
 
 import collections
+import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -258,10 +259,13 @@ class ReplaySource(Source):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
             self.rng.bit_generator.state = state["rng"]
-            self.tally.raise_top(state["top_priority"], self.learner)
             span = self.config.beta_end - self.config.beta_start
             past = (state.get("beta", self.config.beta_start) - self.config.beta_start) / span if span else 0.0
-            self.progress = state.get("progress", past)  # earlier versions saved beta instead of progress
+            top, progress = state["top_priority"], state.get("progress", past)  # earlier versions saved beta instead
+            if not 0.0 <= top < math.inf or not 0.0 <= progress <= 1.0:
+                raise ValueError(f"source.top_priority={top} and source.progress={progress}")
+            self.tally.raise_top(top, self.learner)
+            self.progress = progress
 
     def save(self, name: str) -> None:
         """Starts to write a snapshot of the replay, unless an earlier snapshot is still being written.

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from echelon.roles.context import Station
 from echelon.roles.stopping import RETURN_WINDOW
 from echelon.roles.update import Acknowledge
+from echelon.runs.progress import SavedCounters
 
 
 @dataclass(slots=True)
@@ -60,10 +62,8 @@ class Counters:
         return {**state, "returns": list(self.returns), "lengths": list(self.lengths)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            if name in ("returns", "lengths"):
-                value = collections.deque(value, maxlen=RETURN_WINDOW)
-            setattr(self, name, value)
+        for name, value in msgspec.structs.asdict(msgspec.convert(state, SavedCounters)).items():
+            setattr(self, name, collections.deque(value, maxlen=RETURN_WINDOW) if isinstance(value, list) else value)
 
 
 class Offer(NamedTuple):

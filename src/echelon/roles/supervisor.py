@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from echelon.disk import write_file
+from echelon.disk import put_file
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import CRASHES, Exit, Failure, ProcessSpec
@@ -317,8 +317,9 @@ class Supervisor:
                 if place := self.engine.place(name):
                     processes[name]["host"] = place
         if processes != self._recorded:
+            text = json.dumps(processes, indent=2) + "\n"
             with contextlib.suppress(OSError):  # a full disk does not end the training; the next `look` tries again
-                write_file(self.context.run_dir / PROCESSES, (json.dumps(processes, indent=2) + "\n").encode())
+                put_file(self.context.run_dir / PROCESSES, text.encode(), durable=False)
                 self._recorded = processes
 
     def _log(self, name: str) -> Path:

@@ -30,6 +30,7 @@ Array = np.ndarray[Any, Any]
 Tick = Callable[[], None]
 AnyBatch = Batch | TransitionBatch | GradientBatch
 Acknowledge = Callable[[Any, torch.Tensor], None]  # receives the keys of items and their new priorities
+ADAM_STATE, RMSPROP_STATE = ("step", "exp_avg", "exp_avg_sq"), ("step", "square_avg")  # of a parameter, in torch
 NOTHING_ELSE: Mapping[str, ParameterGroup] = MappingProxyType({})
 
 
@@ -184,10 +185,25 @@ class LocalUpdate:
         return {name: stepper.optimizer.state_dict() for name, stepper in self.steppers.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads the moments of the optimizers. Their settings are those of the configuration, and of the device."""
         for name, stepper in self.steppers.items():
-            on_gpu = stepper.module.device.type == "cuda"  # the state may have been saved on another device
-            groups = [{**group, "capturable": on_gpu} for group in state[name]["param_groups"]]
-            stepper.optimizer.load_state_dict({**state[name], "param_groups": groups})
+            moments = state[name]["state"]
+            for moment in moments.values():
+                check_moments(moment, stepper)
+            if moments.keys() - {0}:
+                raise ValueError(f"optimizer.{name} has the state of {len(moments)} parameters, not of 1")
+            settings = stepper.optimizer.state_dict()["param_groups"]
+            stepper.optimizer.load_state_dict({"state": moments, "param_groups": settings})
+
+
+def check_moments(moment: dict[str, Any], stepper: Stepper) -> None:
+    """Raises ValueError unless `moment` is a state of the optimizer of `stepper`."""
+    names = ADAM_STATE if isinstance(stepper.optimizer, torch.optim.Adam) else RMSPROP_STATE
+    shapes = {name: tuple(torch.as_tensor(value).shape) for name, value in moment.items()}
+    size = tuple(stepper.module.parameters.shape)
+    expected = {name: () if name == "step" else size for name in names}
+    if shapes != expected or not all(torch.isfinite(torch.as_tensor(value)).all() for value in moment.values()):
+        raise ValueError(f"the optimizer's state has the shapes {shapes}, expected {expected}, with finite numbers")
 
 
 def learn_once(

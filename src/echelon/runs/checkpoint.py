@@ -28,15 +28,27 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors
 
-from echelon.disk import put_folder, sync, write_file
+from echelon.disk import put_file, put_folder, read_json, read_regular, sync
 from echelon.errors import ConfigError
+from echelon.memory_check import free_memory
+from echelon.runs.folder import check_entries
 from echelon.runs.packing import Packed, as_bytes, pack, unpack
+from echelon.runs.progress import misfit
 
 if TYPE_CHECKING:
     import torch
 
 FORMAT = 1
 TENSORS, STATE = "tensors.safetensors", "state.json"
+# What decoding and loading a tree raise if it is not what `pack` made of this run's state.
+UNDECODABLE = (
+    LookupError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    AttributeError,
+    RuntimeError,
+)  # what `unpack` raises
 TICK_S = 0.1  # interval of `tick` calls while waiting for the disk
 FOREIGN_TEMPORARY_AGE_S = 3600.0  # age at which a temporary folder of another host counts as abandoned
 
@@ -138,7 +150,7 @@ def load_checkpoint(path: Path) -> Any:
     structure, raw = _verified(path)
     try:
         return unpack(Packed(structure, _tensor_files().load(raw)))
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (safetensors.SafetensorError, *UNDECODABLE) as error:
         raise _damaged(path, path / STATE, f"its content does not decode ({error!r})") from error
 
 
@@ -147,7 +159,7 @@ def load_parts(path: Path, names: Collection[str]) -> dict[str, Any]:
     structure, _ = _verified(path)
     try:
         return {name: unpack(Packed(structure[name])) for name in names if name in structure}
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise _damaged(path, path / STATE, f"its content does not decode ({error!r})") from error
 
 
@@ -192,16 +204,16 @@ def save_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapp
     """Writes a plain safetensors file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    write_file(path, _tensor_files().save(copies, dict(metadata)))
+    put_file(path, _tensor_files().save(copies, dict(metadata)))
     sync(path.parent)
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
     """Returns the tensors of a safetensors file, on the CPU."""
     try:
-        tensors: dict[str, torch.Tensor] = _tensor_files().load(path.read_bytes())
+        tensors: dict[str, torch.Tensor] = _tensor_files().load(_read_tensors(path))
         return tensors
-    except (OSError, safetensors.SafetensorError) as error:
+    except (OSError, safetensors.SafetensorError, *UNDECODABLE) as error:
         raise _unreadable_weights(path, error) from error
 
 
@@ -209,10 +221,14 @@ def find_weights(path: str) -> dict[str, torch.Tensor]:
     """Returns the weights of a file or of a run folder: its newest checkpoint's, else its final weights."""
     where = Path(path)
     if where.is_file():
-        return load_weights(where)
+        return load_weights(where.resolve())
+    check_entries(where)
     found = newest_intact(where / "checkpoints")
     if found is not None:
-        return dict(load_checkpoint(found[0])["model"])
+        tree = load_checkpoint(found[0])
+        if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
+            raise misfit(found[0], "it has no weights")
+        return dict(tree["model"])
     if (where / "weights.safetensors").is_file():
         return load_weights(where / "weights.safetensors")
     raise ConfigError(f"{path} is neither a weights file nor a run folder with a checkpoint. Give one of them.")
@@ -249,8 +265,8 @@ def _write(folder: Path, content: _Content, step: int) -> None:
 def _verified(path: Path) -> tuple[Any, bytes]:
     """Returns the structure and the tensor bytes of a checkpoint, after checking its format and hashes."""
     try:
-        state = json.loads((path / STATE).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        state = read_json(path / STATE)
+    except (OSError, ValueError) as error:
         raise _damaged(path, path / STATE, f"it cannot be read ({error})") from error
     if not isinstance(state, dict) or "structure" not in state:
         raise _damaged(path, path / STATE, "it has no structure")
@@ -263,7 +279,7 @@ def _verified(path: Path) -> tuple[Any, bytes]:
     if hashlib.sha256(text.encode()).hexdigest() != state.get("structure_sha256"):
         raise _damaged(path, path / STATE, "the SHA-256 of its structure is wrong")
     try:
-        raw = (path / TENSORS).read_bytes()
+        raw = _read_tensors(path / TENSORS)
     except OSError as error:
         raise _damaged(path, path / TENSORS, f"it cannot be read ({error})") from error
     found = hashlib.sha256(raw).hexdigest()
@@ -271,6 +287,10 @@ def _verified(path: Path) -> tuple[Any, bytes]:
         wanted = str(state.get("tensors_sha256"))
         raise _damaged(path, path / TENSORS, f"its SHA-256 is {found[:12]}…, {STATE} has {wanted[:12]}…")
     return state["structure"], raw
+
+
+def _read_tensors(path: Path) -> bytes:
+    return read_regular(path, free_memory().nbytes // 2)  # the tensors are a copy of the file's content
 
 
 def _damaged(path: Path, file: Path, what: str) -> ConfigError:

@@ -23,13 +23,14 @@ from typing import Any
 
 from echelon import config_io
 from echelon.config import TrainConfig
-from echelon.disk import write_file
+from echelon.disk import check_regular, open_regular, put_file, read_json
 from echelon.errors import ConfigError
-from echelon.runs.metrics import plain
+from echelon.runs.metrics import METRICS, plain
 from echelon.trust import check_names, has_mark, mark, run_folder
 
 FORMAT = 1
 CONFIG, SUMMARY, LOCK = "config.json", "summary.json", ".lock"
+ENTRIES = (CONFIG, SUMMARY, LOCK, METRICS, "checkpoints", "replay", "logs")  # opened by name when a run is resumed
 GIT_TIMEOUT_S = 2.0
 
 
@@ -44,6 +45,20 @@ def check_new(path: Path) -> None:
             f"the run folder {path} is not empty. Continue that run with `echelon resume {path}`, or choose "
             "another --run-dir."
         )
+
+
+def check_entries(path: Path) -> None:
+    """Raises ConfigError if a file or folder of a run is a link, a pipe or a device: it would lead elsewhere.
+
+    The run folder itself may be reached through a link, and other entries in it are not used.
+    """
+    try:
+        check_regular(path / name for name in ENTRIES)
+    except OSError as error:
+        raise ConfigError(
+            f"the run folder {path} cannot be used: {error.filename} is {error.strerror}. Echelon writes only files "
+            "and folders there: remove it, or replace it by a copy of what it leads to."
+        ) from error
 
 
 def _cannot_be_made(path: Path, error: OSError) -> ConfigError:
@@ -83,10 +98,11 @@ class RunFolder:
         """Opens an existing run; raises ConfigError unless it has an intact config.json of this format."""
         if not path.is_dir():
             raise ConfigError(f"there is no run folder {path}. Give the folder that `echelon train` printed.")
-        if not (path / CONFIG).is_file():
+        if not os.path.lexists(path / CONFIG):
             raise ConfigError(
                 f"{path} is not a run folder: it has no {CONFIG}. Give the folder `echelon train` printed."
             )
+        check_entries(path)
         run = cls(path)
         run.read_config()
         return run
@@ -117,15 +133,15 @@ class RunFolder:
     def held(self) -> Iterator[None]:
         """Locks this folder against other runs; the kernel releases the lock when the process ends in any way."""
         with self.starting():
-            file = (self.path / LOCK).open("a+b", buffering=0)
-        with file:
+            descriptor = open_regular(self.path / LOCK, os.O_RDWR | os.O_CREAT)
+        with open(descriptor, "r+b", buffering=0) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                file.seek(0)
+                pid = file.read(20).decode(errors="replace")
                 raise ConfigError(
-                    f"{self.path} belongs to a run that is still running (process {file.read().decode() or 'unknown'})."
-                    " Wait for it, or stop it with Ctrl-C, then resume."
+                    f"{self.path} belongs to a run that is still running (process "
+                    f"{pid if pid.isdecimal() else 'unknown'}). Wait for it, or stop it with Ctrl-C, then resume."
                 ) from error
             with contextlib.suppress(OSError):  # the number serves the message above only
                 file.truncate(0)
@@ -134,8 +150,8 @@ class RunFolder:
 
     def write_config(self, config_json: Mapping[str, Any]) -> None:
         """Writes the configuration with the file format, the library versions and this user's mark."""
-        record = {"format": FORMAT, "versions": versions(), "config": dict(config_json)}
-        _write_json(self.path / CONFIG, {**record, "mark": mark(record["config"])})
+        record = {"format": FORMAT, "versions": versions(), "config": dict(config_json), "mark": mark(config_json)}
+        _write_json(self.path / CONFIG, record)
 
     def load_config(self, *, trust: bool, uses_env: bool = True) -> TrainConfig:
         """Returns the configuration, whose code may be imported; raises ConfigError unless all of it may be.
@@ -218,15 +234,16 @@ def _commit() -> str | None:
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    write_file(path, (json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+    put_file(path, f"{text}\n".encode())
 
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_bytes())
+        data = read_json(path)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}. {remedy}") from error
-    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. {remedy}") from error
+    except ValueError as error:
         raise ConfigError(f"{path} is damaged: {error}. {remedy}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is damaged: it holds {data!r:.40}, not an object. {remedy}")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.disk import AppendFile, write_file
+from echelon.disk import AppendFile, open_regular, put_file, read_regular
 from echelon.errors import ConfigError
 from echelon.runs.events import EventWriter
 
 METRICS = "metrics.jsonl"
+MAX_BYTES = 1 << 28  # of the file, to be read as a whole: more than the rows of a week
+MAX_ROW_BYTES = 1 << 20
 _NO_SCALARS = ("kind", "env_steps")
 
 
@@ -59,7 +62,7 @@ class MetricsWriter:
             if self._file.error is not None:
                 raise self._file.error
         elif self._file.waiting:
-            write_file(run_dir / METRICS, b"".join(self._file.waiting))
+            put_file(run_dir / METRICS, b"".join(self._file.waiting))
 
     def close(self) -> None:
         self._file.close()
@@ -70,7 +73,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Returns every complete row of a run; a last line that is still being written is ignored."""
     path = run_dir / METRICS
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # the part after the last newline is incomplete
+        lines = read_regular(path, MAX_BYTES).split(b"\n")[:-1]  # the part after the last newline is incomplete
     except OSError as error:
         raise ConfigError(f"the metrics {path} cannot be read: {error}. Give the folder of a run.") from error
     rows: list[dict[str, Any]] = []
@@ -92,15 +95,21 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _drop_broken_end(path: Path) -> None:
+    """Removes what follows the last newline, and the line before it unless it is a row."""
     if not path.exists():
         return
-    with path.open("r+b") as file:
-        data = file.read()
+    with open(open_regular(path, os.O_RDWR), "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        begin = max(0, size - MAX_ROW_BYTES)
+        file.seek(begin)
+        data = file.read(MAX_ROW_BYTES)
         end = data.rfind(b"\n") + 1
         last = data.rfind(b"\n", 0, max(end - 1, 0)) + 1
+        if begin and not last:
+            raise ConfigError(f"{path} is damaged: it does not end with rows. Remove it, or restore it from a copy.")
         if end and _row(data[last:end]) is None:
             end = last
-        file.truncate(end)
+        file.truncate(begin + end)
 
 
 def plain(value: Any) -> Any:

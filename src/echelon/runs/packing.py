@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import torch
 
 
+NUMBERS = "biufc"  # the kinds of arrays that a checkpoint holds
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A packed tree: `structure` is JSON, `tensors` are copies on the CPU."""
@@ -48,7 +51,7 @@ def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     match value:
         case torch.Tensor():  # copied: tensors can share memory, and training continues
             return {"$tensor": _keep(tensors, path, value.detach().to("cpu", copy=True).contiguous())}
-        case np.ndarray() | np.generic() if value.dtype.kind in "biufc":  # before `float`: np.float64 is one
+        case np.ndarray() | np.generic() if value.dtype.kind in NUMBERS:  # before `float`: np.float64 is one
             raw = np.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), np.uint8)
             name = _keep(tensors, path, torch.from_numpy(raw.copy()))
             shape = list(value.shape) if isinstance(value, np.ndarray) else None
@@ -85,7 +88,10 @@ def _unpack(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         case {"$tensor": name}:
             return tensors[name]
         case {"$array": name, "dtype": dtype, "shape": shape}:
-            array = tensors[name].numpy().copy().view(np.dtype(dtype))
+            kind = np.dtype(dtype)
+            if kind.kind not in NUMBERS:
+                raise TypeError(f"an array of {kind}")
+            array = tensors[name].numpy().copy().view(kind)
             return array[0] if shape is None else array.reshape(shape)
         case dict():
             return {key: _unpack(item, tensors) for key, item in value.items()}

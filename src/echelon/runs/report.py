@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from echelon.disk import write_file
+from echelon.disk import put_file
 from echelon.errors import ConfigError
 from echelon.runs.bottleneck import bottleneck
 from echelon.runs.folder import RunFolder
@@ -38,9 +38,9 @@ def draw_curve(run_dir: Path) -> Path:
     _draw_returns(upper, train, evaluations)
     _draw_speed(lower, train)
 
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    write_file(run_dir / CURVE, image.getvalue())
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    put_file(run_dir / CURVE, picture.getvalue())
     return run_dir / CURVE
 
 

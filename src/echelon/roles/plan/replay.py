@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -207,6 +208,15 @@ class ReplayPlan:
         if self.config.replay.checkpoint:
             Archive(self.archive).check_fits(most_bytes(self.layout, shards))
 
+    @property
+    def _index_bounds(self) -> dict[str, tuple[Any, Any]]:
+        """The smallest and the largest value of the fields that algorithms index with."""
+        from echelon.roles.intake import action_bounds  # which imports this module
+
+        spaces, is_users = self.context.spaces, self.config.algorithm.is_users
+        bounds = action_bounds(spaces.action, as_env=is_users) if action_leaf(spaces.action).dtype.kind == "i" else None
+        return {"action": bounds} if bounds is not None else {}
+
     def make(self) -> list[str]:
         """Creates the shared memory; a resumed run restores its newest intact snapshot. Returns messages for the user.
 
@@ -221,7 +231,7 @@ class ReplayPlan:
         news = []
         for path in Archive(self.archive).newest_first():
             try:
-                restore(path, readers, limiter)
+                restore(path, readers, limiter, self._index_bounds)
             except DamagedSnapshot as error:
                 news.append(str(error))
             except ConfigError as error:
