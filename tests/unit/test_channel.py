@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -275,6 +278,46 @@ def test_whatever_a_message_raises_costs_only_its_sender(make_peer: Any, make_cl
         late.wait(ask(late, STATE), DEADLINE_S)
     assert answer_of(honest, ask(honest, READ, b"x")) == [b"x"]
     assert len(told) == 2 and all(text.isprintable() and "one of the questions" in text for text in told)
+
+
+def raw_client(address: str) -> socket.socket:
+    """Returns a TCP connection that has completed the handshake of ZMTP 3 without a secret."""
+    host, port = address.removeprefix("tcp://").split(":")
+    tcp = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    tcp.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + b"\x04" + bytes([len(ready)]) + ready)
+    return tcp
+
+
+def test_a_message_without_an_end_is_bounded(make_peer: Any, make_client: Any) -> None:
+    """libzmq keeps the parts of an unfinished message, however many: its queue limits count finished ones."""
+    peer, told = make_peer(), list[str]()
+    peer.server._report = told.append
+    honest = make_client(peer)
+    part = b"\x03" + struct.pack(">Q", MAX_BYTES) + bytes(MAX_BYTES)  # more parts follow
+    with raw_client(peer.address) as hostile:
+        for _ in range(100):
+            assert answer_of(honest, ask(honest, READ, b"x")) == [b"x"]
+            try:
+                hostile.sendall(10 * part)  # 65 MB in all
+            except OSError:
+                break
+        wait_until(lambda: peer.server.num_refused_messages == 1, "the connection is closed", 5.0)
+        hostile.settimeout(DEADLINE_S)
+        with suppress(ConnectionError):
+            while hostile.recv(1 << 16):
+                pass
+    assert "without the end of a message" in told[0]
+    assert answer_of(honest, ask(honest, READ, b"x")) == [b"x"]
+
+
+def test_many_large_messages_are_within_the_bound(make_peer: Any, make_client: Any) -> None:
+    """The bound counts what is unread, not what a client has sent over time."""
+    peer = make_peer(secret=SECRET)
+    client, data = make_client(peer), bytes(MAX_BYTES)
+    for _ in range(400):  # 26 MB
+        assert client.wait(client.ask(RECORD, lambda: [bytearray(HEADER.size), data]), DEADLINE_S)
+    assert peer.server.num_refused == 0
 
 
 @pytest.mark.parametrize("frame", [b"hello", b"\xff" * HEADER.size], ids=["short", "long"])

@@ -45,10 +45,10 @@ class Intake:
 
     @property
     def max_bytes(self) -> int:
-        """The size limit of the largest array in a piece."""
-        rows = self.max_steps + 1
-        largest = max(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in (*self.leaves, self.action))
-        return rows * max(largest, 8) + (1 << 20)
+        """The size limit of a piece: its arrays, the frame numbers of its stacks, and 1 MB for the rest."""
+        arrays = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in (*self.leaves, self.action))
+        numbers = sum(8 * leaf.shape[0] for leaf in self.leaves if leaf.path in self.stacks)
+        return (self.max_steps + 1) * (arrays + numbers + 4 + 8) + (1 << 20)  # with reward and version
 
     # Validation.
 

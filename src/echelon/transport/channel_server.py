@@ -2,10 +2,10 @@
 
 It listens on one ROUTER socket (outside the loopback only with a secret) and accepts the clients that its gate admits:
 those whose CURVE keys are derived from the same secret (`curve.py`). Its owner calls `take` until nothing is left, and
-then `sleep`, all in one thread. What bounds it: a queue per connection, a maximum frame size, and one held request per
-connection and service. If a client does not receive, its replies are dropped; it repeats its request if it is alive. A
-client whose message raises any exception is refused: nothing more is read from its connection, and the owner continues.
-If the owner dies, clients reconnect once its successor listens at the same address.
+then `sleep`, all in one thread. What bounds it: a queue per connection, a maximum message size, and one held request
+per connection and service. If a client does not receive, its replies are dropped; it repeats its request if it is
+alive. A client whose message raises any exception is refused: nothing more is read from its connection, and the owner
+continues. If the owner dies, clients reconnect once its successor listens at the same address.
 
 Imports nothing heavier than pyzmq.
 """
@@ -16,7 +16,7 @@ import select
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -35,6 +35,7 @@ from echelon.transport.channel import (
     header,
     print_error,
 )
+from echelon.transport.connections import LOOK_S
 from echelon.transport.curve import Socket, secure_server
 from echelon.transport.secret import check_secret, numeric
 from echelon.transport.sockets import LINGER_MS, MORE, QUEUED_MESSAGES, make_socket, receive_frames, send_frames
@@ -67,7 +68,7 @@ class Server:
         queued: int = QUEUED_MESSAGES,
         report: Callable[[str], None] = print_error,
     ) -> None:
-        """Listens at `address` (tcp://HOST:PORT; port 0: any free port); frames have at most `max_bytes`.
+        """Listens at `address` (tcp://HOST:PORT; port 0: any free port); messages have at most `max_bytes`.
 
         `what` names the expected clients in messages; `queued` bounds the queue of each connection; `report` receives
         the reasons of refusals.
@@ -83,8 +84,8 @@ class Server:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # send fails if the peer is not connected
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects replaces its old connection
         self._socket.setsockopt(zmq.BACKLOG, 1024)
-        self._gate = secure_server(self._socket, secret) if secret is not None else None
-        self._gate_at = 0.0
+        self._gate = secure_server(self._socket, secret, (queued + 1) * max_bytes)
+        self._heard, self._gate_at = self._gate.connections.heard, 0.0
         try:
             self._socket.bind(numeric(address))
         except zmq.ZMQError as error:
@@ -93,8 +94,7 @@ class Server:
                 f"cannot listen for {what} at {address}: {error}. Choose another address, or port 0."
             ) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._gate_descriptors = self._gate.descriptors if self._gate else []
-        self._descriptors = [int(self._socket.getsockopt(zmq.FD)), *self._gate_descriptors]
+        self._descriptors = [int(self._socket.getsockopt(zmq.FD)), *self._gate.descriptors]
         self._watch(())
 
     @property
@@ -118,7 +118,7 @@ class Server:
 
     @property
     def num_refused_handshakes(self) -> int:
-        return self._gate.num_refused if self._gate else 0
+        return self._gate.num_refused
 
     # Receiving.
 
@@ -141,6 +141,8 @@ class Server:
             while True:
                 connection = self._socket.recv(zmq.NOBLOCK)
                 frames = receive_frames(self._socket, zmq.NOBLOCK)
+                part: Any = frames[0].obj
+                self._heard.add(part.get(zmq.SRCFD))
                 if connection not in self._ignored:
                     return connection, frames
         except zmq.Again:
@@ -205,13 +207,14 @@ class Server:
 
     def sleep(self, timeout_s: float, descriptors: Sequence[int] = ()) -> list[int]:
         """Sleeps up to `timeout_s` until a message arrives; returns those of `descriptors` that are readable."""
+        timeout_s = min(timeout_s, LOOK_S)
         if self._held:
             until = min(held.until for held in self._held.values())
             timeout_s = min(timeout_s, max(0.0, until - time.monotonic()))
         if descriptors != self._watched:
             self._watch(descriptors)
         ready = [descriptor for descriptor, _ in self._poller.poll(1000 * timeout_s)]
-        if self._gate and not set(self._gate_descriptors).isdisjoint(ready):
+        if not set(self._gate.descriptors).isdisjoint(ready):
             self._serve_gate()
         return [descriptor for descriptor in ready if descriptor in descriptors] if descriptors else []
 
@@ -223,13 +226,13 @@ class Server:
 
     def _look_at_gate(self) -> None:
         """Serves the gate every `GATE_S`, for an owner that hardly sleeps."""
-        if self._gate and time.monotonic() >= self._gate_at:
+        if time.monotonic() >= self._gate_at:
             self._serve_gate()
 
     def _serve_gate(self) -> None:
-        if self._gate:
-            self._gate.serve()
-            self._gate_at = time.monotonic() + GATE_S
+        for reason in self._gate.serve():
+            self._note_refusal(reason)
+        self._gate_at = time.monotonic() + GATE_S
 
     # Sending.
 
@@ -258,12 +261,8 @@ class Server:
 
     def refuse(self, connection: bytes, reason: str, *, is_client: bool = True) -> None:
         """Ignores `connection` from now on, and sends it the `reason` if it is a client of the channel."""
-        self.num_refused_messages += 1
         reason = escaped(reason[:MAX_REASON_BYTES]).rstrip(".")
-        if self.num_refused_messages <= NUM_REPORTED or self.num_refused_messages % REPORT_EVERY == 0:
-            some = f"; from now on only every {REPORT_EVERY}th is reported"
-            more = some if self.num_refused_messages == NUM_REPORTED else ""
-            self._report(f"one of the {self._what} was refused: {reason} ({self.num_refused_messages} so far{more})")
+        self._note_refusal(reason)
         self._ignored[connection] = None
         if len(self._ignored) > IGNORED_CONNECTIONS:
             del self._ignored[next(iter(self._ignored))]
@@ -271,8 +270,14 @@ class Server:
             words = HEADER.pack(MAGIC, Kind.REFUSED, 0, 0, 0, *NOTHING)
             self.send(connection, words + reason.encode()[:MAX_REASON_BYTES])
 
+    def _note_refusal(self, reason: str) -> None:
+        self.num_refused_messages += 1
+        if self.num_refused_messages <= NUM_REPORTED or self.num_refused_messages % REPORT_EVERY == 0:
+            some = f"; from now on only every {REPORT_EVERY}th is reported"
+            more = some if self.num_refused_messages == NUM_REPORTED else ""
+            self._report(f"one of the {self._what} was refused: {reason} ({self.num_refused_messages} so far{more})")
+
     def close(self) -> None:
-        if self._gate:
-            self._gate.close()
+        self._gate.close()
         self._socket.close(linger=LINGER_MS)
         self._context.term()

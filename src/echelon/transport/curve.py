@@ -11,16 +11,15 @@ from __future__ import annotations
 import hmac
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import zmq
 from zmq.utils import z85
 
+from echelon.transport.connections import Connections
 from echelon.transport.secret import stretched
 
 DOMAIN = "echelon"
 ZAP_ADDRESS = "inproc://zeromq.zap.01"  # libzmq sends authentication requests here; one per context
-FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 Socket = zmq.Socket[bytes]
 
@@ -50,13 +49,15 @@ def secure_client(socket: Socket, secret: str) -> None:
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.private)
 
 
-def secure_server(socket: Socket, secret: str) -> Gate:
-    """Makes `socket` admit only clients with this secret. Call it before the socket binds.
+def secure_server(socket: Socket, secret: str | None, most_unread: int | None = None) -> Gate:
+    """Makes `socket` admit only clients with this secret, if there is one. Call it before the socket binds.
 
-    Clients are admitted only while the returned gate is served.
+    Clients are admitted only while the returned gate is served; `most_unread` bounds the bytes of each of them that
+    are in no finished message.
     """
-    gate = Gate(socket, keypair(secret, "client").public)
-    admit(socket, secret)
+    gate = Gate(socket, keypair(secret, "client").public if secret is not None else None, most_unread)
+    if secret is not None:
+        admit(socket, secret)
     return gate
 
 
@@ -71,45 +72,54 @@ def admit(socket: Socket, secret: str) -> None:
 
 
 class Gate:
-    """Answers libzmq's authentication requests (ZAP, RFC 27), and counts the connections that were refused.
+    """Answers libzmq's authentication requests (ZAP, RFC 27), counts refused connections, and bounds the others.
 
     It has no thread: its owner polls `descriptors` together with its other file descriptors and calls `serve` when one
     of them is readable. Until then a new connection waits, and libzmq closes it after 30 s; established connections are
     not affected. A context has one gate, because the address of the requests is fixed.
     """
 
-    def __init__(self, socket: Socket, admitted: bytes) -> None:
-        self.num_refused = 0
-        self._admitted = z85.decode(admitted)
-        self._requests: Socket = socket.context.socket(zmq.ROUTER)
-        self._requests.setsockopt(zmq.LINGER, 0)
-        self._requests.bind(ZAP_ADDRESS)
-        self._guarded = socket
-        self._failures: Any = socket.get_monitor_socket(FAILURES)  # handshakes that failed before a request
-        self.descriptors = [int(s.getsockopt(zmq.FD)) for s in (self._requests, self._failures)]
+    def __init__(self, socket: Socket, admitted: bytes | None, most_unread: int | None = None) -> None:
+        """Without `admitted`, the clients' public key, everyone is admitted."""
+        self.connections = Connections(socket, most_unread)
+        self._num_refused = 0
+        self.descriptors = [self.connections.descriptor]
+        self._requests: Socket | None = None
+        if admitted is not None:
+            self._admitted = z85.decode(admitted)
+            self._requests = socket.context.socket(zmq.ROUTER)
+            self._requests.setsockopt(zmq.LINGER, 0)
+            self._requests.bind(ZAP_ADDRESS)
+            self.descriptors.append(int(self._requests.getsockopt(zmq.FD)))
 
-    def serve(self) -> None:
-        """Answers all pending requests; it must read them all, because `descriptors` are edge-triggered."""
-        with suppress(zmq.Again):
-            while True:
-                self._answer(self._requests.recv_multipart(zmq.NOBLOCK))
-        with suppress(zmq.Again):
-            while True:
-                self._failures.recv_multipart(zmq.NOBLOCK)
-                self.num_refused += 1
+    @property
+    def num_refused(self) -> int:
+        """The number of refused handshakes."""
+        return self._num_refused + self.connections.num_failed
 
-    def _answer(self, frames: list[bytes]) -> None:
+    def serve(self) -> list[str]:
+        """Answers all pending requests; it must read them all, because `descriptors` are edge-triggered.
+
+        Returns why connections were closed, if any were.
+        """
+        if self._requests is not None:
+            with suppress(zmq.Again):
+                while True:
+                    self._answer(self._requests, self._requests.recv_multipart(zmq.NOBLOCK))
+        return self.connections.serve()
+
+    def _answer(self, requests: Socket, frames: list[bytes]) -> None:
         route, _, _, number, domain, _, _, mechanism, *credentials = frames
         known = (
             mechanism == b"CURVE"
             and domain == DOMAIN.encode()
             and hmac.compare_digest(b"".join(credentials), self._admitted)
         )
-        self.num_refused += not known
+        self._num_refused += not known
         verdict = [b"200", b"OK", b"client", b""] if known else [b"400", b"not a key of this run", b"", b""]
-        self._requests.send_multipart([route, b"", b"1.0", number, *verdict], zmq.NOBLOCK)
+        requests.send_multipart([route, b"", b"1.0", number, *verdict], zmq.NOBLOCK)
 
     def close(self) -> None:
-        self._guarded.disable_monitor()
-        self._failures.close(linger=0)
-        self._requests.close(linger=0)
+        self.connections.close()
+        if self._requests is not None:
+            self._requests.close(linger=0)
