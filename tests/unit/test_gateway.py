@@ -53,6 +53,15 @@ class StackEnv(toy.CounterEnv):
         return np.full((4, 6, 6), self.t, np.uint8)
 
 
+class BoundedEnv(toy.CounterEnv):
+    """Declares bounds: like those of CartPole, of one side only, and none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        low, high = np.array([-4.8, 0, -np.inf], np.float32), np.array([4.8, np.inf, np.inf], np.float32)
+        self.observation_space = gym.spaces.Box(low, high, dtype=np.float32)
+
+
 def test_an_episode_becomes_transitions_and_is_answered_with_new_weights(make_entrance: Any) -> None:
     entrance = make_entrance()
     task = entrance.ask(TaskRequest(PROTOCOL))
@@ -179,6 +188,32 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(make_entrance: Any, me
     entrance.client.close()
     entrance.client = entrance.connect(b"")  # another connection of the same worker
     assert isinstance(entrance.ask(piece(number=3)), Next) and entrance.head == 10
+
+
+@pytest.mark.parametrize(
+    ("observation", "is_taken"),
+    [
+        ((4.8, 0, 1e6), True),
+        ((4.8000007, -1e-6, 3e38), True),  # rounding; and no bounds at all
+        ((-255.0, 3e38, 0), True),  # not normalized, as its space says
+        ((1e38, 0, 0), False),
+        ((-2e4, 0, 0), False),
+        ((0, -1e38, 0), False),
+    ],
+)
+def test_observations_far_outside_their_space_are_refused(make_entrance: Any, observation: Any, is_taken: bool) -> None:
+    """Bounds of honest environments are inexact, so what is near them is taken, as in runs without workers."""
+    entrance = make_entrance(BoundedEnv)
+    entrance.arrive()
+    rows = np.zeros((6, 3), np.float32)
+    rows[4] = observation
+    answer = entrance.ask(piece(observation=[rows]))
+    if is_taken:
+        assert isinstance(answer, Next) and entrance.head == 5
+    else:
+        assert entrance.head == 0
+        with pytest.raises(Refused, match=r"observation of a piece holds .* beyond it.*Correct"):
+            raise answer
 
 
 TWO = {"kind": "discrete", "n": 2, "start": 0}

@@ -18,7 +18,7 @@ from echelon.replay.pieces import Spans, spans_of
 from echelon.replay.shard import ShardWriter
 from echelon.roles.frame_stacks import stack_leaves
 from echelon.roles.journal import GATEWAY
-from echelon.schema import action_leaf, space_choices, space_leaves
+from echelon.schema import action_leaf, flatten, space_choices, space_leaves
 from echelon.transport.episode_wire import EpisodePiece
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 ROUNDING = 1e-5  # tolerance for a continuous action at its bound
+BEYOND = 1_000.0  # tolerance for an observation outside its bounds, in widths of its interval
 
 
 class Intake:
@@ -39,6 +40,8 @@ class Intake:
         self.max_steps = config.workers.max_steps
         self.leaves, self.choices = space_leaves(spaces.observation), space_choices(spaces.observation)
         self.stacks = {leaf.path for leaf in stack_leaves(config, spaces)}
+        limits = observation_limits(spaces.observation)
+        self.limits = {i: limit for i, limit in limits.items() if self.leaves[i].path not in self.stacks}
         self.action = action_leaf(spaces.action)
         self.action_bounds = action_bounds(spaces.action, as_env=config.algorithm.is_users)
         self.ring_capacity = {ring.name: ring.capacity for ring in plan.layout.rings}
@@ -104,6 +107,14 @@ class Intake:
                 )
         for choices in self.choices:
             _within(piece.observation[choices.leaf], choices.low, choices.high, self.leaves[choices.leaf].path)
+        for i, (low, high) in self.limits.items():
+            least, most = piece.observation[i].min(0), piece.observation[i].max(0)
+            stray = np.append(np.extract(least < low, least), np.extract(most > high, most))
+            if stray.size:
+                raise Refused(
+                    f"{self.leaves[i].path} of a piece holds {stray[0]}, over {BEYOND:,.0f} widths of its space beyond "
+                    "it. Correct the environment, or the bounds of its observation space."
+                )
         if self.action_bounds is not None:
             _within(piece.action, *self.action_bounds, "action")
 
@@ -166,6 +177,30 @@ def action_bounds(space: gym.Space[Any], *, as_env: bool) -> tuple[Any, Any] | N
             return (space.low, space.high) if as_env else (-1.0 - ROUNDING, 1.0 + ROUNDING)
         case _:
             return None
+
+
+def observation_limits(space: gym.Space[Any]) -> dict[int, tuple[Array, Array]]:
+    """Returns the least and the largest number that a worker may send, by leaf; leaves without limits are left out.
+
+    The limits are far outside the declared bounds. Bounds of honest environments are inexact: they are missed by
+    rounding, or are those of normalized observations ([0, 1] for bytes), and runs without workers do not check them. A
+    number beyond the limits comes from no such mistake, and overflows when a network squares it.
+    """
+    limits: dict[int, tuple[Array, Array]] = {}
+    for i, sub in enumerate(flatten(space, space)):
+        if not isinstance(sub, gym.spaces.Box):
+            continue
+        low, high = sub.low.astype(np.float64), sub.high.astype(np.float64)
+        with np.errstate(over="ignore"):
+            one_sided = np.fmax(1.0, np.fmin(np.abs(low), np.abs(high)))  # of the finite bound
+            width = np.where(np.isfinite(high - low), high - low, one_sided)
+            low, high = low - BEYOND * width, high + BEYOND * width
+        least, most = (
+            (np.iinfo(sub.dtype).min, np.iinfo(sub.dtype).max) if sub.dtype.kind in "iu" else (-np.inf, np.inf)
+        )
+        if (low > least).any() or (high < most).any():
+            limits[i] = low, high
+    return limits
 
 
 def _fits(value: Any, leaf: Leaf, count: int) -> None:
