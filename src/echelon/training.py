@@ -298,11 +298,11 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
 
 def _curve(run_dir: Path) -> str | None:
     """Draws the learning curve; returns its path, or None if it cannot be drawn: this does not fail the run."""
-    from echelon.runs.report import draw_curve
-
     try:
+        from echelon.runs.report import draw_curve
+
         return str(draw_curve(run_dir))
-    except (ConfigError, ImportError, OSError):  # nothing to draw yet, no matplotlib, or a full disk
+    except Exception:  # nothing to draw yet, no matplotlib, a full disk, numbers that matplotlib cannot draw
         return None
 
 

@@ -202,6 +202,14 @@ def test_final_summary() -> None:
     ]
 
 
+@pytest.mark.parametrize("value", [1.7e308, -1.7e308, float("inf"), float("nan")])
+def test_huge_returns_stay_short(value: float) -> None:
+    output = io.StringIO()
+    final_summary({"status": "finished", "return_mean": value, "evaluation_return": value}, output)
+    line = plain_line(Status(env_steps=1, steps_per_s=1.0, wall_s=1.0, return_mean=value, evaluation_return=value))
+    assert max(map(len, [line, *output.getvalue().splitlines()])) < 200 and f"{value:.3g}" in line
+
+
 def test_final_summary_leaves_out_what_is_not_known() -> None:
     output = io.StringIO()
     final_summary({"status": "failed", "return_mean": None}, output)

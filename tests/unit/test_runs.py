@@ -437,6 +437,8 @@ CURVES: dict[str, list[dict[str, Any]]] = {
     "no_episode": [train_row(100, None), train_row(200, None)],
     "evaluation": [train_row(100, 1.0), {"kind": "evaluation", "env_steps": 100, "return_mean": 2.0}],
     "only_evaluation": [{"kind": "evaluation", "env_steps": 100, "return_mean": 2.0}],
+    "huge": [train_row(100, -1.7e308), {"kind": "evaluation", "env_steps": 100, "return_mean": 1.7e308}],
+    "not finite": [train_row(100, 1.0), {"kind": "evaluation", "env_steps": 100, "return_mean": float("inf")}],
 }
 
 

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from echelon.errors import escaped
 from echelon.runs.bottleneck import PHASES
-from echelon.runs.report import duration
+from echelon.runs.report import duration, number_text
 
 REFRESH_HZ = 4.0  # a frame costs about 1 ms: 0.4 % of a core
 FIRST_LINE_S, LINE_INTERVAL_S = 1.0, 5.0  # of plain lines
@@ -164,9 +164,9 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
     checkpoint, curve, run_dir and bottleneck; values that are missing or None are omitted.
     """
 
-    def given(form: str, *keys: str) -> str:
+    def given(form: str, *keys: str, show: Callable[[Any], Any] = lambda value: value) -> str:
         values = [summary.get(key) for key in keys]
-        return "" if None in values else form.format(*values)
+        return "" if None in values else form.format(*map(show, values))
 
     wall_s, workers = summary.get("wall_s"), summary.get("workers")
     rows = {
@@ -174,7 +174,8 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
         "steps": given("{:,}", "env_steps"),
         "time": duration(wall_s) if wall_s is not None else "",
         "steps/s": given("{:,.0f}", "env_steps_per_s"),
-        "return": given("{:,.1f}", "return_mean") + given(" (evaluation {:,.1f})", "evaluation_return"),
+        "return": given("{}", "return_mean", show=number_text)
+        + given(" (evaluation {})", "evaluation_return", show=number_text),
         "lag": given("{:.2f} mean, {:.0f} max", "lag_mean", "lag_max"),
         "workers": workers_line(workers, summary.get("time", {}).get("learner", {})).removeprefix("workers ")
         if workers
@@ -240,9 +241,9 @@ def _figures(status: Status) -> list[tuple[str, str]]:
         figures.append(("bold", f"{status.fraction:.0%}"))
     figures += [("", f"steps {status.env_steps:,}"), ("", f"{status.steps_per_s:,.0f} steps/s")]
     if status.return_mean is not None:
-        figures.append(("bold green", f"return {status.return_mean:,.1f}"))
+        figures.append(("bold green", f"return {number_text(status.return_mean)}"))
     if status.evaluation_return is not None:
-        figures.append(("green", f"evaluation {status.evaluation_return:,.1f}"))
+        figures.append(("green", f"evaluation {number_text(status.evaluation_return)}"))
     figures.append(("", f"episodes {status.episodes:,}"))
     if status.filling is not None:
         figures.append(("yellow", f"filling {status.filling[0]:,}/{status.filling[1]:,}"))

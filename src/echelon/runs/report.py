@@ -1,8 +1,9 @@
-"""Draws the learning curve of a run, and formats durations."""
+"""Draws the learning curve of a run, and formats durations and figures."""
 
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from echelon.runs.bottleneck import bottleneck
 from echelon.runs.folder import RunFolder
 from echelon.runs.metrics import METRICS, read_metrics
 
-__all__ = ["bottleneck", "draw_curve", "duration"]
+__all__ = ["bottleneck", "draw_curve", "duration", "number_text"]
 
 CURVE = "curve.png"
+MOST_DRAWN = 1e100  # matplotlib fails where the range of an axis overflows
 _BLUE, _ORANGE, _GREY = "#1f5fa8", "#d9660f", "#8a8f98"
 Row = dict[str, Any]
 
@@ -54,6 +56,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def number_text(value: float) -> str:
+    """Returns a return or another figure in a readable form: 1,234.5, or 1.7e+308 if it would be very long."""
+    return f"{value:,.1f}" if abs(value) < 1e12 else f"{value:.3g}"
+
+
 def _timeline(rows: list[Row]) -> tuple[list[Row], list[Row]]:
     """Returns training and evaluation rows, without those that a resume from an earlier checkpoint repeated."""
     kept: dict[str, list[Row]] = {"train": [], "evaluation": []}
@@ -68,8 +75,14 @@ def _timeline(rows: list[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def _points(rows: list[Row], key: str) -> tuple[list[float], list[float]]:
-    found = [(row["env_steps"], row[key]) for row in rows if row.get(key) is not None]
-    return [x for x, _ in found], [y for _, y in found]
+    """Returns the finite numbers under `key` and their steps, within what an axis can show."""
+    found = [(row["env_steps"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+    whole = [(_drawable(x), _drawable(y)) for x, y in found if math.isfinite(x) and math.isfinite(y)]
+    return [x for x, _ in whole], [y for _, y in whole]
+
+
+def _drawable(value: float) -> float:
+    return min(max(value, -MOST_DRAWN), MOST_DRAWN)
 
 
 def _subtitle(rows: list[Row], num_learners: int = 1) -> str:
@@ -81,7 +94,7 @@ def _subtitle(rows: list[Row], num_learners: int = 1) -> str:
         parts.append(f"{num_learners} learners")
     returns = _points(rows, "return_mean")[1]
     if returns:
-        parts.append(f"last return {returns[-1]:,.1f}, best {max(returns):,.1f}")
+        parts.append(f"last return {number_text(returns[-1])}, best {number_text(max(returns))}")
     return "  ·  ".join(parts)
 
 
