@@ -76,11 +76,17 @@ class GroupKeyError(EchelonError, KeyError):
 def escaped(text: str) -> str:
     """Returns `text` with every character that is not printable, newlines included, as a Python escape sequence.
 
-    Text of a peer passes through it before it is shown or logged: a terminal would interpret its control characters.
+    Text of a peer passes through it before it becomes part of a message: a terminal would interpret its control
+    characters, and its newlines could forge other messages.
     """
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def escaped_lines(text: str) -> str:
+    """Returns `text` with each of its lines escaped. All text for a terminal or a log passes through it."""
+    return text if text.isprintable() else "\n".join(map(escaped, text.split("\n")))
 
 
 def diverged(what: str, learning_rate: float | None) -> DivergedError:

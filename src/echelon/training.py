@@ -6,7 +6,6 @@ Heavy modules are imported inside functions: a process without a role that needs
 from __future__ import annotations
 
 import contextlib
-import functools
 import shutil
 import time
 import warnings
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from echelon.config import StopConfig, TrainConfig, replace
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
-from echelon.errors import ConfigError, EchelonError, RunError
+from echelon.errors import ConfigError, EchelonError, RunError, escaped_lines
 from echelon.names import text_of
 from echelon.roles.plan.start import check_stop, episodes_option, find_bottleneck, make_engine, title
 from echelon.transport.session import create_session
@@ -151,7 +150,10 @@ def run(
 def _run(config: TrainConfig, past: Past, output: TextIO, user_objects: UserObjects | None) -> RunResult:
     began = time.monotonic()
     check_stop(config)
-    report = functools.partial(print, file=output, flush=True)
+
+    def report(text: str) -> None:
+        print(escaped_lines(text), file=output, flush=True)
+
     report(f"preparing {title(config)}")
     if constant := _unscheduled(config):
         report(

@@ -86,6 +86,15 @@ def test_a_command_whose_output_nobody_reads_ends_quietly(arguments: list[str]) 
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize(
+    "command", [["train", "dqn", "no\x1b[2J-v0", "--steps", "9"], ["resume", "no\x1b[2J"], ["worker\x1b[2J"]]
+)
+def test_errors_are_shown_without_control_characters(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 2
+    shown = "".join(capsys.readouterr())
+    assert "\x1b" not in shown and r"\x1b[2J" in shown
+
+
 def test_another_pipe_that_broke_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(arguments: list[str]) -> int:
         raise BrokenPipeError(32, "Broken pipe")

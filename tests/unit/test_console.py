@@ -202,6 +202,22 @@ def test_final_summary() -> None:
     ]
 
 
+def test_nothing_that_is_shown_controls_the_terminal() -> None:
+    """Neither a title (an environment's id), nor a message or the name of a host."""
+    output = io.StringIO()
+    console = Console("dqn evil\x1b]0;title\x07", Path("run\x1b[2J"), output, live=False)
+    console.message("worker \x1b[31mred\nsecond line\r")
+    console.close()
+    host = {"name": "h\x1b[2J", "actors": 1, "restarts": 0, "lost": ""}
+    final_summary({"status": "finished", "hosts": [host]}, output)
+    text = output.getvalue()
+    assert all(line.isprintable() for line in text.splitlines()) and "\nsecond line" in text
+    output = io.StringIO()
+    console = Console("dqn evil\x1b]0;title\x07", Path("run"), output, live=True)
+    console.close()
+    assert "\x1b]0;" not in output.getvalue()
+
+
 @pytest.mark.parametrize("value", [1.7e308, -1.7e308, float("inf"), float("nan")])
 def test_huge_returns_stay_short(value: float) -> None:
     output = io.StringIO()

@@ -151,6 +151,7 @@ SPACE = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
         (Register(PROTOCOL, "w", {"observation": {"kind": "dict"}, "action": {}}, False), "spaces cannot be read"),
         (Register(PROTOCOL, "w", {"observation": {"kind": "box", "shape": "x"}}, False), "spaces cannot be read"),
         (Register(PROTOCOL, "w" * 100, {}, False), "its name has 100 characters"),
+        (Register(PROTOCOL, "w\n\x1b[2J", {}, False), "all of them printable"),
         (Register(PROTOCOL, "w", {}, True), "but the worker has a policy of its own"),
         (Score("w", 9, 1, 1, float("nan"), 5), "return nan"),
         (Score("w", 9, 1, 1, 1.0, 0), "an episode of 0 steps"),

@@ -25,7 +25,7 @@ from echelon.asynchronous.open_episodes import EpisodePart, OpenEpisodes
 from echelon.config import EnvConfig, replace
 from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, escaped_lines
 from echelon.names import text_of
 from echelon.process_state import preserve_settings
 from echelon.roles.frame_stacks import stack_leaves
@@ -96,7 +96,7 @@ class AsyncWorker:
         )
 
     def report(self, text: str) -> None:
-        print(f"worker {self.name}: {text}", file=self._output, flush=True)
+        print(f"worker {self.name}: {escaped_lines(text)}", file=self._output, flush=True)
 
     def tell(self, text: str) -> None:
         """The old name of `report`."""

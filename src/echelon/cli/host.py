@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import socket
-import sys
 from collections.abc import Sequence
 
 from echelon.cli.main import Parser
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, escaped_lines
 from echelon.fields import require_address
 
 
@@ -33,6 +31,9 @@ def run(arguments: Sequence[str]) -> int:
         socket.getaddrinfo(name, None, socket.AF_INET)
     except OSError as error:
         raise ConfigError(f"--join {known.join}: the name {name} does not resolve ({error}). Check it.") from None
-    report = functools.partial(print, file=sys.stdout, flush=True)
+
+    def report(text: str) -> None:
+        print(escaped_lines(text), flush=True)
+
     report(f"left: {take_part(address, known.shm_dir, report, known.name)}")
     return 0

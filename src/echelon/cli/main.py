@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, TextIO
 
-from echelon.errors import ConfigError, DivergedError, EchelonError
+from echelon.errors import ConfigError, DivergedError, EchelonError, escaped_lines
 from echelon.runs.nonblocking import nonblocking_output
 
 NOT_READ = 128 + signal.SIGPIPE
@@ -98,10 +98,10 @@ def _run(arguments: list[str]) -> int:
         code: int = import_module(f"echelon.cli.{arguments[0]}").run(arguments[1:])
         return code
     except (ConfigError, DivergedError) as error:
-        print(f"echelon: {error}", file=sys.stderr)
+        print(f"echelon: {escaped_lines(str(error))}", file=sys.stderr)
         return 2
     except EchelonError as error:
-        print(f"echelon: {error}", file=sys.stderr)
+        print(f"echelon: {escaped_lines(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("echelon: interrupted", file=sys.stderr)

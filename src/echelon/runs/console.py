@@ -22,7 +22,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from echelon.errors import escaped
+from echelon.errors import escaped_lines
 from echelon.runs.bottleneck import PHASES
 from echelon.runs.report import duration, number_text
 
@@ -83,7 +83,7 @@ class Console:
     ) -> None:
         self._output = output or sys.stdout
         self._clock = clock
-        self._head = f"{title} -> {run_dir}"
+        self._head = escaped_lines(f"{title} -> {run_dir}")
         self._silent = False
         self._is_unread = False
         self._live: Live | None = None
@@ -125,7 +125,7 @@ class Console:
 
         Its lines are escaped: they may quote peers, whose control characters would change the terminal.
         """
-        text = "\n".join(map(escaped, text.split("\n")))
+        text = escaped_lines(text)
         if self._live is None:
             self._write(text)
         elif not self._silent:
@@ -228,9 +228,9 @@ def panel(head: str, status: Status) -> Group:
 
 
 def write_text(output: TextIO, text: str) -> None:
-    """Writes and flushes a line, replacing characters that the encoding of `output` lacks."""
+    """Writes and flushes a line, escaped, replacing characters that the encoding of `output` lacks."""
     encoding = getattr(output, "encoding", None) or "utf-8"
-    output.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+    output.write(escaped_lines(text).encode(encoding, "replace").decode(encoding) + "\n")
     output.flush()
 
 

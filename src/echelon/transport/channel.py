@@ -36,7 +36,7 @@ import traceback
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from echelon.errors import EchelonError, Refused, RpcException, escaped
+from echelon.errors import EchelonError, Refused, RpcException, escaped_lines
 
 MAGIC = 0x31_4E_48_43_48_43_45  # "ECHCHN1", little-endian
 NUM_WORDS = 8
@@ -130,7 +130,7 @@ def error_of(outcome: object, where: str) -> EchelonError:
 
 def print_error(text: str) -> None:
     """Writes an error to stderr, its lines escaped; the default if no handler is set."""
-    print("\n".join(map(escaped, text.splitlines())), file=sys.stderr, flush=True)
+    print(escaped_lines(text), file=sys.stderr, flush=True)
 
 
 def _printable(text: str) -> str:

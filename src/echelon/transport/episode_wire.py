@@ -157,9 +157,10 @@ def from_worker(asked: Asked) -> FromWorker:
     )
     message: FromWorker = _unpack(asked.frames[1:], kinds, number)
     worker = getattr(message, "worker", "")
-    if len(worker) > MAX_NAME:
+    if len(worker) > MAX_NAME or not worker.isprintable():
         raise Refused(
-            f"a worker's message was refused: its name has {len(worker)} characters, at most {MAX_NAME} are allowed."
+            f"a worker's message was refused: its name has {len(worker)} characters, at most {MAX_NAME} are allowed, "
+            "all of them printable."
         )
     return message
 
