@@ -10,6 +10,8 @@ from msgspec.structs import force_setattr
 
 from echelon.fields import Section, doc, require, require_address
 
+MIN_START_TIMEOUT_S = 10.0
+
 
 class EnvConfig(Section, frozen=True):
     """The environment, and how it is created and stepped."""
@@ -323,10 +325,21 @@ class SupervisionConfig(Section, frozen=True):
 
     SECTION = "supervision"
 
-    hang_timeout_s: Annotated[float, doc("a role that makes no progress for this long counts as hung", "s", gt=0)] = (
-        30.0
-    )
+    hang_timeout_s: Annotated[
+        float,
+        doc(
+            "a role that makes no progress for this long counts as hung; four times as long while it starts", "s", gt=0
+        ),
+    ] = 30.0
     max_same_failures: Annotated[
         int, doc("the run ends when the same exception occurs this often within failure_window_s", ge=1)
     ] = 3
     failure_window_s: Annotated[float, doc("time window in which equal exceptions are counted", "s", ge=0)] = 60.0
+
+    @property
+    def start_timeout_s(self) -> float:
+        """The hang timeout of a role without progress yet: imports, compilation, slow environments.
+
+        It follows the hang timeout, but is never shorter than an ordinary start on a busy machine.
+        """
+        return max(MIN_START_TIMEOUT_S, 4.0 * self.hang_timeout_s)

@@ -17,7 +17,7 @@ from echelon.errors import EnvError, RunError
 from echelon.roles import supervisor as module
 from echelon.roles.context import Context
 from echelon.roles.gauge import PHASES, Gauge
-from echelon.roles.supervisor import PROCESSES, START_GRACE_S, Supervisor, origin_of
+from echelon.roles.supervisor import PROCESSES, Supervisor, origin_of
 from echelon.schema import Spaces
 from toy_envs import CounterEnv
 
@@ -124,9 +124,14 @@ def learners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return scene
 
 
-def test_a_role_has_time_to_begin(scene: Any) -> None:
+@pytest.mark.parametrize(("hang_timeout_s", "start_timeout_s"), [(HANG_S, 120.0), (5.0, 20.0), (0.5, 10.0)])
+def test_a_role_has_time_to_begin_that_follows_the_hang_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang_timeout_s: float, start_timeout_s: float
+) -> None:
+    config = replace(TrainConfig(), **{"supervision.hang_timeout_s": hang_timeout_s})
+    scene = make_scene(tmp_path, monkeypatch, config, "actor-0")
     show(scene, 0)  # it has joined, and is still importing
-    watch(scene, START_GRACE_S)
+    watch(scene, start_timeout_s)
     assert not scene.engine.signals
     watch(scene, 1.0)
     assert scene.engine.signals == [signal.SIGUSR1, signal.SIGKILL]

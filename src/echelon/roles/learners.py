@@ -17,7 +17,6 @@ from echelon.algorithms.peers import ALONE, Peers
 from echelon.errors import PeerLost
 from echelon.roles.context import COORDINATOR, Context
 from echelon.roles.plan.placement import have_own_gpus
-from echelon.roles.supervisor import START_GRACE_S
 from echelon.world.node import Node
 from echelon.world.process_group import make_process_group
 from echelon.world.store import WorldStore
@@ -74,7 +73,7 @@ def join_learners(context: Context, node: Node, device: torch.device) -> Peers:
     if len(names) == 1:
         return ALONE
     # Longer than the supervisor's timeouts: it finds the hung learner before a process group gives up.
-    wait_s = 2.0 * max(START_GRACE_S, config.supervision.hang_timeout_s)
+    wait_s = 2.0 * config.supervision.start_timeout_s
     store = WorldStore(partial(node.call, COORDINATOR, "store"), timeout_s=wait_s, one_thread=True)
 
     def make(backend: str) -> Any:

@@ -29,7 +29,6 @@ from echelon.roles.gauge import PHASES, Gauge
 from echelon.world.node import Node
 
 PROCESSES = "processes.json"
-START_GRACE_S = 120.0  # hang timeout of a role without progress yet: imports, compilation, slow environments
 AWAY_S = 1.0  # the part of a gap between two calls of `look` beyond this is taken for a suspension and ignored
 STACK_TIMEOUT_S = 2.0  # a hung role prints its stack within this time, unless it is suspended or stuck in the kernel
 LEAVE_S = 0.5  # how long the other learners may take to exit and report why, after one of them has exited
@@ -236,7 +235,7 @@ class Supervisor:
         timeout_s = self.config.hang_timeout_s
         compiling = names[0] in self.context.train.learner_names and self.context.train.learner.compile
         if compiling or not all(one.has_begun for one in group):
-            timeout_s = max(timeout_s, START_GRACE_S)
+            timeout_s = self.config.start_timeout_s
         return silent_s if silent_s > timeout_s else 0.0
 
     def _look_at_progress(self, now: float) -> None:
