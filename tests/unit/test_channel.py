@@ -280,6 +280,24 @@ def test_whatever_a_message_raises_costs_only_its_sender(make_peer: Any, make_cl
     assert len(told) == 2 and all(text.isprintable() and "one of the questions" in text for text in told)
 
 
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_what_was_lost_with_a_server_is_asked_as_soon_as_its_successor_listens(
+    make_peer: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch, secret: str | None
+) -> None:
+    monkeypatch.setattr(channel_client, "OVERDUE_S", 60.0)
+    peer = make_peer(secret=secret)
+    client = make_client(peer, repeat_s=(60.0, 60.0))
+    assert client.wait(ask(client, RECORD), DEADLINE_S)
+    peer.drops = 1
+    request = ask(client, RECORD)
+    wait_until(lambda: len(peer.journal) == 2, "the server has the request")
+    peer.stop()
+    peer.start()
+    deadline = time.monotonic() + DEADLINE_S / 2
+    while not client.wait(request, 0.1):
+        assert time.monotonic() < deadline, "it is repeated before the 60 s are over"
+
+
 def raw_client(address: str) -> socket.socket:
     """Returns a TCP connection that has completed the handshake of ZMTP 3 without a secret."""
     host, port = address.removeprefix("tcp://").split(":")

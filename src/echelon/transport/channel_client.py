@@ -2,10 +2,10 @@
 
 A client belongs to one thread and works only inside its methods: `ask` sends; `poll` and `wait` receive replies and
 repeat requests that are due. Who waits: the caller, for replies. What bounds it: the caller's unanswered requests. All
-requests are repeated when the server has been silent for a while. A single request is repeated when others are answered
-but it is not: it may have been lost with a connection. The client itself never gives up on a silent server:
-the caller decides, by `silent_s`. If the server refuses a request, or refuses the handshake because
-of the secret, the client raises Refused.
+requests are repeated when the connection was re-established, since they may have been lost with the old one, and when
+the server has been silent for a while. A single request is repeated when others are answered but it is not. The client
+itself never gives up on a silent server: the caller decides, by `silent_s`. If the server refuses a request, or refuses
+the handshake because of the secret, the client raises Refused.
 
 Imports nothing heavier than pyzmq.
 """
@@ -16,8 +16,11 @@ import collections
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from echelon.errors import Refused, escaped
 from echelon.transport.channel import HEADER, MAGIC, MAX_REASON_BYTES, NOTHING, Kind, Own, Part, Service
@@ -35,6 +38,7 @@ from echelon.transport.sockets import (
 FIRST_REPEAT_S, MAX_REPEAT_S = 0.25, 1.0  # first and longest delay before requests to a silent server are repeated
 OVERDUE_S = 2.0  # delay before one request is repeated while others are answered; doubled each time
 FULL_S = 0.05  # delay before a request that did not fit into the queue is sent again
+LOOK_S = 0.02  # how often, at most, the client looks whether it was connected again
 NUM_POSTS = 16  # posts kept; the oldest are dropped
 
 Make = Callable[[], Sequence[Part]]  # makes the frames of a request at each send; the first has space for the header
@@ -85,6 +89,8 @@ class Client:
         self._receive_ms = -1
         self.socket = connect(self.address, secret, max_bytes, queued, name)
         self.descriptor = int(self.socket.getsockopt(zmq.FD))
+        self._monitor: Any = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._is_cut, self._look_at = False, 0.0
 
     # Requests.
 
@@ -193,13 +199,26 @@ class Client:
     # Repetition.
 
     def _repeat_due(self, now: float) -> None:
-        if now >= self.repeat_at:
+        if now >= self._look_at and self._has_reconnected(now):
+            self._repeat_s, self.repeat_at = self._first_s, now + self._first_s
+            self._send_all(now)
+        elif now >= self.repeat_at:
             self._repeat(now)
         for request in self._requests.values():
             if now >= request.overdue_at:
                 request.overdue_s *= 2.0
                 request.overdue_at = now + request.overdue_s
                 self._send(request, copy=True)
+
+    def _has_reconnected(self, now: float) -> bool:
+        """Returns whether the connection has been re-established since the last call."""
+        self._look_at, has_reconnected = now + LOOK_S, False
+        with suppress(zmq.Again):
+            while True:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+                has_reconnected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED and (self._is_cut or has_reconnected)
+                self._is_cut = event == zmq.EVENT_DISCONNECTED
+        return has_reconnected
 
     def _repeat(self, now: float) -> None:
         """Repeats all requests: the connection or the server may be a new one."""
@@ -212,6 +231,9 @@ class Client:
             )
         self._repeat_s = min(2 * self._repeat_s, self._max_s)
         self.repeat_at = now + self._repeat_s
+        self._send_all(now)
+
+    def _send_all(self, now: float) -> None:
         for request in self._requests.values():
             request.overdue_at = now + request.overdue_s
             self._send(request, copy=True)  # copied: if the first one is answered, its arrays may change
@@ -227,4 +249,7 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection, after waiting up to `LINGER_MS` for the last posts to be sent."""
-        self.socket.close(linger=LINGER_MS)
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self.socket.close(linger=LINGER_MS)
