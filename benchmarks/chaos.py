@@ -44,6 +44,8 @@ def main() -> int:
     if unknown := [name for name in names if name not in {kind.name for kind in KINDS}]:
         parser.error(f"--kinds {unknown[0]!r}: choose from {', '.join(kind.name for kind in KINDS)}")
     options.output.mkdir(parents=True, exist_ok=True)
+    for old in options.output.glob("session-*.txt"):
+        old.unlink()
     records = campaign(options, names)
     (options.output / "chaos.md").write_text(f"{table(records)}\n\n{totals(records)}\n")
     draw(records, options.output / "chaos.png")

@@ -225,7 +225,12 @@ def _resumed(scene: Scene, saved: int) -> list[str]:
     scene.new_rows()
     num_rows = len(scene.rows)
     scene.resume()
-    scene.until(lambda: scene.new_rows(), "the resumed run learns")
+
+    def learns() -> bool:
+        scene.begin_company()  # an agent whose head is gone leaves
+        return bool(scene.new_rows())
+
+    scene.until(learns, "the resumed run learns")
     if (steps := scene.rows[num_rows]["env_steps"]) < saved:
         problems.append(f"resumed at {steps} steps, below the checkpoint of {saved}")
     scene.until_training()
@@ -274,13 +279,13 @@ def _taken_port(scene: Scene) -> list[str]:
     return problems + _resumed(scene, saved)
 
 
-def _fail(order: str, message: str) -> Callable[[Scene], list[str]]:
+def _fail(order: str, message: str, expected: int) -> Callable[[Scene], list[str]]:
     """An environment fails and is not restarted: the run ends with an error that names it."""
 
     def act(scene: Scene) -> list[str]:
         scene.order.write_text(order)
         code = scene.wait(END_S)
-        problems = [] if code == 1 else [f"exit code {code} instead of 1"]
+        problems = [] if code == expected else [f"exit code {code} instead of {expected}"]
         if message not in scene.output.text():
             problems.append(f"the error is not reported: {message!r} is missing")
         if scene.summary().get("status") != "failed":
@@ -304,8 +309,8 @@ ENDINGS = (
     Ending("kill with the fork server", lambda scene: _kill_coordinator(scene, "forkserver")),
     Ending("disk full at the end", _full_disk, needs="disk"),
     Ending("port taken at resume", _taken_port, needs="company"),
-    Ending("raise, no restart", _fail("raise", "told to raise"), ENVIRONMENT, NO_RESTART, needs="env"),
-    Ending("nan", _fail("nan", "must return finite numbers"), ENVIRONMENT, needs="env"),
+    Ending("raise, no restart", _fail("raise", "told to raise", 1), ENVIRONMENT, NO_RESTART, needs="env"),
+    Ending("nan", _fail("nan", "finite numbers", 2), ENVIRONMENT, needs="env"),
 )
 INTERRUPTED_START = "SIGINT while starting"
 

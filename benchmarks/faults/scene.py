@@ -50,12 +50,13 @@ class Scene:
         self.disk.mkdir()
         self.is_mounted = mount(self.disk, disk_mb)
         self.run_dir, self.order, self.fallback = self.disk / "run", self.folder / "order", self.folder / "fallback"
+        self.fallback.mkdir()
         self.port = free_port() if kind.company else 0
         self.output = Output()
         self.company: list[Any] = []
         self.rows: list[dict[str, Any]] = []
         self._read = 0
-        places = [f"--shm-dir={self.memory}", f"--run-dir={self.run_dir}"]
+        places = [f"--shm-dir={self.memory}", f"--run-dir={self.run_dir}", f"--run.fallback-dir={self.fallback}"]
         places.append(f"--env-kwargs={json.dumps({'order': str(self.order)})}")
         if kind.company == "workers":
             places.append(f"--address=127.0.0.1:{self.port}")
