@@ -33,6 +33,15 @@ class Counting:
         self.file.with_suffix(".closed").write_text("")
 
 
+class Talking(Counting):
+    """Prints in every step, as environments of users do."""
+
+    def step(self, timeout_s: float) -> bool:
+        print("x" * 10_000, flush=True)
+        print("y", file=sys.stderr)
+        return super().step(timeout_s)
+
+
 class Raising(Counting):
     def step(self, timeout_s: float) -> bool:
         raise ValueError(self.config["message"])

@@ -136,3 +136,8 @@ def test_one_that_is_full_at_the_start(command: Command, disk: Path) -> None:
     told = command("train", "impala", "CartPole-v1", "--steps=100", "--engine=inline", f"--run-dir={disk / 'new'}")
     assert told.code == 2 and re.fullmatch(r"echelon: .*cannot be .*\n", told.err), told
     assert not (disk / "new").exists() and not (disk / METRICS).exists()
+
+
+def test_a_place_for_the_end_that_is_not_there_is_refused_at_the_start(command: Command) -> None:
+    told = command("train", "impala", "CartPole-v1", "--steps=100", "--engine=inline", "--run.fallback-dir=/nowhere")
+    assert told.code == 2 and "run.fallback_dir=/nowhere" in told.err, told

@@ -55,6 +55,18 @@ def children_of(parent: int) -> list[int]:
     return [int(path.name) for path in Path("/proc").glob("[0-9]*") if parent_of(int(path.name)) == parent]
 
 
+@pytest.mark.parametrize("log", ["/dev/full", "/dev/full/not a folder"])
+def test_a_role_works_though_its_log_cannot_be_written(engine: LocalEngine, tmp_path: Path, log: str) -> None:
+    file = tmp_path / "role"
+    engine.start(ProcessSpec("role", "engine_roles:Talking", {"steps": 3, "file": str(file)}, log=log))
+    gone = next_exit(engine)
+    assert (gone.code, gone.signal, gone.failure) == (0, 0, None)
+    assert file.read_text() == "3" and file.with_suffix(".closed").exists()
+    engine.start(ProcessSpec("role", "engine_roles:Raising", {"message": "seven", "file": str(file)}, log=log))
+    failure = next_exit(engine).failure
+    assert failure is not None and (failure.kind, failure.message) == ("ValueError", "seven")
+
+
 @pytest.mark.parametrize("how", ["forked", "fresh"])
 def test_a_role_runs_to_its_end_on_every_engine(how: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if how == "fresh":

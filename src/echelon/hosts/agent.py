@@ -26,7 +26,7 @@ import zmq
 
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import CRASHES, Exit, ProcessSpec
-from echelon.errors import EchelonError, PeerLost, RunError
+from echelon.errors import ConfigError, EchelonError, PeerLost, RunError
 from echelon.hosts.bulk import Bulk
 from echelon.hosts.messages import (
     COMMANDS,
@@ -338,7 +338,12 @@ def make_log_folder() -> Path:
             is_old = time.time() - folder.stat().st_mtime > MAX_LOGS_S
             if is_old and pid.isdecimal() and start_ticks(int(pid)) is None:
                 shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"echelon-host-{os.getpid()}-"))
+    try:
+        return Path(tempfile.mkdtemp(prefix=f"echelon-host-{os.getpid()}-"))
+    except OSError as error:
+        raise ConfigError(
+            f"the logs of this host's roles need a folder: {error}. Set TMPDIR to another place."
+        ) from error
 
 
 def take_part(address: str, shm_dir: str, report: Reporter, name: str = "") -> str:

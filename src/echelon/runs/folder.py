@@ -116,7 +116,7 @@ class RunFolder:
             if self.is_new:
                 self.discard()
             raise ConfigError(
-                f"the run folder {self.path} cannot be written: {error}. Free some space, or choose another --run-dir."
+                f"the run folder {self.path} cannot be written: {error}. Free some space, or use another disk."
             ) from error
 
     def discard(self) -> None:
