@@ -38,7 +38,6 @@ from echelon.replay.sharded import Replay
 from echelon.replay.wire import ReplayWire
 from echelon.servers.shards import ShardServer
 
-SECRET = "one for benchmarks alone"
 AHEAD = (0, 1, 2, 4)
 
 
@@ -70,7 +69,7 @@ def fill(shard: Shard, rng: np.random.Generator) -> None:
 
 
 def serve(folder: Path, wire: ReplayWire, rule: LimiterRule) -> None:
-    server = ShardServer(folder, wire, rule, "tcp://127.0.0.1:0", SECRET)
+    server = ShardServer(folder, wire, rule, "tcp://127.0.0.1:0")
     print(server.address, flush=True)
     while os.getppid() != 1:
         server.step(0.1)
@@ -122,7 +121,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> None:
         assert server.stdout is not None
         address = server.stdout.readline().strip()
         columns = [PriorityColumn(layout.capacity) for _ in shards]
-        link = Link(address, wire, columns, Limiter(rule), SECRET)
+        link = Link(address, wire, columns, Limiter(rule))
         link.arrive(30.0)
         remote, local = Replay(link.readers), Replay([ShardReader(shard) for shard in shards])
         while remote.size < local.size:

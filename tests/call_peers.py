@@ -20,6 +20,7 @@ from echelon.world.switchboard import MemberCalls
 
 PATIENCE_S = 60.0
 FORMS = ("line", "tcp")
+SECRET = "a secret of the tests"
 MAX_BYTES = 1 << 30
 
 
@@ -51,8 +52,8 @@ def line(folder: Path, name: str, blocks: bool = True) -> Way:
 
 def sockets() -> Ends:
     context: zmq.Context[Any] = zmq.Context.instance()
-    callee = SocketEnd.listen(context, "tcp://127.0.0.1:0", None, MAX_BYTES, "caller")
-    caller = SocketEnd.connect(context, callee.address, None, MAX_BYTES, "caller")
+    callee = SocketEnd.listen(context, "tcp://127.0.0.1:0", SECRET, MAX_BYTES, "caller")
+    caller = SocketEnd.connect(context, callee.address, SECRET, MAX_BYTES, "caller")
     return Ends(Way(caller.writer, callee), Way(callee.writer, caller))
 
 

@@ -54,7 +54,7 @@ class Entrance:
         self.client = self.connect()
 
     def connect(self, name: bytes = socket_name("w")) -> Client:
-        return Client("the learner", self.gateway.server.address, None, 1 << 24, name=name)
+        return Client("the learner", self.gateway.server.address, 1 << 24, name=name)
 
     def open(self) -> None:
         self.stage.plan.replay.tally().open(0, 0)

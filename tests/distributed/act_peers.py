@@ -68,7 +68,6 @@ def check(seat: Seat | RemoteSeat, number: int, num_before: int) -> None:
 def serve(
     folder: str,
     address: str = "tcp://127.0.0.1:0",
-    secret: str | None = None,
     max_wait_us: float = 60e6,
     num_present: int = 0,
     num_refused: int = 0,
@@ -78,7 +77,7 @@ def serve(
     Before it counts, it waits until `num_refused` are refused: those may have given up before it heard of them.
     """
     board = ActBoard(Path(folder), LAYOUT)
-    listener = ActListener(board, 0, address, secret)
+    listener = ActListener(board, 0, address)
     rule = BatchRule(max_wait_us=max_wait_us)
     tell(address=listener.address)
     doorman = Batcher(board, 0, rule)  # what it gathers is not answered, and so gathered again

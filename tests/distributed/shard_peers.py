@@ -36,8 +36,8 @@ def tell(**words: Any) -> None:
     print(json.dumps(words), flush=True)
 
 
-def serve(folder: str, address: str, secret: str | None = None) -> None:
-    server = ShardServer(Path(folder), ReplayWire(layout(), ELSEWHERE, RULE), RULE, address, secret)
+def serve(folder: str, address: str) -> None:
+    server = ShardServer(Path(folder), ReplayWire(layout(), ELSEWHERE, RULE), RULE, address)
     tell(address=server.address)
     while not any(select.select([sys.stdin], [], [], 0.0)):
         server.step(0.05)
@@ -51,12 +51,12 @@ def serve(folder: str, address: str, secret: str | None = None) -> None:
 class Learner:
     """Learns as a learner's source does, with batches in flight."""
 
-    def __init__(self, folder: str, address: str, secret: str | None, num_ahead: int, lost_after_s: float) -> None:
+    def __init__(self, folder: str, address: str, num_ahead: int, lost_after_s: float) -> None:
         place = Path(folder)
         self.limiter, self.num_ahead = Limiter.at(place, RULE), num_ahead
         columns = [PriorityColumn.at(place, index, CAPACITY) for index in ELSEWHERE]
-        self.link = Link(address, ReplayWire(layout(), ELSEWHERE, RULE), columns, self.limiter, secret, lost_after_s)
-        self.link.arrive(2.0 if secret is None or secret.endswith("!") else 30.0)
+        self.link = Link(address, ReplayWire(layout(), ELSEWHERE, RULE), columns, self.limiter, lost_after_s)
+        self.link.arrive(30.0)
         readers: list[Reader] = [ShardReader.at(place, index, layout()) for index in HERE]
         self.replay = Replay([*readers, *self.link.readers], alpha=1.0)
         self.remote_wait = RemoteWait([self.link], self.limiter.listen(0))
@@ -94,9 +94,9 @@ class Learner:
         )  # fmt: skip
 
 
-def learn(folder: str, address: str, secret: str | None = None, num_ahead: int = 2, lost_after_s: float = 10.0) -> None:
+def learn(folder: str, address: str, num_ahead: int = 2, lost_after_s: float = 10.0) -> None:
     try:
-        learner = Learner(folder, address, secret, num_ahead, lost_after_s)
+        learner = Learner(folder, address, num_ahead, lost_after_s)
         tell(torch="torch" in sys.modules)
         for line in sys.stdin:
             learner.learn(**json.loads(line))

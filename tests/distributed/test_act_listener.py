@@ -24,12 +24,13 @@ from echelon.transport.act_listener import ActListener, Bounds
 from echelon.transport.act_wire import LIFE_BITS, ActWire
 from echelon.transport.batcher import Batcher, BatchRule, Round
 from echelon.transport.channel import HEADER, MAGIC, Kind
+from echelon.transport.curve import secure_client
 from echelon.transport.remote_seat import RemoteSeat, wait_any
+from echelon.transport.secret import user_secret
 from echelon.transport.sockets import HANDSHAKE_BYTES
 from running import wait_until
 
 PATIENCE_S = 60.0
-SECRET = "a secret of the tests"
 PLACES = ActLayout(
     (Leaf("observation.near", (2,), np.dtype(np.int64)), Leaf("observation.far", (), np.dtype(np.int64))),
     Leaf("action", (), np.dtype(np.int64)),
@@ -57,6 +58,7 @@ class Hall:
     def dealer(self) -> zmq.Socket[bytes]:
         """A raw socket that is connected to the listener."""
         self.sockets.append(self.context.socket(zmq.DEALER))
+        secure_client(self.sockets[-1], user_secret())
         self.sockets[-1].connect(self.listener.address)
         return self.sockets[-1]
 
@@ -256,8 +258,8 @@ class TestSeats:
     def test_a_question_may_be_shorter_than_the_handshake(self, shm_dir: Path) -> None:
         tiny = ActLayout((Leaf("observation", (), np.dtype(np.int8)),), Leaf("action", (), np.dtype(np.int64)))
         assert ActWire(tiny).question_bytes < 257  # the least that a client of CURVE introduces itself with
-        hall = Hall(shm_dir, tiny, secret=SECRET)
-        hall.seats.append(RemoteSeat(hall.listener.address, tiny, 0, secret=SECRET))
+        hall = Hall(shm_dir, tiny)
+        hall.seats.append(RemoteSeat(hall.listener.address, tiny, 0))
         hall.seats[0].ask()
         wait_until(lambda: hall.has_all_asked(hall.seats), "the question came")
         hall.close()

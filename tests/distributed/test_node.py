@@ -19,6 +19,8 @@ import zmq
 
 from echelon.errors import ConfigError, PeerLost, Refused, RpcException, TransportTimeout
 from echelon.transport.codec import encode
+from echelon.transport.curve import secure_client
+from echelon.transport.secret import user_secret
 from echelon.world.node import Node
 
 PATIENCE_S = 60.0  # a bound on what should take milliseconds, on a machine that may be busy
@@ -68,6 +70,8 @@ def knock(host: Node) -> Iterator[Knock]:
 
     def connect() -> zmq.Socket[bytes]:
         socket = context.socket(zmq.DEALER)
+        if host.address.startswith("tcp://"):
+            secure_client(socket, user_secret())
         socket.connect(host.address)
         sockets.append(socket)
         return socket

@@ -25,14 +25,14 @@ SECRET = "a secret of the tests"
 class Peer:
     """A process on one of the hosts."""
 
-    def __init__(self, host: tuple[str, ...], program: str, *words: str) -> None:
+    def __init__(self, host: tuple[str, ...], secret: str, program: str, *words: str) -> None:
         path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
         self.process = subprocess.Popen(
             [*host, sys.executable, program, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ECHELON_SECRET": secret},
         )
 
     def hear(self) -> dict[str, Any]:
@@ -84,8 +84,8 @@ class Cluster:
         self.writers = {index: self.write(index) for index in (*HERE, *ELSEWHERE)}
         self.server = self.serve()
 
-    def start(self, host: tuple[str, ...], program: str, *words: str) -> Peer:
-        self.peers.append(Peer(host, program, *words))
+    def start(self, host: tuple[str, ...], program: str, *words: str, secret: str = SECRET) -> Peer:
+        self.peers.append(Peer(host, secret, program, *words))
         return self.peers[-1]
 
     def write(self, index: int) -> Peer:
@@ -93,14 +93,14 @@ class Cluster:
         return self.start(host, str(TESTS / "replay_roles.py"), "write", str(folder), str(index), "0")
 
     def serve(self, address: str = f"tcp://{FAR}:0") -> Peer:
-        options = {"folder": str(self.there), "address": address, "secret": SECRET}
+        options = {"folder": str(self.there), "address": address}
         server = self.start(self.far, shard_peers.__file__, "serve", json.dumps(options))
         self.address = server.hear()["address"]
         return server
 
-    def learner(self, **options: Any) -> Peer:
-        options = {"folder": str(self.here), "address": self.address, "secret": SECRET} | options
-        return self.start(self.near, shard_peers.__file__, "learn", json.dumps(options))
+    def learner(self, secret: str = SECRET, **options: Any) -> Peer:
+        options = {"folder": str(self.here), "address": self.address} | options
+        return self.start(self.near, shard_peers.__file__, "learn", json.dumps(options), secret=secret)
 
     def kill_far(self) -> None:
         for peer in (self.server, *(self.writers[index] for index in ELSEWHERE)):
@@ -175,10 +175,10 @@ def test_a_killed_server_and_a_killed_learner_lose_nothing(cluster: Cluster) -> 
         later = successor.learn(5)
 
 
-@pytest.mark.parametrize("secret", [SECRET + "!", None])
-def test_another_secret_is_refused(cluster: Cluster, secret: str | None) -> None:
+@pytest.mark.parametrize("secret", [SECRET + "!", ""])
+def test_another_secret_is_refused(cluster: Cluster, secret: str) -> None:
     told = cluster.learner(secret=secret).hear()
-    if secret is None:
+    if not secret:
         assert told["error"] == "ConfigError" and f"{cluster.address} is not on the loopback" in told["text"]
     else:
         assert told["error"] == "Refused" and "Set ECHELON_SECRET to the same value" in told["text"]

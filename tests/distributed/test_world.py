@@ -150,7 +150,7 @@ def test_the_host_is_told_that_somebody_came_with_another_secret(monkeypatch: py
         target=lambda: wait_until(lambda: is_handshake_refused(address, secret), "it is refused")
     )
     refused.start()
-    with pytest.raises(TransportTimeout, match=r"rank 1 .* did not join .* its ECHELON_SECRET was different"):
+    with pytest.raises(TransportTimeout, match=r"rank 1 .* did not join .* its secret was another"):
         World("m0", 0, 2, address, timeout_s=5.0)
     refused.join()
 
@@ -192,31 +192,28 @@ def test_a_world_that_cannot_be_says_why(arguments: tuple[object, ...], why: str
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "how"),
-    [
-        ("a secret of theirs", "a secret of ours", "with its value of ECHELON_SECRET"),
-        ("a secret of theirs", "", "without ECHELON_SECRET"),
-        ("", "a secret of ours", "with its value of ECHELON_SECRET"),
-    ],
+    ("theirs", "ours"),
+    [("a secret of theirs", "a secret of ours"), ("a secret of theirs", ""), ("", "a secret of ours")],
 )
 def test_who_has_not_the_secret_of_the_host_is_told_before_its_timeout(
-    theirs: str, ours: str, how: str, monkeypatch: pytest.MonkeyPatch
+    theirs: str, ours: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     opened, over = threading.Event(), threading.Event()
 
     def host() -> None:
-        with Node.host(address, "m0", secret=theirs or None) as node:
+        with Node.host(address, "m0") as node:
             opened.set()
             while not over.is_set():
                 node.poll(0.02)
 
+    monkeypatch.setenv("ECHELON_SECRET", theirs)
     thread = threading.Thread(target=host)
     thread.start()
-    monkeypatch.setenv("ECHELON_SECRET", ours)
     try:
         assert opened.wait(PATIENCE_S)
-        with pytest.raises(Refused, match=f"the world at {address} does not admit 'm1' {how}. Set ECHELON_SECRET"):
+        monkeypatch.setenv("ECHELON_SECRET", ours)
+        with pytest.raises(Refused, match=f"the world at {address} does not admit 'm1'.* Set ECHELON_SECRET"):
             World("m1", 1, 2, address, timeout_s=1e6)
     finally:
         over.set()

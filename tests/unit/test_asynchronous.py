@@ -321,7 +321,7 @@ def test_a_worker_gives_a_silent_learner_up_after_its_patience(monkeypatch: pyte
     told: list[str] = []
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        connection = LearnerConnection(f"tcp://127.0.0.1:{nobody.getsockname()[1]}", "w", None, 0.05, told.append)
+        connection = LearnerConnection(f"tcp://127.0.0.1:{nobody.getsockname()[1]}", "w", 0.05, told.append)
         with pytest.raises(TransportTimeout, match=r"was silent for \d+ s: nothing listens there"):
             connection.ask(TaskRequest(PROTOCOL), Task)
         connection.close()

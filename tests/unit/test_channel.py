@@ -18,6 +18,8 @@ from echelon.transport import channel_client, channel_server
 from echelon.transport.channel import HEADER, MAGIC, Delivery, Kind, Message, Service, digest_of
 from echelon.transport.channel_client import Client, PendingRequest
 from echelon.transport.channel_server import Server
+from echelon.transport.curve import admit, secure_client
+from echelon.transport.secret import user_secret
 from running import wait_until
 
 DEADLINE_S = 30.0
@@ -31,8 +33,8 @@ RECORD = Service("records", Delivery.RECORD)
 class Peer:
     """A server in a thread of its own, with one handler of each class; its successor listens at the same address."""
 
-    def __init__(self, secret: str | None = None) -> None:
-        self.secret, self.address = secret, "tcp://127.0.0.1:0"
+    def __init__(self) -> None:
+        self.address = "tcp://127.0.0.1:0"
         self.num_read, self.version = 0, 0
         self.journal: list[int] = []  # numbers of records, as they were taken
         self.drops = 0  # messages to be dealt with and not answered
@@ -40,7 +42,7 @@ class Peer:
         self.start()
 
     def start(self) -> None:
-        self.server = Server("questions of the tests", self.address, self.secret, MAX_BYTES)
+        self.server = Server("questions of the tests", self.address, MAX_BYTES)
         self.address, self.ended = self.server.address, threading.Event()
         self.server.serve(READ, self.read)
         self.server.serve(STATE, self.state)
@@ -105,7 +107,7 @@ def make_client() -> Iterator[Callable[..., Client]]:
     made: list[Client] = []
 
     def make(peer: Peer, **options: Any) -> Client:
-        options = {"secret": peer.secret, "repeat_s": (0.05, 0.2), **options}
+        options = {"repeat_s": (0.05, 0.2), **options}
         made.append(Client("the peer", peer.address, max_bytes=MAX_BYTES, **options))
         return made[-1]
 
@@ -251,6 +253,7 @@ def test_what_is_no_message_at_all_is_not_answered(make_peer: Any, make_client: 
     peer = make_peer()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
+        secure_client(socket, user_secret())
         socket.connect(peer.address)
         socket.send_multipart(frames)
         wait_until(lambda: peer.server.num_refused == 1, "it was refused")
@@ -342,8 +345,9 @@ def test_many_large_messages_are_within_the_bound(make_peer: Any, make_client: A
 def test_a_server_of_something_else_is_told_apart(make_client: Any, frame: bytes) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
+        admit(socket, user_secret())
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        client = Client("the peer", f"tcp://127.0.0.1:{port}", None, MAX_BYTES)
+        client = Client("the peer", f"tcp://127.0.0.1:{port}", MAX_BYTES)
         request = ask(client, READ)
         connection, *_ = socket.recv_multipart()
         socket.send_multipart([connection, frame])
@@ -353,20 +357,27 @@ def test_a_server_of_something_else_is_told_apart(make_client: Any, frame: bytes
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(SECRET, None), (SECRET, SECRET + "!"), (None, SECRET)])
-def test_another_secret_is_told_at_once(make_peer: Any, make_client: Any, ours: str | None, theirs: str | None) -> None:
-    peer = make_peer(secret=theirs)
-    client = make_client(peer, secret=ours)
+def test_another_secret_is_told_at_once(
+    make_peer: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch, ours: str | None, theirs: str | None
+) -> None:
+    """None: the secret of the user."""
+    monkeypatch.setenv("ECHELON_SECRET", theirs or "")
+    peer = make_peer()
+    monkeypatch.setenv("ECHELON_SECRET", ours or "")
+    client = make_client(peer)
     with pytest.raises(Refused, match=r"refuses the handshake. Set ECHELON_SECRET to the same value on both sides"):
         client.wait(ask(client, READ), DEADLINE_S)
     assert peer.num_read == 0
 
 
 def test_with_the_same_secret_they_talk_and_off_the_loopback_there_must_be_one(
-    make_peer: Any, make_client: Any
+    make_peer: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = make_client(make_peer(secret=SECRET))
+    monkeypatch.setenv("ECHELON_SECRET", SECRET)
+    client = make_client(make_peer())
     assert answer_of(client, ask(client, READ, b"x")) == [b"x"]
-    for make in (lambda: Server("x", "tcp://0.0.0.0:0", None, 1), lambda: Client("x", "tcp://10.0.0.1:5", None, 1)):
+    monkeypatch.setenv("ECHELON_SECRET", "")
+    for make in (lambda: Server("x", "tcp://0.0.0.0:0", 1), lambda: Client("x", "tcp://10.0.0.1:5", 1)):
         with pytest.raises(ConfigError, match="is not on the loopback"):
             make()
 
@@ -374,7 +385,7 @@ def test_with_the_same_secret_they_talk_and_off_the_loopback_there_must_be_one(
 def test_an_address_that_is_taken_is_said_so(make_peer: Any) -> None:
     address = make_peer().address
     with pytest.raises(ConfigError, match=rf"cannot listen for questions at {address}.*Choose another"):
-        Server("questions", address, None, MAX_BYTES)
+        Server("questions", address, MAX_BYTES)
 
 
 def test_whoever_was_stopped_itself_takes_nobody_for_silent(

@@ -89,15 +89,15 @@ class TestTcp:
 
     @pytest.fixture
     def pair(self) -> Iterator[tuple[SocketEnd, SocketEnd]]:
-        callee = SocketEnd.listen(zmq.Context.instance(), "tcp://127.0.0.1:0", None, 1 << 20, "caller")
-        caller = SocketEnd.connect(zmq.Context.instance(), callee.address, None, 1 << 20, "caller")
+        callee = SocketEnd.listen(zmq.Context.instance(), "tcp://127.0.0.1:0", SECRET, 1 << 20, "caller")
+        caller = SocketEnd.connect(zmq.Context.instance(), callee.address, SECRET, 1 << 20, "caller")
         yield callee, caller
         caller.close()
         callee.close()
 
     def test_a_stranger_is_not_heard_and_gets_nothing(self, pair: tuple[SocketEnd, SocketEnd]) -> None:
         callee, caller = pair
-        stranger = SocketEnd.connect(zmq.Context.instance(), callee.address, None, 1 << 20, "stranger")
+        stranger = SocketEnd.connect(zmq.Context.instance(), callee.address, SECRET, 1 << 20, "stranger")
         assert stranger.send([b"hello"], PATIENCE_S) and callee.receive(0.2) is None
         assert caller.send([b"call"], PATIENCE_S)
         frames = callee.receive(PATIENCE_S)
@@ -128,15 +128,15 @@ class TestTcp:
 
     def test_a_callee_that_comes_again_at_its_address_is_found(self) -> None:
         """As after a broken connection: the caller's socket makes another one."""
-        ends = [SocketEnd.listen(zmq.Context.instance(), "tcp://127.0.0.1:0", None, 1 << 20, "caller")]
+        ends = [SocketEnd.listen(zmq.Context.instance(), "tcp://127.0.0.1:0", SECRET, 1 << 20, "caller")]
         address = ends[0].address
-        caller = SocketEnd.connect(zmq.Context.instance(), address, None, 1 << 20, "caller")
+        caller = SocketEnd.connect(zmq.Context.instance(), address, SECRET, 1 << 20, "caller")
         assert caller.send([b"first"], PATIENCE_S) and ends[0].receive(PATIENCE_S) is not None
         ends[0].close()
 
         def listen() -> bool:
             with contextlib.suppress(zmq.ZMQError):  # its port is free a little later
-                ends.append(SocketEnd.listen(zmq.Context.instance(), address, None, 1 << 20, "caller"))
+                ends.append(SocketEnd.listen(zmq.Context.instance(), address, SECRET, 1 << 20, "caller"))
             return len(ends) == 2
 
         wait_until(listen, "it listens again")
@@ -148,8 +148,11 @@ class TestTcp:
         ends[1].close()
 
     @pytest.mark.parametrize(("secret", "admitted"), [(SECRET, True), (SECRET + "!", False), (None, False)])
-    def test_only_the_same_secret_lets_a_caller_in(self, secret: str | None, admitted: bool) -> None:
-        endpoint = Endpoint("tcp://127.0.0.1:0", 1 << 20, SECRET)
+    def test_only_the_same_secret_lets_a_caller_in(
+        self, secret: str | None, admitted: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("ECHELON_SECRET", SECRET)
+        endpoint = Endpoint("tcp://127.0.0.1:0", 1 << 20)
         callee = endpoint.open_end(SocketEnd.listen, "tcp://127.0.0.1:0", "caller")
         caller = SocketEnd.connect(zmq.Context.instance(), callee.address, secret, 1 << 20, "caller")
         sent = caller.send([b"x"], 0.0)  # not if it was turned away before

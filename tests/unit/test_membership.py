@@ -210,7 +210,7 @@ def test_a_host_that_was_stopped_lets_in_who_knocked_meanwhile(
     info = write_info(1, 2, tmp_path / "m1")
 
     def join() -> None:
-        with entrance_module._join(Entrance("m1", 1, 2, host.address, PATIENCE_S), host.address, None, info) as node:
+        with entrance_module._join(Entrance("m1", 1, 2, host.address, PATIENCE_S), host.address, info) as node:
             joined.extend(node.members)
 
     joiner = threading.Thread(target=join, daemon=True)

@@ -34,7 +34,7 @@ class Crowd:
         self.told.append(text)
         if text.startswith("waiting at "):
             for message in self.messages:
-                client = Client("the learner", "tcp://" + text.split()[2], None, 1 << 20)
+                client = Client("the learner", "tcp://" + text.split()[2], 1 << 20)
                 frames = [bytearray(HEADER.size), *(message if isinstance(message, list) else pack(message))]
                 service = EPISODES if isinstance(message, Score) else TASK
                 request = client.ask(service, lambda frames=frames: frames, number=getattr(message, "number", 0))

@@ -30,10 +30,10 @@ from echelon.servers.shards import ShardServer
 from echelon.transport import channel_client
 from echelon.transport.channel import HEADER, MAGIC, Delivery, Kind, Message
 from echelon.transport.curve import secure_client
+from echelon.transport.secret import user_secret
 from running import wait_until
 
 Array = np.ndarray[Any, Any]
-SECRET = "a secret of the tests"
 CAPACITY, BATCH, ALPHA = 64, 32, 0.6
 LONG_S = 60.0  # no host is lost for being slow
 FIELDS: dict[str, Any] = {"shard": ((), np.int64), "number": ((), np.int64)}
@@ -51,8 +51,8 @@ class Host:
         self.limiter = Limiter.at(folder, RULE)
         self.address, self.server = "tcp://127.0.0.1:0", None
 
-    def open(self, secret: str | None = SECRET) -> None:
-        self.server: ShardServer | None = ShardServer(self.folder, self.wire, RULE, self.address, secret)
+    def open(self) -> None:
+        self.server: ShardServer | None = ShardServer(self.folder, self.wire, RULE, self.address)
         self.address, self._stopped = self.server.address, threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(self.server, self._stopped))
         self._thread.start()
@@ -88,7 +88,7 @@ class Scene:
         self.links: list[Link] = []
 
     def link(self, columns: Sequence[PriorityColumn | None] | None = None, **options: Any) -> Link:
-        options = {"secret": SECRET, "lost_after_s": LONG_S} | options
+        options = {"lost_after_s": LONG_S} | options
         columns = columns or self.columns[1:]
         self.links.append(Link(self.far.address, self.far.wire, columns, self.near.limiter, **options))
         return self.links[-1]
@@ -475,7 +475,7 @@ class TestStrangers:
             for refused, message in enumerate(bad, 1):
                 with context.socket(zmq.DEALER) as socket:
                     socket.setsockopt(zmq.LINGER, 0)
-                    secure_client(socket, SECRET)
+                    secure_client(socket, user_secret())
                     socket.connect(scene.far.address)
                     socket.send(good)
                     assert socket.poll(30_000) and len(socket.recv_multipart()) == 3
@@ -488,14 +488,14 @@ class TestStrangers:
 
     def test_a_learner_of_another_run_is_told(self, scene: Scene) -> None:
         other = ReplayWire(item_layout(FIELDS, CAPACITY + 1), [1, 2], RULE)
-        link = Link(scene.far.address, other, scene.columns[1:], scene.near.limiter, SECRET)
+        link = Link(scene.far.address, other, scene.columns[1:], scene.near.limiter)
         with pytest.raises(Refused, match="it was made for another layout of replay news"):
             link.arrive(30.0)
         link.close()
 
-    @pytest.mark.parametrize("secret", [None, SECRET + "!"])
-    def test_another_secret_is_not_let_in(self, scene: Scene, secret: str | None) -> None:
-        link = scene.link(secret=secret)
+    def test_another_secret_is_not_let_in(self, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ECHELON_SECRET", "a secret of the tests")
+        link = scene.link()
         with pytest.raises(Refused, match=r"refuses the handshake. Set ECHELON_SECRET"):
             link.arrive(30.0)
         server = scene.far.server

@@ -23,7 +23,6 @@ from echelon.roles.plan.replay import ReplayPlan
 from echelon.roles.replay_source import ReplaySource
 from echelon.schema import Spaces, TransitionBatch
 from echelon.servers.shards import ShardServer
-from echelon.transport.session import make_secret, secret_of
 from echelon.transport.sockets import announce
 from running import wait_until
 
@@ -56,7 +55,6 @@ class Scene:
             name="learner", index=0, incarnation=0, generation=0, train=config, spaces=SPACES, state_shapes=(),
             session=session, address="", run_dir=folder / "run", started_at=time.monotonic(),
         )  # fmt: skip
-        make_secret(session)
         self.plan, self.stopped = ReplayPlan(context), threading.Event()
         self.plan.make()
         self.actors, self.writers = self.plan.limiter(), [ShardWriter(self.plan.shard(index)) for index in range(2)]
@@ -68,7 +66,7 @@ class Scene:
         """Serves at the address of the previous server."""
         file, plan = self.plan.server_file, self.plan
         address = file.read_text() if file.exists() else "tcp://127.0.0.1:0"
-        server = ShardServer(plan.folder, plan.wire, plan.rule, address, secret_of(plan.folder))
+        server = ShardServer(plan.folder, plan.wire, plan.rule, address)
         announce(file, server.address)
         self.stopped.clear()
         self.thread = threading.Thread(target=self._serve, args=(server,))
@@ -116,8 +114,7 @@ class Scene:
 
 
 @pytest.fixture
-def make_scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Scene]]:
-    monkeypatch.delenv("ECHELON_SECRET", raising=False)
+def make_scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
     scenes: list[Scene] = []
 
     def make(**fields: Any) -> Scene:

@@ -53,7 +53,7 @@ Answers = Callable[[FromWorker], list[FromGateway]]
 @contextlib.contextmanager
 def learner(answers: Answers) -> Iterator[tuple[str, list[FromWorker]]]:
     """Runs a fake learner; yields its address and the messages that it received."""
-    server, heard, ended = Server("workers", "tcp://127.0.0.1:0", None, 1 << 20), list[FromWorker](), threading.Event()
+    server, heard, ended = Server("workers", "tcp://127.0.0.1:0", 1 << 20), list[FromWorker](), threading.Event()
 
     def take(asked: Message) -> None:
         heard.append(from_worker(asked))
@@ -154,7 +154,7 @@ def test_a_stopped_learner_is_waited_for_and_told_of_once() -> None:
     told: list[str] = []
     asked = task()
     with learner(lambda message: [Stopped(), Stopped(), asked]) as (address, _):
-        connection = LearnerConnection(address, "w", None, 60.0, told.append)
+        connection = LearnerConnection(address, "w", 60.0, told.append)
         assert isinstance(connection.ask(TaskRequest(PROTOCOL), Task), Task)
         connection.close()
     assert [text.partition(address)[2] for text in told] == [
@@ -180,7 +180,7 @@ def test_a_learner_that_is_still_starting_is_given_time(monkeypatch: pytest.Monk
     told: list[str] = []
     words: list[FromGateway] = [Wait()] if is_starting else []
     with learner(lambda message: [words.pop()] if words else []) as (address, _):
-        connection = LearnerConnection(address, "w", None, 0.1, told.append)
+        connection = LearnerConnection(address, "w", 0.1, told.append)
         with pytest.raises(TransportTimeout):
             connection.ask(TaskRequest(PROTOCOL), Task)
         connection.close()

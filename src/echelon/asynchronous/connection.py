@@ -46,9 +46,7 @@ class RunOver(Exception):
 class LearnerConnection:
     """Sends requests to the gateway of one learner, and receives its replies."""
 
-    def __init__(
-        self, address: str, name: str, secret: str | None, patience_s: float, report: Callable[[str], None]
-    ) -> None:
+    def __init__(self, address: str, name: str, patience_s: float, report: Callable[[str], None]) -> None:
         """`name` is the worker's. Gives up on a learner that is silent for `patience_s`; `report` shows messages to
         the user."""
         self.address, self._patience_s, self._report = address, patience_s, report
@@ -58,7 +56,6 @@ class LearnerConnection:
         self._client = Client(
             "the learner",
             address,
-            secret,
             LIMITS.total_bytes,
             queued=QUEUED_MESSAGES,
             name=socket_name(name),

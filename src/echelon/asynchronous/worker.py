@@ -44,7 +44,6 @@ from echelon.transport.episode_wire import (
     UnknownWorker,
     Welcome,
 )
-from echelon.transport.secret import secret_from_environment
 from echelon.trust import LEARNER, check_names
 
 Wrapper = Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]
@@ -91,9 +90,7 @@ class AsyncWorker:
         self.num_episodes = 0  # acknowledged by the learner
         self._output = output or sys.stdout
         self._number = 0  # of the last message
-        self.connection = LearnerConnection(
-            address_of(learner_address), self.name, secret_from_environment(), patience_s, self.report
-        )
+        self.connection = LearnerConnection(address_of(learner_address), self.name, patience_s, self.report)
 
     def report(self, text: str) -> None:
         print(f"worker {self.name}: {escaped_lines(text)}", file=self._output, flush=True)

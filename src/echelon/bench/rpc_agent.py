@@ -24,7 +24,6 @@ from echelon.servers.inference import InferenceServer
 from echelon.transport.act_board import ActBoard
 from echelon.transport.act_listener import ActListener
 from echelon.transport.batcher import Batcher, BatchRule, Round
-from echelon.transport.secret import secret_from_environment
 
 Array = np.ndarray[Any, Any]
 SEED = 1
@@ -160,7 +159,7 @@ class SeatAgent:
         self.batcher, listener = Batcher(self.board, 0, rule), None
         if setting.transport == "tcp":
             address = f"tcp://{setting.master_addr}:{setting.master_port}"
-            listener = ActListener(self.board, 0, address, secret_from_environment())
+            listener = ActListener(self.board, 0, address)
             self.results.agent[1] = int(listener.address.rpartition(":")[2])
         self.server = InferenceServer(self.batcher, RandomAnswerer(setting, self.board, self.results), listener)
         self.results.agent[0] = JOIN

@@ -186,10 +186,9 @@ class SeatObserver:
         if self.setting.transport == "shm":
             return Seat(ActBoard(self.folder, layout), index)
         from echelon.transport.remote_seat import RemoteSeat
-        from echelon.transport.secret import secret_from_environment
 
         address = f"tcp://{self.setting.master_addr}:{self.results.agent[1]}"
-        return RemoteSeat(address, layout, index, secret=secret_from_environment())
+        return RemoteSeat(address, layout, index)
 
     def close(self) -> None:
         if self.seat is not None:

@@ -14,7 +14,7 @@ def run(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="echelon host",
         description="Run some actors of a run on this host until it is over. `echelon train PRESET ENV --hosts N` "
-        "prints the address to join. Unless that is a loopback address, ECHELON_SECRET must be that of the head.",
+        "prints the address to join. On another machine, or as another user, ECHELON_SECRET must be that of the head.",
     )
     parser.add_argument("--join", required=True, metavar="HOST:PORT", help="address that the run prints")
     parser.add_argument("--name", default="", metavar="NAME", help="name of this host in the run (default: hostname)")

@@ -13,7 +13,7 @@ def run(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="echelon worker",
         description="Step environments with a learner's newest policy and send it the episodes, until its run ends. "
-        "Beyond the loopback ECHELON_SECRET must be equal to that of the learner.",
+        "A worker on another machine, or of another user, needs the ECHELON_SECRET of the learner.",
     )
     parser.add_argument("--learner", required=True, metavar="HOST:PORT", help="address of `echelon learner`")
     parser.add_argument("--envs", type=int, default=1, metavar="K", help="environments stepped together (default 1)")

@@ -52,7 +52,6 @@ from echelon.hosts.messages import (
 from echelon.memory_check import check_fits, check_processes, free_memory
 from echelon.transport.channel import HEADER
 from echelon.transport.channel_client import Client, PendingRequest
-from echelon.transport.secret import secret_from_environment
 from echelon.transport.segments import open_segment
 from echelon.transport.session import create_session, start_ticks
 from echelon.version import __version__
@@ -75,7 +74,6 @@ class Agent:
     def __init__(self, address: str, shm_dir: str, report: Reporter, name: str = "") -> None:
         self.name, self.address, self.report = name or socket.gethostname(), address, report
         self.over = ""  # why this host leaves
-        self._secret = secret_from_environment()
         self._num_commands, self._event_number = 0, 0
         self._events: list[Event] = []
         self._reporting: PendingRequest | None = None
@@ -100,7 +98,7 @@ class Agent:
 
     def _connect(self, what: str, address: str, max_bytes: int, queued: int) -> Client:
         name = b"h" + os.urandom(15)  # by this name the head recognizes the agent after a reconnect
-        return Client(what, address, self._secret, max_bytes, queued=queued, name=name)
+        return Client(what, address, max_bytes, queued=queued, name=name)
 
     def join(self) -> None:
         """Joins the run and waits until it is ready; raises Refused if the run takes no more hosts.

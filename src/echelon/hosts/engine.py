@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import secrets
 import signal
 import socket
@@ -49,7 +48,7 @@ from echelon.hosts.messages import (
 from echelon.hosts.ownership import HERE, Ownership
 from echelon.transport.channel import Message
 from echelon.transport.channel_server import Server
-from echelon.transport.secret import SECRET_VARIABLE, is_loopback, secret_from_environment
+from echelon.transport.secret import REMEDY, SECRET_VARIABLE, is_loopback
 from echelon.transport.segments import open_segment
 from echelon.version import __version__
 
@@ -57,7 +56,6 @@ GRACE_S = 2.0  # beyond the lease, before a silent host is given up
 AWAY_S = 1.0  # a longer gap between two calls of `_look` means that this process was suspended; the excess is ignored
 WAIT_REPORT_S = 30.0  # between two reports that hosts are missing
 SILENT_S = 5.0  # before the user is warned of a silent host
-SETTLE_S = 2.0  # agents that waited for the head probe it first, which counts as a refused handshake: ignored this long
 BURST = 256
 LOOK_S = 0.05
 STALE_S = 2.0  # gauges of a host that was silent for longer are stale
@@ -73,7 +71,7 @@ class HostsEngine(LocalEngine):
     def __init__(self, session: str, preload: Sequence[str], address: str, lease_s: float) -> None:
         super().__init__(session, preload)
         self._folder, self._lease_s = Path(session), lease_s
-        self._control = Server("hosts", address, secret_from_environment(), MAX_BYTES, report=self._report)
+        self._control = Server("hosts", address, MAX_BYTES, report=self._report)
         self._hosts: dict[bytes, Host] = {}  # by connection, lost ones included
         self._places: dict[str, Host] = {}  # of roles on other hosts
         self._assignment: Assignment | None = None
@@ -84,7 +82,6 @@ class HostsEngine(LocalEngine):
         self._reports: list[tuple[str, str]] = []
         self._fenced: list[Host] = []  # lost, but the carrier may not have seen it yet
         self._gauges: dict[str, Array] = {}
-        self._num_handshakes, self._settled_at = 0, math.inf  # refused ones; not reported before `_settled_at`
         self._has_reported_handshake = False
         self._over = ""
         self._looked_at = time.monotonic()
@@ -106,7 +103,7 @@ class HostsEngine(LocalEngine):
         """
         self._own_streams, self._free, self._carrier = streams[0], list(streams[1:]), carrier
         self._ownership = Ownership(self._folder, streams[-1].stop)
-        self._assignment, self._settled_at = assignment, time.monotonic() + SETTLE_S
+        self._assignment = assignment
         missing, began, next_report = 0, time.monotonic(), 0.0
         while self._free:
             if missing != len(self._free):
@@ -132,7 +129,7 @@ class HostsEngine(LocalEngine):
         """The command to run on another host, as far as this host can tell."""
         name, _, port = self.address.removeprefix("tcp://").rpartition(":")
         if is_loopback(name):
-            only = "from this machine alone; --hosts.address tcp://0.0.0.0:PORT admits others"
+            only = "this user on this machine only; --hosts.address tcp://0.0.0.0:PORT admits other machines"
             return f"echelon host --join {name}:{port} ({only})"
         known = socket.gethostname() if name == "0.0.0.0" else name
         return f"echelon host --join {known}:{port} (with the same {SECRET_VARIABLE})"
@@ -248,12 +245,9 @@ class HostsEngine(LocalEngine):
         now = time.monotonic()
         away_s = now - self._looked_at - AWAY_S
         self._looked_at = now
-        num_handshakes = self._control.num_refused_handshakes
-        if now < self._settled_at:
-            self._num_handshakes = num_handshakes
-        elif num_handshakes > self._num_handshakes and not self._has_reported_handshake:
+        if self._control.num_refused_handshakes and not self._has_reported_handshake:
             self._has_reported_handshake = True
-            self._report(f"refused a connection: its {SECRET_VARIABLE} is not that of this run, or is missing")
+            self._report(f"refused a connection: its secret is not that of this run. {REMEDY}")
         for host in self._hosts.values():
             host.received_at = min(now, host.received_at + max(0.0, away_s))
             if not host.lost:

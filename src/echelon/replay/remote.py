@@ -123,7 +123,6 @@ class Link:
         wire: ReplayWire,
         columns: Sequence[PriorityColumn | None],
         limiter: Limiter,
-        secret: str | None = None,
         lost_after_s: float = 10.0,
     ) -> None:
         """Connects in the background; `arrive` waits until the server has replied.
@@ -136,7 +135,7 @@ class Link:
         self._wanted: list[PendingItems] = []  # in flight
         self._gathering: PendingItems | None = None
         self._counts = limiter.counts()
-        self._client = Client("the shard server", address, secret, wire.answer_bytes, queued=QUEUED_MESSAGES)
+        self._client = Client("the shard server", address, wire.answer_bytes, queued=QUEUED_MESSAGES)
         self.descriptor = self._client.descriptor
         self._news = self._ask_for_news()
 

@@ -20,7 +20,6 @@ from echelon.roles.context import Context, Station
 from echelon.roles.plan.parts import Plan
 from echelon.transport.channel import HEADER, Message
 from echelon.transport.channel_server import Server
-from echelon.transport.secret import secret_from_environment
 from echelon.transport.slot_wire import SLOTS
 from echelon.transport.sockets import announce
 
@@ -42,7 +41,7 @@ class Carrier:
         most = max(self.slots.nbytes, HEADER.size + 8 * self.ring.num_streams)
         report = functools.partial(self.station.report, "message")
         queued = max(2, QUEUED_BYTES // self.slots.nbytes)  # of each connection
-        self.server = Server("hosts", address, secret_from_environment(), most, queued, report)
+        self.server = Server("hosts", address, most, queued, report)
         self.server.serve(SLOTS, self._take_slot)
         self.server.serve(NEWER, self._answer_newer)
         announce(file, self.server.address)

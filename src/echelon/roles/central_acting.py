@@ -127,11 +127,10 @@ class RemoteActing(Seated):
         address_file: Path,
         client: int,
         incarnation: int,
-        secret: str | None = None,
         exploring: Exploring | None = None,
     ) -> None:
         super().__init__(layout.num_groups, client, incarnation, exploring)
-        self.layout, self.address_file, self.secret = layout, address_file, secret
+        self.layout, self.address_file = layout, address_file
         self._remote: dict[int, RemoteSeat] = {}  # by group
 
     def begin(self, group: int) -> bool:
@@ -139,7 +138,7 @@ class RemoteActing(Seated):
             if not self.address_file.exists():
                 return False
             address = self.address_file.read_text()
-            seat = RemoteSeat(address, self.layout, self.client, group, self.incarnation, self.secret)
+            seat = RemoteSeat(address, self.layout, self.client, group, self.incarnation)
             self._seats[group] = self._remote[group] = seat
         self._seat(group).wants_state = True  # only the first step of a trajectory needs the state in the reply
         return True

@@ -48,7 +48,6 @@ from echelon.transport.episode_wire import (
     from_worker,
     pack,
 )
-from echelon.transport.secret import secret_from_environment
 from echelon.transport.shared_memory import WeightsBoard
 from echelon.transport.sockets import announce
 from echelon.transport.space_wire import received_spaces
@@ -102,8 +101,7 @@ class Gateway:
         self.task = Task(train=config_io.to_json(self.config), own=own)
         file = plan.workers_file
         address = file.read_text() if file.exists() else self.config.workers.address
-        secret = secret_from_environment()
-        self.server = Server("workers", address, secret, self.intake.max_bytes, QUEUED_MESSAGES, report)
+        self.server = Server("workers", address, self.intake.max_bytes, QUEUED_MESSAGES, report)
         self.server.serve(TASK, self._take_message)
         self.server.serve(EPISODES, self._take_message)
         announce(file, self.server.address)

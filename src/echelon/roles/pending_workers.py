@@ -38,7 +38,6 @@ from echelon.transport.episode_wire import (
     from_worker,
     pack,
 )
-from echelon.transport.secret import secret_from_environment
 from echelon.transport.space_wire import received_spaces
 
 MAX_BYTES = 1 << 20
@@ -50,7 +49,7 @@ def await_spaces(config: TrainConfig, own: StateLayout | None, report: Callable[
     """Waits for the first suitable worker. Returns its spaces, and the address at which it expects the gateway."""
     task = Task(config_io.to_json(config), own.to_json() if own is not None else None)
     server, handshakes = (
-        Server("workers", config.workers.address, secret_from_environment(), MAX_BYTES, report=report),
+        Server("workers", config.workers.address, MAX_BYTES, report=report),
         HandshakeReport(report),
     )
     found: list[Spaces] = []

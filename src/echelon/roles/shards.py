@@ -13,7 +13,6 @@ from echelon.roles.context import Context
 from echelon.roles.plan.replay import ReplayPlan
 from echelon.roles.serving import Serving
 from echelon.servers.shards import ShardServer
-from echelon.transport.session import secret_of
 from echelon.transport.sockets import announce
 
 
@@ -28,7 +27,7 @@ class Shards(Serving):
         plan = ReplayPlan(context)
         file = plan.server_file
         address = file.read_text() if file.exists() else context.train.replay.address
-        self.server = ShardServer(plan.folder, plan.wire, plan.rule, address, secret_of(plan.folder), self.report)
+        self.server = ShardServer(plan.folder, plan.wire, plan.rule, address, self.report)
         announce(file, self.server.address)
 
     def times(self) -> dict[str, float]:

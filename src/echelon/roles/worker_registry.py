@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from echelon.roles.journal import Journal
 from echelon.transport.episode_wire import socket_name
-from echelon.transport.secret import SECRET_VARIABLE
+from echelon.transport.secret import REMEDY
 
 ACTIVE_S = 60.0  # a worker is active if it sent a message within this time; a live worker sends more often
 EVER = float("inf")
@@ -76,7 +76,4 @@ class HandshakeReport:
         """Reports if `num_refused`, the number of refused handshakes so far, has reached the next threshold."""
         if num_refused >= self._next:
             self._next = REPORT_EVERY * (num_refused // REPORT_EVERY + 1)
-            self._report(
-                f"a connection was refused ({num_refused} so far): its {SECRET_VARIABLE} is not set, or differs from "
-                "the learner's. Start workers with the learner's value."
-            )
+            self._report(f"a connection was refused ({num_refused} so far): its secret is not the learner's. {REMEDY}")

@@ -41,10 +41,9 @@ class ShardServer:
         wire: ReplayWire,
         rule: LimiterRule,
         address: str,
-        secret: str | None = None,
         report: Callable[[str], None] = print_error,
     ) -> None:
-        """Opens the shards of `wire` in `folder`, and listens; off the loopback only with a secret."""
+        """Opens the shards of `wire` in `folder`, and listens."""
         self.wire, self.limiter = wire, Limiter.at(folder, rule)
         self.readers = [ShardReader(Shard.at(folder, index, wire.layout)) for index in wire.shards]
         own = np.zeros(wire.num_counts, np.bool_)
@@ -52,7 +51,7 @@ class ShardServer:
         self._elsewhere = ~own  # counts that requests update
         self._birth = int.from_bytes(hashlib.blake2b(str(folder).encode(), digest_size=7).digest(), "little")
         self._appended = self.limiter.listen(None)
-        self._server = Server("learners", address, secret, wire.question_bytes, QUEUED_MESSAGES, report)
+        self._server = Server("learners", address, wire.question_bytes, QUEUED_MESSAGES, report)
         self._server.serve(wire.items, self._take)
         self._server.serve(wire.news, self._take_news)
         self.address = self._server.address

@@ -57,11 +57,10 @@ class ActListener:
         board: ActBoard,
         server: int,
         address: str,
-        secret: str | None = None,
         choices: Sequence[Bounds] = (),
         report: Callable[[str], None] = print_error,
     ) -> None:
-        """Listens at `address` (tcp://HOST:PORT, port 0: any free one); outside the loopback only with a secret.
+        """Listens at `address` (tcp://HOST:PORT, port 0: any free one).
 
         Requests with an observation outside its bounds in `choices` are refused: no embedding has such an index.
         """
@@ -85,7 +84,7 @@ class ActListener:
         rows = np.zeros((layout.num_seats, wire.stateful_bytes), np.uint8)  # outgoing replies
         self._rows, self._row_bytes = wire.answer_views(rows), rows.reshape(-1).data
         self._rows["words"][:, :4] = MAGIC, Kind.ANSWER, wire.act.digest, wire.act.layout
-        self._channel = Server("remote actors", address, secret, wire.question_bytes, report=report)
+        self._channel = Server("remote actors", address, wire.question_bytes, report=report)
         self._channel.serve(wire.act, self._take)
         self._channel.serve(wire.seat, self._take_seat)
         self.address = self._channel.address

@@ -24,7 +24,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from echelon.errors import Refused, escaped
 from echelon.transport.channel import HEADER, MAGIC, MAX_REASON_BYTES, NOTHING, Kind, Own, Part, Service
-from echelon.transport.secret import SECRET_VARIABLE, check_secret, numeric
+from echelon.transport.secret import REMEDY, numeric, secret_for
 from echelon.transport.sockets import (
     LINGER_MS,
     QUEUED_MESSAGES,
@@ -63,7 +63,6 @@ class Client:
         self,
         what: str,
         address: str,
-        secret: str | None,
         max_bytes: int,
         *,
         queued: int = QUEUED_MESSAGES,
@@ -75,11 +74,10 @@ class Client:
         The server recognizes a client by its `name` after a reconnect or a restart of either side; without `name`,
         libzmq assigns one.
         """
-        check_secret(address, secret)
         self.what, self.address = what, numeric(address)
         self.has_heard = False
         self.num_tries = 0  # since the last message from the server
-        self._secret, self._first_s, self._max_s = secret, *repeat_s
+        self._secret, self._first_s, self._max_s = secret_for(address), *repeat_s
         self.posts = collections.deque[list[memoryview]](maxlen=NUM_POSTS)  # posts of the server, the oldest first
         self._requests: dict[tuple[int, int], PendingRequest] = {}  # in flight, the oldest first
         self._last_number = 0
@@ -87,7 +85,7 @@ class Client:
         self._repeat_s, self.repeat_at = self._first_s, math.inf
         max_bytes = max(max_bytes, HEADER.size + MAX_REASON_BYTES)
         self._receive_ms = -1
-        self.socket = connect(self.address, secret, max_bytes, queued, name)
+        self.socket = connect(self.address, self._secret, max_bytes, queued, name)
         self.descriptor = int(self.socket.getsockopt(zmq.FD))
         self._monitor: Any = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._is_cut, self._look_at = False, 0.0
@@ -225,10 +223,7 @@ class Client:
         self.num_tries += 1
         self._silent_since = min(self._silent_since, now)  # not earlier: this process may have been suspended
         if not self.has_heard and self.num_tries % 4 == 1 and is_handshake_refused(self.address, self._secret):
-            raise Refused(
-                f"{self.what} at {self.address} refuses the handshake. Set {SECRET_VARIABLE} to the same value on both "
-                "sides, or on neither."
-            )
+            raise Refused(f"{self.what} at {self.address} refuses the handshake. {REMEDY}")
         self._repeat_s = min(2 * self._repeat_s, self._max_s)
         self.repeat_at = now + self._repeat_s
         self._send_all(now)

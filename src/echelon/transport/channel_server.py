@@ -1,11 +1,11 @@
 """The server's side of the channel: receives requests from any client and sends replies.
 
-It listens on one ROUTER socket (outside the loopback only with a secret) and accepts the clients that its gate admits:
-those whose CURVE keys are derived from the same secret (`curve.py`). Its owner calls `take` until nothing is left, and
-then `sleep`, all in one thread. What bounds it: a queue per connection, a maximum message size, and one held request
-per connection and service. If a client does not receive, its replies are dropped; it repeats its request if it is
-alive. A client whose message raises any exception is refused: nothing more is read from its connection, and the owner
-continues. If the owner dies, clients reconnect once its successor listens at the same address.
+It listens on one ROUTER socket and accepts the clients that its gate admits: those whose CURVE keys are derived from
+the same secret (`curve.py`). Its owner calls `take` until nothing is left, and then `sleep`, all in one thread. What
+bounds it: a queue per connection, a maximum message size, and one held request per connection and service. If a client
+does not receive, its replies are dropped; it repeats its request if it is alive. A client whose message raises any
+exception is refused: nothing more is read from its connection, and the owner continues. If the owner dies, clients
+reconnect once its successor listens at the same address.
 
 Imports nothing heavier than pyzmq.
 """
@@ -37,7 +37,7 @@ from echelon.transport.channel import (
 )
 from echelon.transport.connections import LOOK_S
 from echelon.transport.curve import Socket, secure_server
-from echelon.transport.secret import check_secret, numeric
+from echelon.transport.secret import numeric, secret_for
 from echelon.transport.sockets import LINGER_MS, MORE, QUEUED_MESSAGES, make_socket, receive_frames, send_frames
 
 IGNORED_CONNECTIONS = 10_000  # refused connections remembered; the oldest are dropped
@@ -63,7 +63,6 @@ class Server:
         self,
         what: str,
         address: str,
-        secret: str | None,
         max_bytes: int,
         queued: int = QUEUED_MESSAGES,
         report: Callable[[str], None] = print_error,
@@ -73,7 +72,7 @@ class Server:
         `what` names the expected clients in messages; `queued` bounds the queue of each connection; `report` receives
         the reasons of refusals.
         """
-        check_secret(address, secret)
+        secret = secret_for(address)
         self.num_refused_messages = 0
         self._what, self._report = what, report
         self._offers: dict[int, tuple[Service, Handler]] = {}

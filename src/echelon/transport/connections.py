@@ -27,7 +27,7 @@ MOST_BUSY = 0.01  # of the owner's time for that: with thousands of connections 
 LEEWAY_BYTES = 16 << 20  # for headers, heartbeats (some 40 bytes per second) and encryption
 BYTES_RECEIVED = struct.Struct("<128xQ")  # tcpi_bytes_received in the kernel's struct tcp_info
 RESET = struct.pack("ii", 1, 0)  # closing sends a reset: the peer must not wait for room in a buffer
-FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # another secret, or none; not a peer that only hangs up, as a probe does
 OPENED, CLOSED = zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 

@@ -1,9 +1,8 @@
 """Authentication over TCP: CURVE keys derived from one secret, and the gate that admits only their holders.
 
-The keypairs of the server and of the clients are both derived from the run's secret. A process with the secret can take
-either side; a process without it fails the handshake: a client with another secret does not have the server's public
-key, and a client without a secret uses another mechanism. On the loopback a secret is optional; elsewhere it is
-required.
+The keypairs of the server and of the clients are both derived from the secret (`secret.py`). A process with the secret
+can take either side; a process without it fails the handshake: a client with another secret does not have the server's
+public key, and a client without a secret uses another mechanism.
 """
 
 from __future__ import annotations
@@ -49,16 +48,14 @@ def secure_client(socket: Socket, secret: str) -> None:
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.private)
 
 
-def secure_server(socket: Socket, secret: str | None, most_unread: int | None = None) -> Gate:
-    """Makes `socket` admit only clients with this secret, if there is one. Call it before the socket binds.
+def secure_server(socket: Socket, secret: str, most_unread: int | None = None) -> Gate:
+    """Makes `socket` admit only clients with this secret. Call it before the socket binds.
 
     Clients are admitted only while the returned gate is served; `most_unread` bounds the bytes of each of them that
     are in no finished message.
     """
-    gate = Gate(socket, keypair(secret, "client").public if secret is not None else None, most_unread)
-    if secret is not None:
-        admit(socket, secret)
-    return gate
+    admit(socket, secret)
+    return Gate(socket, keypair(secret, "client").public, most_unread)
 
 
 def admit(socket: Socket, secret: str) -> None:
@@ -79,18 +76,15 @@ class Gate:
     not affected. A context has one gate, because the address of the requests is fixed.
     """
 
-    def __init__(self, socket: Socket, admitted: bytes | None, most_unread: int | None = None) -> None:
-        """Without `admitted`, the clients' public key, everyone is admitted."""
+    def __init__(self, socket: Socket, admitted: bytes, most_unread: int | None = None) -> None:
+        """Admits clients with the public key `admitted`."""
         self.connections = Connections(socket, most_unread)
         self._num_refused = 0
-        self.descriptors = [self.connections.descriptor]
-        self._requests: Socket | None = None
-        if admitted is not None:
-            self._admitted = z85.decode(admitted)
-            self._requests = socket.context.socket(zmq.ROUTER)
-            self._requests.setsockopt(zmq.LINGER, 0)
-            self._requests.bind(ZAP_ADDRESS)
-            self.descriptors.append(int(self._requests.getsockopt(zmq.FD)))
+        self._admitted = z85.decode(admitted)
+        self._requests: Socket = socket.context.socket(zmq.ROUTER)
+        self._requests.setsockopt(zmq.LINGER, 0)
+        self._requests.bind(ZAP_ADDRESS)
+        self.descriptors = [int(self._requests.getsockopt(zmq.FD)), self.connections.descriptor]
 
     @property
     def num_refused(self) -> int:
@@ -102,13 +96,12 @@ class Gate:
 
         Returns why connections were closed, if any were.
         """
-        if self._requests is not None:
-            with suppress(zmq.Again):
-                while True:
-                    self._answer(self._requests, self._requests.recv_multipart(zmq.NOBLOCK))
+        with suppress(zmq.Again):
+            while True:
+                self._answer(self._requests.recv_multipart(zmq.NOBLOCK))
         return self.connections.serve()
 
-    def _answer(self, requests: Socket, frames: list[bytes]) -> None:
+    def _answer(self, frames: list[bytes]) -> None:
         route, _, _, number, domain, _, _, mechanism, *credentials = frames
         known = (
             mechanism == b"CURVE"
@@ -117,9 +110,8 @@ class Gate:
         )
         self._num_refused += not known
         verdict = [b"200", b"OK", b"client", b""] if known else [b"400", b"not a key of this run", b"", b""]
-        requests.send_multipart([route, b"", b"1.0", number, *verdict], zmq.NOBLOCK)
+        self._requests.send_multipart([route, b"", b"1.0", number, *verdict], zmq.NOBLOCK)
 
     def close(self) -> None:
         self.connections.close()
-        if self._requests is not None:
-            self._requests.close(linger=0)
+        self._requests.close(linger=0)

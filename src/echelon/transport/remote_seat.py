@@ -37,7 +37,6 @@ class RemoteSeat:
         client: int,
         group: int = 0,
         incarnation: int = 0,
-        secret: str | None = None,
         connect_timeout_s: float = 30.0,
     ) -> None:
         """Takes the seat; a successor needs a higher `incarnation` than the process that used it before.
@@ -61,7 +60,7 @@ class RemoteSeat:
         self.version = 0  # of the weights that computed the last reply
         self._count = (incarnation + 1) << LIFE_BITS
         self._connect_timeout_s, self._connect_by = connect_timeout_s, math.inf
-        self.client = Client("the inference server", address, secret, wire.stateful_bytes)
+        self.client = Client("the inference server", address, wire.stateful_bytes)
         self.address = self.client.address
         arrival = (bytearray(HEADER.size),)
         self._arrival: PendingRequest | None = self.client.ask(

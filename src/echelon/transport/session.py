@@ -19,11 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.errors import ConfigError
-from echelon.transport.secret import secret_from_environment
 
 NAME = re.compile(r"echelon-(?P<pid>\d+)-(?P<namespace>[0-9a-f]+)-[0-9a-f]{8}")
 OWNER = "owner.json"
-SECRET = "secret"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +87,6 @@ def create_session(shm_dir: str) -> Path:
             raise
         raise ConfigError(f"shm_dir={shm_dir} has no room for a run: {error}. Use another --shm-dir.") from error
     return path
-
-
-def make_secret(session: Path) -> None:
-    """Generates a secret if ECHELON_SECRET is not set, and stores it in the session, which only its owner can read."""
-    if secret_from_environment() is None:
-        file = os.open(session / SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(file, "w") as secret:
-            secret.write(secrets.token_hex(32))
-
-
-def secret_of(session: Path) -> str:
-    """Returns the secret with which a run's processes authenticate over TCP: ECHELON_SECRET, or the generated one."""
-    return secret_from_environment() or (session / SECRET).read_text()
 
 
 def leftovers(shm_dir: str) -> list[Leftover]:

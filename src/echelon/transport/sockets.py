@@ -16,7 +16,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from echelon.errors import ConfigError
 from echelon.transport.curve import Socket, secure_client
-from echelon.transport.secret import SECRET_VARIABLE, numeric
+from echelon.transport.secret import REMEDY, numeric
 
 QUEUED_MESSAGES = 8  # default, per connection and direction
 HEARTBEAT_MS, SILENCE_MS = 2_000, 10_000  # a connection is closed after SILENCE_MS without a heartbeat
@@ -54,7 +54,7 @@ def connect(
     """Returns a client's socket that connects to `address` in the background, and reconnects while it is open.
 
     The server recognizes a client by its `name` after a reconnect or a restart of either side; without `name`, libzmq
-    assigns one.
+    assigns one. Only an ipc address has no `secret`.
     """
     socket = make_socket(context or zmq.Context.instance(), zmq.DEALER, max_bytes, queued)
     if name:
@@ -94,10 +94,7 @@ def why_silent(address: str) -> str:
         _probe(address)
     except (OSError, ValueError) as error:
         return f"nothing listens there ({error}). Start it, or check the address and the firewall."
-    return (
-        f"a process listens there, but refuses the handshake or is busy. Set {SECRET_VARIABLE} to the same value on "
-        "both sides, or on neither."
-    )
+    return f"a process listens there, but refuses the handshake or is busy. {REMEDY}"
 
 
 def _probe(address: str) -> None:
@@ -106,16 +103,15 @@ def _probe(address: str) -> None:
     sockets.create_connection((host, int(port)), timeout=1.0).close()
 
 
-def is_handshake_refused(address: str, secret: str | None) -> bool:
-    """Returns whether the listener at the tcp `address` refuses the handshake: secrets differ, or one is missing."""
+def is_handshake_refused(address: str, secret: str) -> bool:
+    """Returns whether the listener at the tcp `address` refuses the handshake: its secret is another."""
     try:
         _probe(address)
     except (OSError, ValueError):  # nothing listens
         return False
     context: zmq.Context[Socket] = zmq.Context()
     probe = make_socket(context, zmq.DEALER, HANDSHAKE_BYTES)
-    if secret is not None:
-        secure_client(probe, secret)
+    secure_client(probe, secret)
     monitor: Any = probe.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | HUNG_UP | REFUSED)
     deadline, num_hangups = time.monotonic() + PROBE_S, 0
     try:

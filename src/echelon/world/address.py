@@ -1,7 +1,7 @@
 """Addresses of the world: their kinds, and where a member may bind.
 
 There are three kinds of address: `ipc://FOLDER/file` (one machine; the folder should be private), `tcp://HOST:PORT`
-(outside the loopback interface it needs a secret, which authenticates peers) and `inproc://name` (several members in
+(a secret authenticates peers) and `inproc://name` (several members in
 one thread of one process).
 """
 
@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from echelon.errors import ConfigError
-from echelon.transport.secret import check_secret, needs_secret, numeric
+from echelon.transport.secret import numeric, secret_for
 
 IPC_PATH_BYTES = 107  # sockaddr_un holds 108, including the terminating zero
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
@@ -26,8 +26,8 @@ def check_name(name: str) -> None:
         raise ConfigError(f"{name[:80]!r} is not a valid member name: use 1 to 64 letters, digits, or any of '_.:-'.")
 
 
-def check_address(address: str, secret: str | None = None) -> None:
-    """Raises ConfigError on an address that no member may bind, such as one off the loopback without a `secret`."""
+def check_address(address: str) -> None:
+    """Raises ConfigError on an address that no member may bind, such as one off the loopback without a secret."""
     scheme, _, rest = address.partition("://")
     if scheme == "ipc":
         length = len(os.fsencode(rest))
@@ -42,7 +42,7 @@ def check_address(address: str, secret: str | None = None) -> None:
         host, _, port = rest.rpartition(":")
         if not port.isascii() or not port.isdigit() or int(port) > 65535:
             raise ConfigError(f"the address {address} has no port: write tcp://127.0.0.1:PORT (0: any free port).")
-        check_secret(address, secret)
+        secret_for(address)
         if host in ("*", "0.0.0.0", ""):
             raise ConfigError(
                 f"the address {address} names no interface, so others could not connect to it. Use the address at "
@@ -84,15 +84,13 @@ def resolved(address: str) -> str:
         raise ConfigError(f"the host of the address {address} cannot be found: {error}.") from error
 
 
-def is_sibling(host_address: str, address: str, secret: str | None = None) -> bool:
+def is_sibling(host_address: str, address: str) -> bool:
     """Whether `address` may be that of a member of the world at `host_address`.
 
     The check keeps a member from making the others connect elsewhere.
     """
     try:
-        if secret is None and needs_secret(address):
-            return False
-        check_address(address, secret)
+        check_address(address)
     except ConfigError:
         return False
     path, own = ipc_path(address), ipc_path(host_address)

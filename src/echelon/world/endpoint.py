@@ -15,6 +15,7 @@ import zmq
 from echelon.errors import ConfigError
 from echelon.transport.codec import Buffer
 from echelon.transport.curve import Socket, secure_client, secure_server
+from echelon.transport.secret import secret_for
 from echelon.transport.session import is_taken
 from echelon.transport.sockets import LINGER_MS, make_socket
 from echelon.world.address import check_address, ipc_path, remove
@@ -45,13 +46,13 @@ class Endpoint:
     link also drops its queue. Sockets do not survive a fork, so a forked copy of an endpoint raises ConfigError.
     """
 
-    def __init__(self, address: str, max_frame_bytes: int, secret: str | None = None) -> None:
+    def __init__(self, address: str, max_frame_bytes: int) -> None:
         """Binds the router at `address` (tcp with port 0: any free port; an ipc file of a dead process is replaced).
 
-        Over tcp, both sides prove that they know the `secret`, if there is one.
+        Over tcp, both sides prove that they know the secret.
         """
-        check_address(address, secret)
-        self._secret = secret if address.startswith("tcp://") else None
+        check_address(address)
+        self._secret = secret_for(address) if address.startswith("tcp://") else None
         self.shared = address.startswith("inproc://")  # inproc peers must share one context
         self.max_frame_bytes = max_frame_bytes
         self.closed = False
@@ -74,7 +75,7 @@ class Endpoint:
 
     @property
     def num_turned_away(self) -> int:
-        """Number of connections to the router that had a different secret, or none."""
+        """Number of connections to the router that had another secret, or none."""
         return self._gate.num_refused if self._gate else 0
 
     def send(self, address: str, frames: list[Buffer]) -> bool:
@@ -104,7 +105,7 @@ class Endpoint:
 
         The end uses the secret of this endpoint and is closed with it.
         """
-        check_address(address, self._secret)
+        check_address(address)
         with self._opening:
             self._check_usable()
             end = make(self._context, address, self._secret, self.max_frame_bytes, name)

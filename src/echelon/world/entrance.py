@@ -20,7 +20,7 @@ from pathlib import Path
 
 from echelon.errors import ConfigError, Refused, TransportTimeout
 from echelon.transport.codec import Limits
-from echelon.transport.secret import SECRET_VARIABLE, secret_from_environment
+from echelon.transport.secret import REMEDY, secret_for
 from echelon.transport.segments import check_platform
 from echelon.transport.session import NAME, create_session, session_name, start_ticks, sweep
 from echelon.transport.sockets import is_handshake_refused, why_silent
@@ -76,43 +76,38 @@ def enter(entrance: Entrance) -> Entered:
     """Opens or joins the world; on failure, raises an error with the reason within the entrance's timeout."""
     check_platform()
     address = resolved(entrance.address) or f"ipc://{_meeting_folder(entrance.size)}/{HOST_SOCKET}"
-    secret = secret_from_environment() if address.startswith("tcp://") else None
-    check_address(address, secret)
+    check_address(address)
     folder = _member_folder(address, entrance.name)
     try:
         info = write_info(entrance.rank, max(1, entrance.size), folder)
         if entrance.is_host:
-            node = _open(entrance, address, secret, info)
+            node = _open(entrance, address, info)
             return Entered(node, info, Registry(node, entrance.size))
-        return Entered(_join(entrance, address, secret, info), info)
+        return Entered(_join(entrance, address, info), info)
     except BaseException:
         remove_folder(folder)
         raise
 
 
-def _open(entrance: Entrance, address: str, secret: str | None, info: MemberInfo) -> Node:
+def _open(entrance: Entrance, address: str, info: MemberInfo) -> Node:
     deadline = time.monotonic() + entrance.timeout_s
     while True:
         try:
-            return Node.host(address, entrance.name, limits=LIMITS, info=info.to_wire(), secret=secret)
+            return Node.host(address, entrance.name, limits=LIMITS, info=info.to_wire())
         except ConfigError:  # a previous world of these processes may be about to end
             if entrance.address or time.monotonic() >= deadline:
                 raise
             time.sleep(PAUSE_S)
 
 
-def _join(entrance: Entrance, address: str, secret: str | None, info: MemberInfo) -> Node:
+def _join(entrance: Entrance, address: str, info: MemberInfo) -> Node:
     deadline = time.monotonic() + entrance.timeout_s
     name, own_info = entrance.name, info.to_wire()
 
     def join_timeout_s() -> float:
         """Returns how long the host may take to admit this process; raises Refused if the secrets differ."""
-        if address.startswith("tcp://") and is_handshake_refused(address, secret):
-            own = f"with its value of {SECRET_VARIABLE}" if secret is not None else f"without {SECRET_VARIABLE}"
-            raise Refused(
-                f"the world at {address} does not admit {name!r} {own}. Set {SECRET_VARIABLE} to the same value in "
-                "every member, or in none."
-            )
+        if address.startswith("tcp://") and is_handshake_refused(address, secret_for(address)):
+            raise Refused(f"the world at {address} does not admit {name!r}: its secret is another. {REMEDY}")
         return min(TRY_S, max(0.1, deadline - time.monotonic()))
 
     def retry_timeout_s(error: TransportTimeout) -> float:
@@ -128,7 +123,6 @@ def _join(entrance: Entrance, address: str, secret: str | None, info: MemberInfo
                 timeout_s=join_timeout_s(),
                 limits=LIMITS,
                 info=own_info,
-                secret=secret,
                 on_silence=retry_timeout_s,
             )
         except Refused as error:

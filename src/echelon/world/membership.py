@@ -29,7 +29,7 @@ from echelon.errors import (
 )
 from echelon.transport.channel import print_error
 from echelon.transport.channel_calls import Future
-from echelon.transport.secret import SECRET_VARIABLE
+from echelon.transport.secret import REMEDY
 from echelon.world.directory import Member
 from echelon.world.entrance import LIMITS, Entrance, enter, remove_folder, remove_folder_of
 from echelon.world.functions import Scope
@@ -102,9 +102,7 @@ class Membership:
         except TransportTimeout as error:
             missing = self.explain(error, "missing")
             turned_away = self._node.num_turned_away
-            secrets = (
-                f" A process was refused because its {SECRET_VARIABLE} was different or not set." if turned_away else ""
-            )
+            secrets = f" A process was refused because its secret was another. {REMEDY}" if turned_away else ""
             raise TransportTimeout(
                 f"rank {', '.join(map(str, missing))} of the world at {self._node.host_address} did not join within "
                 f"{self.timeout_s:g} s.{secrets} Start it, or raise timeout_s."

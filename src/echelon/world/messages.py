@@ -116,7 +116,7 @@ class Messenger:
 
     @property
     def num_turned_away(self) -> int:
-        """Number of connections that were refused because their secret was different or missing."""
+        """Number of connections that were refused because their secret was another, or missing."""
         return self._endpoint.num_turned_away
 
     @property

@@ -45,16 +45,15 @@ _local_nodes: weakref.WeakValueDictionary[str, Node] = weakref.WeakValueDictiona
 class Node(Messenger):
     """A named member of the world: it finds the others by name, calls them and is called."""
 
-    def __init__(self, me: Member, host_address: str, limits: Limits, secret: str | None) -> None:
+    def __init__(self, me: Member, host_address: str, limits: Limits) -> None:
         """Binds at the address of `me`; use `Node.host` or `Node.join` instead."""
-        endpoint = Endpoint(me.address, limits.total_bytes, secret)
+        endpoint = Endpoint(me.address, limits.total_bytes)
         super().__init__(dataclasses.replace(me, address=endpoint.address), endpoint, limits)
         self.admit: Callable[[Member], str] = lambda member: ""  # host: why a process may not join, or ""
         self.on_lost: Callable[[Member, str], None] = lambda member, why: None  # called for every member that leaves
         self.farewell = "the host closed the world"  # host: the reason sent to the others when it closes
         self.dropped = 0  # posts that found no peer or no room
         self.watched = endpoint.watched  # the sockets, for callers that poll them together with others
-        self._secret = secret
         self._host_address = host_address or self.address
         self._host: Member | None = None
         self._directory = Directory()
@@ -72,11 +71,10 @@ class Node(Messenger):
         *,
         limits: Limits = DEFAULT_LIMITS,
         info: tuple[Any, ...] = (),
-        secret: str | None = None,
     ) -> Node:
         """Opens a world at `address` and maintains its directory; others can join only while the host polls."""
         check_name(name)
-        world = cls(Member(name, address, os.getpid(), secrets.token_hex(8), info), "", limits, secret)
+        world = cls(Member(name, address, os.getpid(), secrets.token_hex(8), info), "", limits)
         world._host = world._me
         world._enter(world._me)
         return world
@@ -90,7 +88,6 @@ class Node(Messenger):
         timeout_s: float = 10.0,
         limits: Limits = DEFAULT_LIMITS,
         info: tuple[Any, ...] = (),
-        secret: str | None = None,
         on_silence: Callable[[TransportTimeout], float] | None = None,
     ) -> Node:
         """Joins the world hosted at `address`; replaces a previous member called `name`.
@@ -104,7 +101,7 @@ class Node(Messenger):
         check_name(name)
         incarnation = secrets.token_hex(8)
         own = member_address(address, name, incarnation)
-        world = cls(Member(name, own, os.getpid(), incarnation, info), address, limits, secret)
+        world = cls(Member(name, own, os.getpid(), incarnation, info), address, limits)
         host = Member(f"the host at {address}", address, 0, "")  # its real name is in the reply
         world._directory.members[host.name] = host
         try:
@@ -328,7 +325,7 @@ class Node(Messenger):
     def _on_join(self, member: Member) -> tuple[Any, ...]:
         if member.name == self.name or not NAME.fullmatch(member.name) or not NAME.fullmatch(member.incarnation):
             raise Refusal(f"no process can join as {member.name[:80]!r}: the host has that name, or it is invalid.")
-        if not is_sibling(self.address, member.address, self._secret):
+        if not is_sibling(self.address, member.address):
             raise Refusal(f"the address {member.address[:200]!r} of {member.name!r} does not belong to {self.address}.")
         if not self._directory.holds(member):  # else it sent the request again, as our reply was late
             if why := self.admit(member):

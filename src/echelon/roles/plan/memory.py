@@ -17,7 +17,6 @@ from echelon.roles.plan.layouts import act_layout, window
 from echelon.roles.plan.replay import ReplayPlan
 from echelon.roles.plan.start import PRELOAD
 from echelon.transport.act_board import ActBoard
-from echelon.transport.session import make_secret
 from echelon.transport.shared_memory import SlotLayout, SlotRing, WeightsBoard
 from echelon.transport.slot_wire import SlotBytes, Stack
 
@@ -125,8 +124,6 @@ class Memory(ABC):
             for learner in range(self.context.train.learner.num_learners):
                 self.ring(learner).close()
         self.board()
-        if "tcp" in (self.context.train.acting.transport, self.context.train.replay.transport):
-            make_secret(self.context.session)
         if self.context.train.acting.mode == "central":
             self.act_board()
         return news

@@ -19,7 +19,6 @@ from echelon.roles.plan.memory import Memory
 from echelon.roles.plan.placement import learner_device
 from echelon.roles.user_policy import StateLayout
 from echelon.schema import TrajectorySchema, space_choices
-from echelon.transport.session import secret_of
 from echelon.transport.sockets import announce
 
 if TYPE_CHECKING:
@@ -175,9 +174,9 @@ class Plan(Memory):
         context = self.context
         if context.train.acting.transport == "shm":
             return CentralActing(self.act_board(), context.index, context.incarnation, exploring)
-        layout, secret = act_layout(context), secret_of(context.session)
+        layout = act_layout(context)
         file = self.act_address_file(layout.server_of(context.index))
-        return RemoteActing(layout, file, context.index, context.incarnation, secret, exploring)
+        return RemoteActing(layout, file, context.index, context.incarnation, exploring)
 
     def act_listener(self, batcher: Batcher, report: Callable[[str], None]) -> ActListener | None:
         """Returns the TCP listener of an inference server, or None if its actors use shared memory.
@@ -193,7 +192,6 @@ class Plan(Memory):
         file = self.act_address_file(batcher.server)
         address = file.read_text() if file.exists() else acting.address
         choices = [Bounds(one.leaf, one.low, one.high) for one in space_choices(self.context.spaces.observation)]
-        secret = secret_of(self.context.session)
-        listener = ActListener(batcher.board, batcher.server, address, secret, choices, report)
+        listener = ActListener(batcher.board, batcher.server, address, choices, report)
         announce(file, listener.address)
         return listener

@@ -27,7 +27,7 @@ from echelon.roles.plan.replay import ReplayPlan
 from echelon.roles.plan.start import PREPARATION, roles_of
 from echelon.roles.user_objects import UserObjects
 from echelon.runs.folder import check_new, default_run_dir
-from echelon.transport.secret import check_secret, secret_from_environment
+from echelon.transport.secret import secret_for
 from echelon.world.exits import take_exits
 from echelon.world.node import Node
 
@@ -52,7 +52,7 @@ def prepare(
     if config.engine != "inline" and not isinstance(config.env.id, str):
         config = replace(config, env=replace(config.env, id=describe_callable(config.env.id)))
     if config.has_workers:
-        check_secret(config.workers.address, secret_from_environment())
+        secret_for(config.workers.address)
     short = text if ".py:" not in text else Path(text).name.replace(".py:", "-")
     run_dir = Path(config.run.dir) if config.run.dir else default_run_dir(config.preset, short)
     if generation == 0:
@@ -161,9 +161,9 @@ def _choose(context: Context, engine: AnyEngine, prepared: Prepared, report: Cal
     if choice.mode != config.acting.mode and not config.has_workers:
         report(f"acting: {choice.mode} ({choice.reason})")
     if choice.mode == "central" and config.acting.transport == "tcp":
-        check_secret(config.acting.address, secret_from_environment())
+        secret_for(config.acting.address)
     if config.experience == "replay" and config.replay.transport == "tcp":
-        check_secret(config.replay.address, secret_from_environment())
+        secret_for(config.replay.address)
     return choice
 
 

@@ -28,7 +28,6 @@ from echelon.roles.context import Context
 from echelon.roles.frame_stacks import stack_leaves
 from echelon.roles.tally import Tally
 from echelon.schema import Spaces, action_leaf, space_leaves
-from echelon.transport.session import secret_of
 
 ARRIVAL_S = 60.0  # how long a learner waits for a shard server that is starting
 
@@ -181,9 +180,9 @@ class ReplayPlan:
         deadline = time.monotonic() + ARRIVAL_S
         while not self.server_file.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        config, secret = self.config.replay, secret_of(self.folder)
+        config = self.config.replay
         address = self.server_file.read_text() if self.server_file.exists() else config.address
-        link = Link(address, self.wire, self.columns(), limiter, secret, config.lost_after_s)
+        link = Link(address, self.wire, self.columns(), limiter, config.lost_after_s)
         link.arrive(max(1.0, deadline - time.monotonic()))
         return LearnerSide(limiter, list(link.readers), [link])
 
