@@ -16,8 +16,10 @@ import importlib
 
 from fuzzing import harness
 
-KINDS = {  # each is a module of `fuzzing` with DEFAULT_COUNT, add_options(parser) and make(options) -> harness.Trial
+KINDS = {  # each is a module of `fuzzing` with DEFAULT_COUNT, BLOCK, add_options(parser) and make(options) -> Trial
     "frames": "messages of every wire, decoded in memory",
+    "folders": "run folders, read by eval and resume",
+    "cli": "command lines",
 }
 
 
@@ -27,7 +29,7 @@ def main() -> int:
     for kind, what in KINDS.items():
         module = importlib.import_module(f"fuzzing.{kind}")
         kind_parser = kinds.add_parser(kind, help=what, description=what)
-        harness.add_options(kind_parser, module.DEFAULT_COUNT)
+        harness.add_options(kind_parser, module.DEFAULT_COUNT, module.BLOCK)
         module.add_options(kind_parser)
     options = parser.parse_args()
     module = importlib.import_module(f"fuzzing.{options.kind}")

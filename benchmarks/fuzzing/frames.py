@@ -18,7 +18,7 @@ from echelon.transport.codec import Limits, decode, encode
 from fuzzing.harness import Finding, Trial
 from fuzzing.mutations import Frames, mutate
 
-DEFAULT_COUNT = 1_000_000
+DEFAULT_COUNT, BLOCK = 1_000_000, 1_000
 
 
 @dataclass(frozen=True, slots=True)

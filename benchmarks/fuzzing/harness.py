@@ -20,7 +20,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-BLOCK = 1_000  # trials that share a random generator
 REPORT_S = 5.0
 WARM_UP_BLOCKS = 3  # of each process, before its memory is measured first
 MOST_GROWTH_MB = 64.0
@@ -45,12 +44,14 @@ class Done(NamedTuple):
     finding: str  # "" if there is none
 
 
-def add_options(parser: argparse.ArgumentParser, count: int) -> None:
+def add_options(parser: argparse.ArgumentParser, count: int, block: int) -> None:
     parser.add_argument("--count", type=int, default=count, help="trials (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="default: one per core")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
     parser.add_argument("--block", type=int, help="repeat only this block of trials")
-    parser.add_argument("--block-size", type=int, default=BLOCK, help="trials of a block (default: %(default)s)")
+    parser.add_argument(
+        "--block-size", type=int, default=block, help="trials that share a random generator (default: %(default)s)"
+    )
     parser.add_argument("--limit-s", type=float, default=60.0, help="longest time of a block (default: %(default)s)")
     parser.add_argument("--save", type=Path, default=Path("fuzz-finding.txt"), help="file for the input of a finding")
 
@@ -100,8 +101,12 @@ def _gather(kind: str, readers: dict[Connection, tuple[Any, int]], step: int, op
         if time.monotonic() - reported >= REPORT_S:
             reported = time.monotonic()
             print(f"  {_progress(outcomes, reported - began)}", flush=True)
+    begin_mb, end_mb = (max((rss[place] for rss in memory.values()), default=0.0) for place in (0, -1))
     growth_mb = max((rss[-1] - rss[min(WARM_UP_BLOCKS, len(rss) - 1)] for rss in memory.values()), default=0.0)
     print(f"{kind}: {_progress(outcomes, time.monotonic() - began)}, growth {growth_mb:.1f} MB a process")
+    print(
+        f"  resident memory of the largest process: {begin_mb:.0f} MB after its first block, {end_mb:.0f} MB at the end"
+    )
     for outcome, count in sorted(outcomes.items()):
         print(f"  {count:>12,}  {outcome}")
     if found is None and growth_mb > MOST_GROWTH_MB:

@@ -89,6 +89,8 @@ class ConfigField(msgspec.Struct, frozen=True):
             return value
         if self.takes_functions and callable(value):
             return value
+        if not _is_printable(value):
+            raise ConfigError(f"{self.path}={value!r:.200} has a character that cannot be printed. Remove it.")
         try:
             fitting = msgspec.convert(value, self.hint)
         except msgspec.ValidationError as error:
@@ -116,6 +118,32 @@ def fields(cls: type[Section]) -> tuple[ConfigField, ...]:
     """Returns the fields of a section, in the order of their definition."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple(_describe(name, cls, hints[name]) for name in cls.__struct_fields__)
+
+
+def _is_printable(value: Any) -> bool:
+    """Returns whether the texts in `value` can be shown and written: half a surrogate pair and control codes cannot.
+
+    Texts for an environment's constructor may have newlines.
+    """
+    match value:
+        case str():
+            return value.isprintable()
+        case list() | tuple():
+            return all(map(_is_printable, value))
+        case dict():
+            return all(map(_is_printable, "\n".join(_texts(value)).splitlines()))
+    return True
+
+
+def _texts(value: Any) -> Iterator[str]:
+    match value:
+        case str():
+            yield value
+        case list() | tuple():
+            for item in value:
+                yield from _texts(item)
+        case dict():
+            yield from _texts([*value.keys(), *value.values()])
 
 
 def _describe(name: str, cls: type[Section], hint: Any) -> ConfigField:

@@ -17,7 +17,7 @@ HOSTS = {
 def whole(text: str) -> int:
     """A whole number, as `train` takes it: 2000000, 2_000_000 or 2e6."""
     number = float(text)
-    if number != int(number):
+    if not number.is_integer():  # nor are inf and nan
         raise ValueError(text)
     return int(number)
 

@@ -220,7 +220,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 def find_weights(path: str) -> dict[str, torch.Tensor]:
     """Returns the weights of a file or of a run folder: its newest checkpoint's, else its final weights."""
     where = Path(path)
-    if where.is_file():
+    if os.path.isfile(where):
         return load_weights(where.resolve())
     check_entries(where)
     found = newest_intact(where / "checkpoints")

@@ -96,7 +96,7 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         """Opens an existing run; raises ConfigError unless it has an intact config.json of this format."""
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise ConfigError(f"there is no run folder {path}. Give the folder that `echelon train` printed.")
         if not os.path.lexists(path / CONFIG):
             raise ConfigError(
