@@ -20,6 +20,7 @@ KINDS = {  # each is a module of `fuzzing` with DEFAULT_COUNT, BLOCK, add_option
     "frames": "messages of every wire, decoded in memory",
     "folders": "run folders, read by eval and resume",
     "cli": "command lines",
+    "sockets": "messages and bytes, to servers of the channel over TCP",
 }
 
 

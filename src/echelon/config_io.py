@@ -124,8 +124,8 @@ def _parse(hint: Any, text: str, path: str) -> Any:
     if origin is dict:
         try:
             return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}={text!r} is not JSON ({error}). Write it as '{{\"name\": 1}}'.") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}={text!r:.200} is not JSON ({error}). Write it as '{{\"name\": 1}}'.") from None
     if hint is bool:
         return BOOLEANS.get(word, text)
     if hint in (int, float):

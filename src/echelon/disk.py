@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+MAX_JSON_DEPTH = 100
 MAX_JSON_BYTES = 16 << 20  # parsed, it takes up to 25 times as much memory
 MAX_WAITING_BYTES = 2**24
 
@@ -80,7 +81,16 @@ def read_json(path: Path) -> Any:
         json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair cannot be written or printed
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    level = [data]
+    for _ in range(MAX_JSON_DEPTH):  # far from where functions that call themselves fail
+        level = [item for one in level if isinstance(one, dict | list) for item in _items(one)]
+    if level:
+        raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
     return data
+
+
+def _items(one: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return one.values() if isinstance(one, dict) else one
 
 
 def _refuse_constant(text: str) -> None:

@@ -21,6 +21,7 @@ import msgspec
 
 from echelon.errors import ConfigError
 
+MAX_DEPTH = 100  # of lists and dicts in each other
 WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -89,7 +90,11 @@ class ConfigField(msgspec.Struct, frozen=True):
             return value
         if self.takes_functions and callable(value):
             return value
-        if not _is_printable(value):
+        try:
+            is_printable = _is_printable(value)
+        except RecursionError:
+            raise ConfigError(f"{self.path} is nested too deeply.") from None
+        if not is_printable:
             raise ConfigError(f"{self.path}={value!r:.200} has a character that cannot be printed. Remove it.")
         try:
             fitting = msgspec.convert(value, self.hint)
@@ -135,15 +140,17 @@ def _is_printable(value: Any) -> bool:
     return True
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: Any, depth: int = 0) -> Iterator[str]:
+    if depth > MAX_DEPTH:
+        raise RecursionError
     match value:
         case str():
             yield value
         case list() | tuple():
             for item in value:
-                yield from _texts(item)
+                yield from _texts(item, depth + 1)
         case dict():
-            yield from _texts([*value.keys(), *value.values()])
+            yield from _texts([*value.keys(), *value.values()], depth)
 
 
 def _describe(name: str, cls: type[Section], hint: Any) -> ConfigField:

@@ -16,14 +16,14 @@ from echelon.runs.metrics import METRICS, read_metrics
 __all__ = ["bottleneck", "draw_curve", "duration", "number_text"]
 
 CURVE = "curve.png"
-MOST_DRAWN = 1e100  # matplotlib fails where the range of an axis overflows
+MAX_DRAWN = 1e100  # larger values are drawn there: the differences and squares that matplotlib computes stay finite
 _BLUE, _ORANGE, _GREY = "#1f5fa8", "#d9660f", "#8a8f98"
 Row = dict[str, Any]
 
 
 def draw_curve(run_dir: Path) -> Path:
     """Draws return and speed over environment steps to `curve.png`; returns its path."""
-    config = RunFolder.open(run_dir).read_config()
+    config = RunFolder.open(run_dir).load_config(trust=True)  # its names are shown, not imported
     train, evaluations = _timeline(read_metrics(run_dir))
     if not train and not evaluations:
         raise ConfigError(f"{run_dir / METRICS} has no rows yet. Draw the curve after the first steps of the run.")
@@ -33,10 +33,9 @@ def draw_curve(run_dir: Path) -> Path:
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
-    title = f"{config.get('preset')} · {config.get('env', {}).get('id')} · seed {config.get('seed')}"
-    learners = config.get("learner", {}).get("num_learners", 1)
-    figure.suptitle(title, x=0.5, fontsize=13, fontweight="bold")
-    upper.set_title(_subtitle(train or evaluations, learners), fontsize=9, color=_GREY)
+    title = f"{config.preset} · {config.env.id} · seed {config.seed}"
+    figure.suptitle(title, x=0.5, fontsize=13, fontweight="bold", parse_math=False)
+    upper.set_title(_subtitle(train or evaluations, config.learner.num_learners), fontsize=9, color=_GREY)
     _draw_returns(upper, train, evaluations)
     _draw_speed(lower, train)
 
@@ -66,7 +65,7 @@ def _timeline(rows: list[Row]) -> tuple[list[Row], list[Row]]:
     kept: dict[str, list[Row]] = {"train": [], "evaluation": []}
     for row in rows:
         kind, steps = row.get("kind", "train"), row.get("env_steps")
-        if kind not in kept or not isinstance(steps, int | float):
+        if not isinstance(kind, str) or kind not in kept or not _is_number(steps):
             continue
         if kind == "train" and kept["train"] and steps < kept["train"][-1]["env_steps"]:
             kept = {name: [old for old in olds if old["env_steps"] < steps] for name, olds in kept.items()}
@@ -74,21 +73,25 @@ def _timeline(rows: list[Row]) -> tuple[list[Row], list[Row]]:
     return kept["train"], kept["evaluation"]
 
 
+def _is_number(value: Any) -> bool:
+    """Returns whether `value` is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
 def _points(rows: list[Row], key: str) -> tuple[list[float], list[float]]:
     """Returns the finite numbers under `key` and their steps, within what an axis can show."""
-    found = [(row["env_steps"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
-    whole = [(_drawable(x), _drawable(y)) for x, y in found if math.isfinite(x) and math.isfinite(y)]
-    return [x for x, _ in whole], [y for _, y in whole]
+    found = [(row["env_steps"], row[key]) for row in rows if _is_number(row.get(key))]
+    return [_drawable(x) for x, _ in found], [_drawable(y) for _, y in found]
 
 
 def _drawable(value: float) -> float:
-    return min(max(value, -MOST_DRAWN), MOST_DRAWN)
+    return min(max(value, -MAX_DRAWN), MAX_DRAWN)
 
 
 def _subtitle(rows: list[Row], num_learners: int = 1) -> str:
     last = rows[-1]
     parts = [f"{last['env_steps']:,} environment steps"]
-    if last.get("wall_s"):
+    if _is_number(last.get("wall_s")) and last["wall_s"] > 0:
         parts[0] += f" in {duration(last['wall_s'])}"
     if num_learners > 1:
         parts.append(f"{num_learners} learners")
