@@ -36,8 +36,11 @@ test-full: style ## the same checks and the long runs too
 map: $(RUN_READY) ## sizes, modules behind train, files one step walks through, mode switches, repeated class names
 	$(BIN)/python benchmarks/map.py
 
-fuzz: $(TEST_READY) ## mutated messages against every decoder (benchmarks/fuzz.py runs longer, and names its findings)
+fuzz: $(TEST_READY) ## mutated messages, run folders, command lines and TCP clients (benchmarks/fuzz.py has the options)
 	$(BIN)/python benchmarks/fuzz.py frames
+	$(BIN)/python benchmarks/fuzz.py cli
+	$(BIN)/python benchmarks/fuzz.py sockets
+	$(BIN)/python benchmarks/fuzz.py folders
 
 chaos: $(TEST_READY) ## inflict FAULTS seeded faults on runs of every kind: make chaos FAULTS=300 SEED=1
 	$(BIN)/python benchmarks/chaos.py --faults $(or $(FAULTS),100) --seed $(or $(SEED),1)

@@ -2,6 +2,9 @@
 
     make fuzz                                                   # every kind, a few minutes
     python benchmarks/fuzz.py frames --count 10000000           # messages, decoded in memory
+    python benchmarks/fuzz.py sockets --count 100000            # messages and bytes over TCP
+    python benchmarks/fuzz.py folders --count 3000              # run folders, by eval and resume
+    python benchmarks/fuzz.py cli --count 100000                # command lines
     python benchmarks/fuzz.py KIND --seed S --block B           # repeats one block of trials
     python benchmarks/fuzz.py --help                            # all kinds
 

@@ -129,10 +129,13 @@ class NetworkConfig(Section, frozen=True):
     SECTION = "network"
 
     name: Annotated[str, doc('auto: encoders chosen from the observation space; or "module:factory"')] = "auto"
-    hidden: Annotated[tuple[Annotated[int, doc("", ge=1)], ...], doc("sizes of the hidden layers")] = (64, 64)
+    hidden: Annotated[tuple[Annotated[int, doc("", ge=1, le=1 << 24)], ...], doc("sizes of the hidden layers")] = (
+        64,
+        64,
+    )
     activation: Annotated[Literal["tanh", "relu"], doc("activation of the hidden layers")] = "tanh"
     core: Annotated[Literal["none", "lstm", "gru"], doc("recurrent core after the hidden layers")] = "none"
-    core_size: Annotated[int, doc("units of the recurrent core", ge=1)] = 128
+    core_size: Annotated[int, doc("units of the recurrent core", ge=1, le=1 << 24)] = 128
     shared: Annotated[bool, doc("policy and value share one torso (always with images and recurrent cores)")] = False
     normalize_observation: Annotated[
         bool, doc("normalize observations by their running mean and standard deviation")

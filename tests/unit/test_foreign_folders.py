@@ -193,6 +193,18 @@ def test_a_folder_behind_a_link_and_links_of_the_users_own_are_fine(run: Path, t
     assert main(["eval", str(tmp_path / "runs" / "run"), "--episodes", "1"]) == 0
 
 
+@pytest.mark.parametrize("name", ["weights.safetensors", "metrics.jsonl", "logs"])
+def test_a_folder_in_place_of_a_file_is_refused(run: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    path = run / name
+    if path.is_dir():
+        shutil.rmtree(path)
+        path.write_text("")
+    else:
+        path.unlink(missing_ok=True)
+        path.mkdir()
+    assert str(path) in refused(capsys, "resume", run, "--steps", "400")
+
+
 def test_weights_to_start_from_are_read_from_no_link(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,3 +279,11 @@ def test_a_consistently_forged_checkpoint_ends_with_a_message(
     forge(run, put(place, value))
     line = refused(capsys, "resume", run, "--steps", "400")
     assert str(run / "checkpoints") in line or "weights do not fit" in line
+
+
+@pytest.mark.parametrize("hidden", [[1 << 24, 1 << 24], [1 << 40], [2**63]])
+def test_a_network_of_a_forged_size_is_not_made(
+    run: Path, capsys: pytest.CaptureFixture[str], hidden: list[int]
+) -> None:
+    edit(run, **{"network.hidden": hidden})
+    assert "network.hidden" in refused(capsys, "eval", run)

@@ -37,7 +37,18 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"errors", "schema"},
     "networks": {"errors", "config", "schema", "layers"},
     "custom_network": {"errors", "names", "config", "schema", "layers", "networks"},
-    "algorithms": {"errors", "names", "config", "presets", "layout", "schema", "objectives", "layers", "networks"}
+    "algorithms": {
+        "errors",
+        "memory_check",
+        "names",
+        "config",
+        "presets",
+        "layout",
+        "schema",
+        "objectives",
+        "layers",
+        "networks",
+    }
     | {"custom_network"},
     "transport": {"errors", "disk", "layout", "schema"},
     "trust": {"errors", "names", "config", "transport"},

@@ -21,6 +21,7 @@ from echelon.config import AlgorithmConfig, NetworkConfig
 from echelon.errors import ConfigError
 from echelon.layers import State
 from echelon.layout import ALIGNMENT
+from echelon.memory_check import check_fits, free_memory
 from echelon.networks import ActOutput, NetworkOutput, PolicyNetwork, action_mask
 from echelon.objectives.distributions import Distribution, Greedy, Sample, forbid
 from echelon.presets.impala import ImpalaConfig
@@ -138,6 +139,7 @@ class Model(FlatModule):
     ) -> None:
         self.config, self.spaces = config, spaces
         self.mixed = precision == "bfloat16"
+        _check_fits(config, spaces, algorithm or ImpalaConfig())
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # only the CPU generator; the caller owns those of GPUs
             acting = build_acting(config, spaces, algorithm or ImpalaConfig())
@@ -190,6 +192,18 @@ class Model(FlatModule):
         """Returns the published arrays, on the CPU: the flat parameters, then every buffer (then the critic's)."""
         tensors = [tensor for flat in self.flats() for tensor in flat.tensors()]
         return [tensor.detach().cpu().contiguous().numpy() for tensor in tensors]
+
+
+def _check_fits(config: NetworkConfig, spaces: Spaces, algorithm: AlgorithmConfig) -> None:
+    """Raises ConfigError if a built-in network does not fit into memory; allocates nothing."""
+    if config.name != "auto":
+        return
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        acting = build_acting(config, spaces, algorithm)
+    modules = [acting.network, *([acting.critic] if acting.critic is not None else [])]
+    size = sum(parameter.numel() for module in modules for parameter in module.parameters())
+    nbytes = 3 * 4 * size  # the module's, the flat ones and their gradients
+    check_fits(nbytes, f"the network of {size:,} parameters", free_memory(), "network.hidden or network.core_size")
 
 
 class Mirror:

@@ -30,7 +30,8 @@ from echelon.trust import check_names, has_mark, mark, run_folder
 
 FORMAT = 1
 CONFIG, SUMMARY, LOCK = "config.json", "summary.json", ".lock"
-ENTRIES = (CONFIG, SUMMARY, LOCK, METRICS, "checkpoints", "replay", "logs")  # opened by name when a run is resumed
+FILES = (CONFIG, SUMMARY, LOCK, METRICS, "weights.safetensors", "curve.png", "processes.json")
+FOLDERS = ("checkpoints", "replay", "logs")
 GIT_TIMEOUT_S = 2.0
 
 
@@ -48,17 +49,24 @@ def check_new(path: Path) -> None:
 
 
 def check_entries(path: Path) -> None:
-    """Raises ConfigError if a file or folder of a run is a link, a pipe or a device: it would lead elsewhere.
+    """Raises ConfigError if a file or folder of a run is a link, a pipe or a device, or one in place of the other.
 
     The run folder itself may be reached through a link, and other entries in it are not used.
     """
     try:
-        check_regular(path / name for name in ENTRIES)
+        check_regular(path / name for name in (*FILES, *FOLDERS))
     except OSError as error:
         raise ConfigError(
             f"the run folder {path} cannot be used: {error.filename} is {error.strerror}. Echelon writes only files "
             "and folders there: remove it, or replace it by a copy of what it leads to."
         ) from error
+    wrong = [path / name for name in FILES if (path / name).is_dir()]
+    wrong += [path / name for name in FOLDERS if (path / name).is_file()]
+    if wrong:
+        found, expected = ("folder", "file") if wrong[0].is_dir() else ("file", "folder")
+        raise ConfigError(
+            f"the run folder {path} cannot be used: {wrong[0]} is a {found}, not a {expected}. Remove it."
+        )
 
 
 def _cannot_be_made(path: Path, error: OSError) -> ConfigError:
