@@ -13,6 +13,7 @@ The exit code is 1 if any fault had a problem.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -48,7 +49,8 @@ def main() -> int:
         old.unlink()
     records = campaign(options, names)
     (options.output / "chaos.md").write_text(f"{table(records)}\n\n{totals(records)}\n")
-    draw(records, options.output / "chaos.png")
+    with contextlib.suppress(ImportError):  # without matplotlib there is only no picture
+        draw(records, options.output / "chaos.png")
     print(f"\n{table(records)}\n\n{totals(records)}; {options.output}/chaos.jsonl, chaos.md, chaos.png")
     return int(any(record.problems for record in records) or not records)
 
