@@ -135,10 +135,8 @@ def _pause(scene: Scene, role: str, delay_s: float) -> float:
 def _order(scene: Scene, what: str, delay_s: float) -> float:
     """Has one environment raise, hang or return NaN."""
     time.sleep(delay_s)
-    draft = scene.order.with_name("draft")
-    draft.write_text(what)
     restarts = scene.output.text().count("restarted:") + scene.output.text().count("starting it again")
-    draft.rename(scene.order)
+    scene.give_order(what)
     scene.until(lambda: not scene.order.exists(), "an environment takes the order")
     began = time.monotonic()
 
@@ -283,7 +281,7 @@ def _fail(order: str, message: str, expected: int) -> Callable[[Scene], list[str
     """An environment fails and is not restarted: the run ends with an error that names it."""
 
     def act(scene: Scene) -> list[str]:
-        scene.order.write_text(order)
+        scene.give_order(order)
         code = scene.wait(END_S)
         problems = [] if code == expected else [f"exit code {code} instead of {expected}"]
         if message not in scene.output.text():

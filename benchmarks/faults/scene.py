@@ -94,6 +94,12 @@ class Scene:
         self.process = self.start(["resume", str(self.run_dir)], self.output)
         self.begin_company()
 
+    def give_order(self, what: str) -> None:
+        """Tells the environments that one of them is to raise, to hang or to return NaN."""
+        draft = self.order.with_name("draft")
+        draft.write_text(what)
+        draft.rename(self.order)
+
     # What is seen.
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 60.0, *, poll_s: float = POLL_S) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from faults.campaign import Record
+from faults.catalogue import COORDINATOR
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -42,10 +43,11 @@ def table(records: Sequence[Record]) -> str:
 def totals(records: Sequence[Record]) -> str:
     never = sum(record.seconds is None for record in records)
     problems = sum(bool(record.problems) and record.seconds is not None for record in records)
-    kills = [record.seconds for record in records if record.fault == "kill" and record.seconds is not None]
+    hit = [record for record in records if record.fault.startswith("kill") and record.role != COORDINATOR]
+    kills = [record.seconds for record in hit if record.seconds is not None]
     text = f"{len(records)} faults, {never} never recovered, {problems} with other problems"
     if kills:
-        text += f"; kills: p50 {statistics.median(kills):.2f} s, p99 {percentile(kills, 0.99):.2f} s"
+        text += f"; kills of roles: p50 {statistics.median(kills):.2f} s, p99 {percentile(kills, 0.99):.2f} s"
     return text
 
 
