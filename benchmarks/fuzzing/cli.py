@@ -16,6 +16,7 @@ from typing import Any
 import echelon.asynchronous.worker
 import echelon.training
 from echelon import config_io
+from echelon.cli.main import COMMANDS
 from echelon.config import TrainConfig
 from echelon.config_io import fields_of
 from echelon.presets import PRESETS, preset
@@ -91,7 +92,7 @@ def make(options: argparse.Namespace) -> Trial:
         words = mutate(chance.choice(LINES).split(), paths, chance)
         if words[:1] in (["doctor"], ["bench"], ["host"]) and "--help" not in words:
             words += ["--help"]  # they would measure, sweep or wait
-        command = words[0] if words and words[0].isalpha() else "other"
-        return f"{command[:10]} {run_command(words, words)}"
+        command = words[0] if words and words[0] in COMMANDS else "other"
+        return f"{command} {run_command(words, words)}"
 
     return trial

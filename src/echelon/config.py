@@ -25,7 +25,7 @@ from echelon.sections import StopConfig as StopConfig
 from echelon.sections import SupervisionConfig as SupervisionConfig
 from echelon.sections import WorkersConfig as WorkersConfig
 
-MAX_SHOWN_LEARNERS = 1_000  # in a message about --learners
+_MAX_SHOWN_LEARNERS = 1_000  # in a message about --learners
 RENAMED = {"stop.epochs": "stop.episodes"}  # old path of a field: its current path
 
 
@@ -186,7 +186,7 @@ class TrainConfig(Section, frozen=True):
             f"--learners {count} exceeds the {actors} actors, and a learner without an actor receives no experience. "
             f"Use --learners {actors} or fewer; or, in a new run, --actors {count} or more.",
         )
-        most = min(actors, MAX_SHOWN_LEARNERS)
+        most = min(actors, _MAX_SHOWN_LEARNERS)
         fitting = " or ".join(str(n) for n in range(1, most + 1) if actors % n == 0 and batch % n == 0)
         option, amount = ("--actors", actors) if actors % count else ("--learner.batch", batch)
         below = amount // count * count

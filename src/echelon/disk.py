@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterable
@@ -99,8 +100,7 @@ def _refuse_constant(text: str) -> None:
 
 def put_file(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Replaces a file atomically; `durable` flushes it to disk. A link at `path` is replaced, not followed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # of a dead process that had this number
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # nobody can have put something there
     try:
         with temporary.open("xb") as file:
             file.write(data)
