@@ -107,8 +107,8 @@ def make_client() -> Iterator[Callable[..., Client]]:
     made: list[Client] = []
 
     def make(peer: Peer, **options: Any) -> Client:
-        options = {"repeat_s": (0.05, 0.2), **options}
-        made.append(Client("the peer", peer.address, max_bytes=MAX_BYTES, **options))
+        options = {"address": peer.address, "repeat_s": (0.05, 0.2), **options}
+        made.append(Client("the peer", max_bytes=MAX_BYTES, **options))
         return made[-1]
 
     yield make
@@ -299,6 +299,82 @@ def test_what_was_lost_with_a_server_is_asked_as_soon_as_its_successor_listens(
     deadline = time.monotonic() + DEADLINE_S / 2
     while not client.wait(request, 0.1):
         assert time.monotonic() < deadline, "it is repeated before the 60 s are over"
+
+
+class Relay:
+    """Accepts connections and forwards them, like ssh -L; hangs up if nothing listens behind it."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.target, self.num_hangups = "", 0
+        self.threads = [threading.Thread(target=self.accept)]
+        self.threads[0].start()
+
+    def accept(self) -> None:
+        with suppress(OSError):  # the listener is closed at the end of the test
+            while True:
+                near, _ = self.listener.accept()
+                try:
+                    host, _, port = self.target.removeprefix("tcp://").rpartition(":")
+                    far = socket.create_connection((host, int(port)))
+                except (OSError, ValueError):
+                    self.num_hangups += 1
+                    near.close()
+                    continue
+                self.threads.append(threading.Thread(target=self.connect, args=(near, far)))
+                self.threads[-1].start()
+
+    def connect(self, near: socket.socket, far: socket.socket) -> None:
+        with near, far:
+            back = threading.Thread(target=self.forward, args=(far, near))
+            back.start()
+            self.forward(near, far)
+            back.join()
+
+    def forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)  # also ends the other direction
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    relay = Relay()
+    yield relay
+    with relay.listener:
+        relay.listener.shutdown(socket.SHUT_RDWR)
+        for thread in relay.threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_relay_without_a_server_is_waited_for(
+    relay: Relay, make_peer: Any, make_client: Any, secret: str | None
+) -> None:
+    """It accepts and hangs up, as a server does that refuses the handshake; but it sends no greeting."""
+    peer = make_peer(secret=secret)
+    client = make_client(peer, address=relay.address, repeat_s=(0.02, 0.05))
+    request = ask(client, READ, b"x")
+    wait_until(lambda: client.wait(request, 0.01) or client.num_tries > 12, "it was tried often")
+    assert request.answer is None and relay.num_hangups > 3
+    assert "process behind it is not running" in client.why_silent()
+    relay.target = peer.address
+    assert answer_of(client, request) == [b"x"]
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_server_behind_a_relay_refuses_another_secret(
+    relay: Relay, make_peer: Any, make_client: Any, secret: str | None
+) -> None:
+    peer = make_peer(secret=secret)
+    relay.target = peer.address
+    client = make_client(peer, address=relay.address, secret=SECRET + "!")
+    with pytest.raises(Refused, match="refuses the handshake"):
+        client.wait(ask(client, READ, b"x"), DEADLINE_S)
 
 
 def raw_client(address: str) -> socket.socket:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket as sockets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ CURVE_BYTES = 64  # more than encryption adds to a frame
 HANDSHAKE_BYTES = 1_024  # more than any handshake frame: the limit on the frame size applies to these too
 LINGER_MS = 200  # how long the last messages may take to be sent on close
 RECONNECT_MS, MAX_RECONNECT_MS = 50, 250
+SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"  # the start of every greeting of ZMTP
 PROBE_S = 1.0  # how long a listener may take to accept or reject the handshake
 NUM_HANGUPS = 3  # in a row: a single one may also come from a peer that is shutting down
 MORE = zmq.SNDMORE | zmq.NOBLOCK  # computed once: combining two flags takes longer than using them
@@ -91,24 +93,45 @@ def receive_frames(socket: Socket, flags: int = 0) -> list[memoryview]:
 def why_silent(address: str) -> str:
     """Returns the probable reason why the server at `address` does not reply, and the remedy."""
     try:
-        _probe(address)
+        if not _greets(address):
+            return (
+                "something accepts connections there, but does not reply. If it is a relay (ssh -L, a proxy), the "
+                "process behind it is not running: start it. Otherwise check the address."
+            )
     except (OSError, ValueError) as error:
         return f"nothing listens there ({error}). Start it, or check the address and the firewall."
     return f"a process listens there, but refuses the handshake or is busy. {REMEDY}"
 
 
-def _probe(address: str) -> None:
-    """Connects and disconnects; raises OSError if nothing listens at `address`."""
+def _greets(address: str) -> bool:
+    """Returns whether the listener at `address` sends the greeting of ZMTP; raises OSError if nothing listens.
+
+    A relay accepts connections whether or not its server runs, and hangs up if not. A server that refuses a handshake
+    hangs up as well, but only after its greeting, which does not depend on the secret.
+    """
     host, _, port = numeric(address).removeprefix("tcp://").rpartition(":")
-    sockets.create_connection((host, int(port)), timeout=1.0).close()
+    with sockets.create_connection((host, int(port)), timeout=PROBE_S) as connection, suppress(OSError):
+        connection.sendall(SIGNATURE)
+        return connection.recv(1) == SIGNATURE[:1]
+    return False
 
 
 def is_handshake_refused(address: str, secret: str) -> bool:
     """Returns whether the listener at the tcp `address` refuses the handshake: its secret is another."""
     try:
-        _probe(address)
+        if not _greets(address):
+            return False
     except (OSError, ValueError):  # nothing listens
         return False
+    if not _is_hung_up(address, secret):
+        return False
+    with suppress(OSError):
+        return _greets(address)  # otherwise the server behind a relay has just ended
+    return False
+
+
+def _is_hung_up(address: str, secret: str | None) -> bool:
+    """Returns whether the listener refuses the handshake or hangs up during it."""
     context: zmq.Context[Socket] = zmq.Context()
     probe = make_socket(context, zmq.DEALER, HANDSHAKE_BYTES)
     secure_client(probe, secret)
