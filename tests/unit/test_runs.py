@@ -341,6 +341,17 @@ def test_metrics_errors(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- folder
 
 
+def test_only_its_user_enters_a_new_folder_and_an_existing_one_keeps_its_mode(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        made = RunFolder.create(tmp_path / "runs" / "run")
+        (given := tmp_path / "given").mkdir(mode=0o755)
+        RunFolder.create(given)
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (made.path, made.path.parent, given)] == [0o700, 0o755, 0o755]
+
+
 def test_folder_round_trip(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "a" / "run")
     assert run.checkpoints.is_dir() and run.logs.is_dir()

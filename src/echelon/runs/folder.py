@@ -91,11 +91,16 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path) -> RunFolder:
-        """Creates a new folder; raises ConfigError if it exists and is not empty."""
+        """Creates a new folder that only this user can enter; raises ConfigError if it exists and is not empty.
+
+        An existing empty folder keeps its mode.
+        """
         check_new(path)
         run = cls(path, is_new=True, had_root=path.exists())
         try:
-            run.checkpoints.mkdir(parents=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=run.had_root)
+            run.checkpoints.mkdir()
             run.logs.mkdir()
         except OSError as error:
             raise _cannot_be_made(path, error) from error
