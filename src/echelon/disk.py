@@ -17,10 +17,11 @@ from typing import Any
 MAX_JSON_DEPTH = 100
 MAX_JSON_BYTES = 16 << 20  # parsed, it takes up to 25 times as much memory
 MAX_WAITING_BYTES = 2**24
+KINDS = {stat.S_IFREG: "regular file", stat.S_IFIFO: "FIFO"}
 
 
-def open_regular(path: Path | str, flags: int, mode: int = 0o666) -> int:
-    """Opens a regular file and returns its descriptor; raises PermissionError on everything else.
+def open_regular(path: Path | str, flags: int, mode: int = 0o666, kind: int = stat.S_IFREG) -> int:
+    """Opens a regular file, or a file of this `kind`; returns its descriptor. Raises PermissionError on others.
 
     Somebody else may have put a symbolic link, a FIFO or a device at the name: a link is not followed, and a FIFO does
     not block.
@@ -30,21 +31,21 @@ def open_regular(path: Path | str, flags: int, mode: int = 0o666) -> int:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
             raise
-        raise _not_regular(path) from error
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise _not(kind, path) from error
+    if stat.S_IFMT(os.fstat(descriptor).st_mode) == kind:
         return descriptor
     os.close(descriptor)
-    raise _not_regular(path)
+    raise _not(kind, path)
 
 
-def open_own(path: Path | str, flags: int, mode: int = 0o600) -> int:
-    """Opens a regular file of this user, as `open_regular`; raises PermissionError if it is another user's."""
-    descriptor = open_regular(path, flags, mode)
+def open_own(path: Path | str, flags: int, mode: int = 0o600, kind: int = stat.S_IFREG) -> int:
+    """Opens a file of this user, as `open_regular`; raises PermissionError if it is another user's."""
+    descriptor = open_regular(path, flags, mode, kind)
     owner = os.fstat(descriptor).st_uid
     if owner == os.geteuid():
         return descriptor
     os.close(descriptor)
-    raise PermissionError(errno.EPERM, f"a file of user {owner}", str(path))
+    raise PermissionError(errno.EPERM, f"a {KINDS[kind]} of user {owner}", str(path))
 
 
 def check_regular(paths: Iterable[Path]) -> None:
@@ -57,11 +58,11 @@ def check_regular(paths: Iterable[Path]) -> None:
         if stat.S_ISDIR(mode):
             check_regular(sorted(path.iterdir()))
         elif not stat.S_ISREG(mode):
-            raise _not_regular(path)
+            raise _not(stat.S_IFREG, path)
 
 
-def _not_regular(path: Path | str) -> PermissionError:
-    return PermissionError(errno.EPERM, "not a regular file (a link, a pipe or a device)", str(path))
+def _not(kind: int, path: Path | str) -> PermissionError:
+    return PermissionError(errno.EPERM, f"not a {KINDS[kind]}", str(path))
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
@@ -111,6 +112,15 @@ def put_file(path: Path, data: bytes, *, durable: bool = True) -> None:
     finally:
         with contextlib.suppress(OSError):  # it is not there, or the disk is read-only
             temporary.unlink()
+
+
+def is_private(folder: Path | str) -> bool:
+    """Returns whether `folder` is a folder of this user, not a link to one, that no other user can enter."""
+    try:
+        status = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def sync(path: Path) -> None:

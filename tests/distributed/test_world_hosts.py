@@ -82,7 +82,7 @@ def over_loopback() -> Outcome:
     tried = subprocess.run([*apart, "true"], capture_output=True, text=True, timeout=DEADLINE_S)
     if tried.returncode != 0:
         pytest.skip(f"a process without the others' shared memory cannot be made here: {tried.stderr.strip()}")
-    return outcome_of({"0,1": (), "2": apart}, f"tcp://127.0.0.1:{free_port()}")
+    return outcome_of({"0,1": (), "2": apart}, f"tcp://127.0.0.1:{free_port()}", SECRET)
 
 
 def over_two_hosts() -> Outcome:

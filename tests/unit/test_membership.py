@@ -59,12 +59,13 @@ def test_a_card_that_names_a_pipe_blocks_nobody(tmp_path: Path) -> None:
 def test_only_the_folder_of_a_member_is_removed(tmp_path: Path) -> None:
     own, theirs, precious = (tmp_path / name for name in ("a.1.shared", "b.2.shared", "precious"))
     for folder in (own, theirs, precious):
-        folder.mkdir()
+        folder.mkdir(mode=0o700)
     linked = tmp_path / "c.3.shared"
     linked.symlink_to(precious)
     mine = write_info(0, 1, own)
+    theirs_too = write_info(1, 1, precious)
     for folder in (precious, linked):
-        remove_folder_of(write_info(1, 1, folder), mine)
+        remove_folder_of(dataclasses.replace(theirs_too, folder=str(folder)), mine)
     assert precious.is_dir() and linked.is_dir()
     remove_folder_of(write_info(1, 1, theirs), mine)
     assert not theirs.exists() and own.is_dir()
@@ -184,7 +185,7 @@ def test_a_member_that_died_while_it_joined_is_noticed(host: Node, tmp_path: Pat
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    (tmp_path / "m1").mkdir()
+    (tmp_path / "m1").mkdir(mode=0o700)
     info = write_info(1, 2, tmp_path / "m1").to_wire()
     dead = Member("m1", member_address(host.address, "m1", "first"), child, "first", info)
     host._on_join(dead)
@@ -206,7 +207,7 @@ def test_a_host_that_was_stopped_lets_in_who_knocked_meanwhile(
     monkeypatch.setattr(Node, "_ask", noted)
     monkeypatch.setattr(entrance_module, "TRY_S", 0.3)
     registry, joined = Registry(host, 2), list[str]()
-    (tmp_path / "m1").mkdir()
+    (tmp_path / "m1").mkdir(mode=0o700)
     info = write_info(1, 2, tmp_path / "m1")
 
     def join() -> None:

@@ -91,7 +91,7 @@ def test_links_fifos_and_folders_are_refused_without_waiting(file: Path, tmp_pat
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_file_of_another_user_is_refused(file: Path) -> None:
     os.chown(write(file), 65534, 65534)
-    with pytest.raises(ConfigError, match=r"a file of user 65534.*ECHELON_SECRET"):
+    with pytest.raises(ConfigError, match=r"a regular file of user 65534.*ECHELON_SECRET"):
         user_secret()
 
 

@@ -40,7 +40,7 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 def forge(shm_dir: Path, pid: int, **owner: object) -> Path:
     """A session folder of process `pid`; without `owner`, as if the process was killed before it wrote that file."""
     path = shm_dir / session_name(pid, "0123abcd")
-    path.mkdir()
+    path.mkdir(mode=0o700)
     (path / "weights").write_bytes(b"\0" * 1000)
     if owner:
         (path / OWNER).write_text(json.dumps({"pid": pid, "start_ticks": 1, **owner}))

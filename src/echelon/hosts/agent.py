@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from echelon.disk import is_private
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import CRASHES, Exit, ProcessSpec
 from echelon.errors import ConfigError, EchelonError, PeerLost, RunError
@@ -333,8 +334,8 @@ def make_log_folder() -> Path:
     for folder in Path(tempfile.gettempdir()).glob("echelon-host-*-*"):
         pid = folder.name.split("-")[2]
         with contextlib.suppress(OSError):  # another agent has just removed it
-            is_old = time.time() - folder.stat().st_mtime > MAX_LOGS_S
-            if is_old and pid.isdecimal() and start_ticks(int(pid)) is None:
+            is_old = time.time() - folder.lstat().st_mtime > MAX_LOGS_S
+            if is_old and is_private(folder) and pid.isdecimal() and start_ticks(int(pid)) is None:
                 shutil.rmtree(folder, ignore_errors=True)
     try:
         return Path(tempfile.mkdtemp(prefix=f"echelon-host-{os.getpid()}-"))

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from echelon.errors import ConfigError, TransportError
+from echelon.disk import open_own
+from echelon.errors import ConfigError, Refused, TransportError
 
 Array = np.ndarray[Any, Any]
 
@@ -58,7 +59,9 @@ def create_segment(path: Path, nbytes: int) -> Array:
 def open_segment(path: Path) -> Array:
     """Opens the segment that another process created at `path`."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = open_own(path, os.O_RDWR)
+    except PermissionError as error:
+        raise Refused(f"segment {path} is refused: {error.strerror}. Another user may have put it there.") from error
     except OSError as error:
         raise TransportError(f"segment {path} cannot be opened: {error.strerror}; its run has ended") from error
     try:

@@ -18,6 +18,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from echelon.disk import is_private, open_own
 from echelon.errors import ConfigError
 
 NAME = re.compile(r"echelon-(?P<pid>\d+)-(?P<namespace>[0-9a-f]+)-[0-9a-f]{8}")
@@ -90,16 +91,17 @@ def create_session(shm_dir: str) -> Path:
 
 
 def leftovers(shm_dir: str) -> list[Leftover]:
-    """Returns the session folders under `shm_dir` whose owner is dead."""
+    """Returns the session folders of this user under `shm_dir` whose owner is dead."""
     found = []
     for path in sorted(Path(shm_dir).glob("echelon-*")):
         name = NAME.fullmatch(path.name)
-        if name is None or not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
-            continue  # not a session, or another user's
+        if name is None or not is_private(path):
+            continue  # not a session of this user
         if name["namespace"] != _namespace():
             continue  # of another container: its pids mean nothing here
         try:
-            owner = json.loads((path / OWNER).read_text())
+            with open(open_own(path / OWNER, os.O_RDONLY)) as file:
+                owner = json.load(file)
             pid, ticks, owned = int(owner["pid"]), owner["start_ticks"], True
         except (OSError, ValueError, KeyError, TypeError):
             # It is being created, is damaged, or is a rendezvous folder of sibling processes, which may outlive the
@@ -135,7 +137,7 @@ def _num_bytes(path: Path) -> int:
     total = 0
     with contextlib.suppress(FileNotFoundError):  # another run is sweeping too
         for entry in path.rglob("*"):
-            total += entry.stat().st_size
+            total += entry.lstat().st_size
     return total
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from echelon.errors import TransportError
+from echelon.disk import open_own
+from echelon.errors import Refused, TransportError
 from echelon.layout import ALIGNMENT
 from echelon.transport.segments import join_segment
 
@@ -33,7 +35,12 @@ class Doorbell:
     def __init__(self, path: Path) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkfifo(path, 0o600)
-        self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            self.descriptor = open_own(path, os.O_RDWR, kind=stat.S_IFIFO)
+        except PermissionError as error:
+            raise Refused(
+                f"doorbell {path} is refused: {error.strerror}. Another user may have put it there."
+            ) from error
 
     def ring(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -130,7 +130,7 @@ def is_handshake_refused(address: str, secret: str) -> bool:
     return False
 
 
-def _is_hung_up(address: str, secret: str | None) -> bool:
+def _is_hung_up(address: str, secret: str) -> bool:
     """Returns whether the listener refuses the handshake or hangs up during it."""
     context: zmq.Context[Socket] = zmq.Context()
     probe = make_socket(context, zmq.DEALER, HANDSHAKE_BYTES)

@@ -1,6 +1,6 @@
 """Addresses of the world: their kinds, and where a member may bind.
 
-There are three kinds of address: `ipc://FOLDER/file` (one machine; the folder should be private), `tcp://HOST:PORT`
+There are three kinds of address: `ipc://FOLDER/file` (one machine; only this user may enter the folder), `tcp://HOST:PORT`
 (a secret authenticates peers) and `inproc://name` (several members in
 one thread of one process).
 """
@@ -13,6 +13,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+from echelon.disk import is_private
 from echelon.errors import ConfigError
 from echelon.transport.secret import numeric, secret_for
 
@@ -36,8 +37,14 @@ def check_address(address: str) -> None:
                 f"the address {address} has a path of {length} bytes; ipc needs an absolute path of at most "
                 f"{IPC_PATH_BYTES} bytes. Choose a shorter folder, such as one under /tmp."
             )
-        if not Path(rest).parent.is_dir():
+        folder = Path(rest).parent
+        if not folder.is_dir():
             raise ConfigError(f"the folder of the address {address} does not exist. Create it first.")
+        if not is_private(folder):  # nothing else keeps other users from connecting, or from listening there first
+            raise ConfigError(
+                f"the folder of the address {address} is not a folder of this user that no other user can enter. "
+                f"Create another one with `mkdir -m 700`, or `chmod 700 {folder}`."
+            )
     elif scheme == "tcp":
         host, _, port = rest.rpartition(":")
         if not port.isascii() or not port.isdigit() or int(port) > 65535:

@@ -193,6 +193,4 @@ def _bind(router: Socket, address: str) -> str:
         router.bind(address)
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot listen at {address}: {error}. Choose another address, or port 0.") from error
-    if path:
-        path.chmod(0o600)
     return router.getsockopt_string(zmq.LAST_ENDPOINT) if address.startswith("tcp://") else address

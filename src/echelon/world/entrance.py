@@ -12,12 +12,12 @@ import hashlib
 import os
 import secrets
 import shutil
-import stat
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from echelon.disk import is_private
 from echelon.errors import ConfigError, Refused, TransportTimeout
 from echelon.transport.codec import Limits
 from echelon.transport.secret import REMEDY, secret_for
@@ -149,8 +149,7 @@ def _meeting_folder(size: int) -> Path:
     folder = Path(SHM_DIR) / session_name(parent, hashlib.sha256(identity.encode()).hexdigest()[:8])
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not is_private(folder):
         raise ConfigError(f"{folder} is not a private folder of this user. Remove it, or give the world an address.")
     return folder
 
@@ -170,10 +169,7 @@ def remove_folder_of(dead: MemberInfo, own: MemberInfo) -> None:
     is_session = folder.parent == Path(SHM_DIR) and NAME.fullmatch(folder.name)
     is_sibling = folder.parent == Path(own.folder).parent and folder.name.endswith(SHARED)
     if (is_session or is_sibling) and dead.is_near:
-        with contextlib.suppress(FileNotFoundError):  # the member has just removed it itself
-            found = folder.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
-                remove_folder(folder)
+        remove_folder(folder)
 
 
 def remove_folder(folder: Path) -> None:

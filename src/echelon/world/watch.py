@@ -1,8 +1,9 @@
 """Detects which members are on this host and which have died, by nonces, pidfds and heartbeats.
 
 Two processes are on one host if one can read the nonce that the other wrote to its private folder in shared memory;
-host names prove nothing. If they also share a pid namespace, a pidfd reports the end of the process immediately. Any
-other member sends a heartbeat every `BEAT_S`, and is declared dead after `SILENCE_S` without one.
+host names prove nothing. Only processes of one user can: those of two users exchange messages as if they were on two
+hosts. If they also share a pid namespace, a pidfd reports the end of the process immediately. Any other member sends a
+heartbeat every `BEAT_S`, and is declared dead after `SILENCE_S` without one.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import contextlib
 import os
 import secrets
 import select
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echelon.disk import is_private, open_own
 from echelon.errors import Refused
 from echelon.transport.session import pid_namespace, start_ticks
 from echelon.world.directory import Member
@@ -55,12 +56,11 @@ class MemberInfo:
 
     @property
     def is_near(self) -> bool:
-        """Whether that process is on this host."""
+        """Whether that process is on this host and of this user."""
         with contextlib.suppress(OSError, ValueError):
-            descriptor = os.open(Path(self.folder) / NONCE, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-            with open(descriptor, "rb") as file:  # another process chose the path: it may be a pipe, which blocks
-                is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-                return is_file and file.read(len(self.nonce) + 1) == self.nonce.encode()
+            if is_private(self.folder):  # another process chose the path
+                with open(open_own(Path(self.folder) / NONCE, os.O_RDONLY), "rb") as file:
+                    return file.read(len(self.nonce) + 1) == self.nonce.encode()
         return False
 
     @property
@@ -72,8 +72,7 @@ class MemberInfo:
 def write_info(rank: int, size: int, folder: Path) -> MemberInfo:
     """Writes a nonce to `folder`; returns the info of this process."""
     nonce = secrets.token_hex(16)
-    descriptor = os.open(folder / NONCE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "w") as file:
+    with open(open_own(folder / NONCE, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
         file.write(nonce)
     return MemberInfo(rank, size, str(folder), nonce, pid_namespace() or "", _network(), start_ticks(os.getpid()) or 0)
 
