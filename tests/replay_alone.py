@@ -1,4 +1,4 @@
-"""Uses replay in a process that can import nothing but the standard library, numpy and Echelon."""
+"""Uses replay in a process that can import nothing but the standard library, numpy, msgspec and Echelon."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-ALLOWED = {"numpy", "echelon", *sys.stdlib_module_names}
+ALLOWED = {"numpy", "msgspec", "echelon", *sys.stdlib_module_names}
 
 
 class Refusal:

@@ -62,7 +62,7 @@ def check_regular(paths: Iterable[Path]) -> None:
 
 
 def _not(kind: int, path: Path | str) -> PermissionError:
-    return PermissionError(errno.EPERM, f"not a {KINDS[kind]}", str(path))
+    return PermissionError(errno.EPERM, f"not a {KINDS[kind]} (a link, a device or another kind of file)", str(path))
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:

@@ -204,7 +204,7 @@ def test_doctor_looks_and_sweeps(shm_dir: Path, capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "cores" in out and "torch" in out and "none" in out
     dead = shm_dir / session_name(4194304, "deadbeef")  # above every process number
-    dead.mkdir()
+    dead.mkdir(0o700)
     (dead / "owner.json").write_text('{"pid": 4194304, "start_ticks": 1}')
     assert main(["doctor", "--shm-dir", str(shm_dir)]) == 0
     assert "left behind" in (out := capsys.readouterr().out) and str(dead) in out and dead.exists()

@@ -144,7 +144,7 @@ def test_a_writer_at_the_end_of_the_band_sleeps_until_something_is_drawn(roles: 
     wait_until(lambda: roles.limiter.inserted > before, "the writer woke")
 
 
-def test_replay_needs_nothing_but_numpy() -> None:
+def test_replay_needs_neither_torch_nor_sockets() -> None:
     """Replay needs no other package: every import of one is refused."""
     ended = subprocess.run(
         [sys.executable, str(TESTS / "replay_alone.py")],

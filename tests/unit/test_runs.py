@@ -132,7 +132,7 @@ BAD_SECTIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: ActorConfig(envs="8"), "actor.envs='8' does not fit: expected int"),
     (lambda: ActorConfig(envs=0), r"actor.envs=0 must be at least 1 \(environments per actor, K\)"),
     (lambda: LearnerConfig(max_lag=-1), r"learner.max_lag=-1 must be at least 0 \(maximum lag"),
-    (lambda: NetworkConfig(hidden=[64, 0]), r"network.hidden=\[64, 0\]: each must be at least 1"),
+    (lambda: NetworkConfig(hidden=[64, 0]), r"network.hidden=\[64, 0\]: each must be between 1 and"),
     (lambda: NetworkConfig(core="rnn"), "network.core='rnn' does not fit: use none or lstm or gru"),
     (lambda: WorkersConfig(evaluation=1.0), "workers.evaluation=1.0 must be at least 0 and below 1: some episodes"),
     (lambda: PpoConfig(clip=0.0), "algorithm.clip=0.0 must be above 0: with 0, no step has a gradient"),
