@@ -225,6 +225,7 @@ HUGE = {
     "30 s": {**BOX, "shape": [2**28]},
     "64 GB": {**BOX, "shape": [2**34]},
     "product": {**BOX, "shape": [2**20, 2**20]},
+    "far more than the learner's": {**BOX, "shape": [2**24]},
     "binary": {"kind": "multi_binary", "shape": [2**40]},
     "choices": {"kind": "multi_discrete", "nvec": [2**62], "start": [0]},
     "dtype": {**BOX, "dtype": "S999999999"},

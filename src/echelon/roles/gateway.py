@@ -56,6 +56,7 @@ Array = np.ndarray[Any, Any]
 REPORT_S = 1.0
 QUEUED_MESSAGES = 4  # per worker, which has one message in flight and may resend it
 GOODBYE_S = 2.0  # longer than a worker takes to reconnect
+FEW_VALUES = 1 << 16  # numbers in a space that takes no time to build and to show, even if it is not the learner's
 BURST = 16  # most messages handled in one step
 
 
@@ -225,7 +226,8 @@ class Gateway:
 
     def _check_arrival(self, arrival: Register) -> None:
         check_user_policy(arrival, self.config)
-        mine, theirs = self.context.spaces, received_spaces(arrival.spaces)
+        theirs = received_spaces(arrival.spaces, max(self.intake.num_values, FEW_VALUES))
+        mine = self.context.spaces
         if not same_spaces(mine, theirs):
             raise Refused(
                 f"the worker's environment observes {theirs.observation} and acts in {theirs.action}; the learner's "

@@ -47,6 +47,11 @@ class Intake:
         self.ring_capacity = {ring.name: ring.capacity for ring in plan.layout.rings}
 
     @property
+    def num_values(self) -> int:
+        """The number of values in an observation and an action."""
+        return sum(int(np.prod(leaf.shape)) for leaf in (*self.leaves, self.action))
+
+    @property
     def max_bytes(self) -> int:
         """The size limit of a piece: its arrays, the frame numbers of its stacks, and 1 MB for the rest."""
         arrays = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in (*self.leaves, self.action))

@@ -68,12 +68,15 @@ class _Spaces(msgspec.Struct, forbid_unknown_fields=True):
     action: AnySpace
 
 
-def received_spaces(data: dict[str, Any]) -> Spaces:
-    """Returns the spaces that a worker sent; raises Refused, with the limit, if they are malformed or too large."""
+def received_spaces(data: dict[str, Any], most_values: int = MAX_VALUES) -> Spaces:
+    """Returns the spaces that a worker sent; raises Refused, with the limit, if they are malformed or too large.
+
+    An observation or an action has at most `most_values` numbers.
+    """
     try:
         form = msgspec.convert(data, _Spaces)
         for side, space in (("observation", form.observation), ("action", form.action)):
-            _check_sizes(side, list(_leaves(space, 0)))
+            _check_sizes(side, list(_leaves(space, 0)), most_values)
         spaces = Spaces.from_json(data)
     except (msgspec.ValidationError, KeyError, TypeError, ValueError, ArithmeticError, AssertionError) as error:
         raise Refused(f"the worker's spaces cannot be read: {error}. Check its environment, or wrap it") from None
@@ -92,7 +95,7 @@ def _leaves(space: AnySpace, depth: int) -> Iterator[AnySpace]:
         yield from _leaves(inner, depth + 1)
 
 
-def _check_sizes(side: str, leaves: list[AnySpace]) -> None:
+def _check_sizes(side: str, leaves: list[AnySpace], most_values: int) -> None:
     num_values = num_choices = 0
     for leaf in leaves:
         match leaf:
@@ -108,7 +111,7 @@ def _check_sizes(side: str, leaves: list[AnySpace]) -> None:
         raise ValueError(f"the {side} is empty")
     for count, most, what in (
         (len(leaves), MAX_LEAVES, "parts"),
-        (num_values, MAX_VALUES, "numbers"),
+        (num_values, most_values, "numbers"),
         (num_choices, MAX_CHOICES, "discrete values"),
     ):
         if count > most:
