@@ -158,7 +158,7 @@ def play(session: Session, popen: Callable[..., Any], reports: Path) -> list[Rec
             )
             return records
         start = Fault("(start)", "coordinator")
-        if not note(start, lambda: _begin(scene)):
+        if not note(start, lambda: begin(scene)):
             return records
         records.clear()
         for fault in session.faults:
@@ -175,7 +175,7 @@ def play(session: Session, popen: Callable[..., Any], reports: Path) -> list[Rec
         scene.close()
 
 
-def _begin(scene: Scene) -> float:
+def begin(scene: Scene) -> float:
     began = time.monotonic()
     scene.until(scene.version, "training begins", START_TIMEOUT_S)
     scene.until_training()
