@@ -91,7 +91,7 @@ def _plain(value: Any, path: str) -> Any:
 def _read(cls: type[Section], data: Any) -> Any:
     if cls is AlgorithmConfig:
         classes, name = AlgorithmConfig.classes(), data.get("name") if isinstance(data, Mapping) else None
-        if name not in classes:
+        if not isinstance(name, str) or name not in classes:
             raise no_choice("algorithm.name", name, list(classes))
         cls = classes[name]
     if not isinstance(data, Mapping):

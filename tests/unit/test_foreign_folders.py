@@ -281,6 +281,12 @@ def test_a_consistently_forged_checkpoint_ends_with_a_message(
     assert str(run / "checkpoints") in line or "weights do not fit" in line
 
 
+@pytest.mark.parametrize("field", ["algorithm.name", "algorithm", "env", "preset", "engine"])
+def test_a_value_of_another_type_is_refused(run: Path, capsys: pytest.CaptureFixture[str], field: str) -> None:
+    edit(run, **{field: {"x": [1]}})
+    assert field in refused(capsys, "eval", run)
+
+
 @pytest.mark.parametrize("hidden", [[1 << 24, 1 << 24], [1 << 40], [2**63]])
 def test_a_network_of_a_forged_size_is_not_made(
     run: Path, capsys: pytest.CaptureFixture[str], hidden: list[int]
