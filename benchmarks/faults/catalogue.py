@@ -62,8 +62,8 @@ def inflict(scene: Scene, fault: Fault, delay_s: float) -> float:
         if fault.name == "kill, output stalled":
             stack.enter_context(scene.output.stalled())
         elif fault.name == "kill, disk full":
-            ballast = fill(scene.disk)
-            stack.callback(ballast.unlink)
+            scene.until(scene.is_recorded, "processes.json is current")  # on a full disk it cannot be renewed
+            stack.callback(fill(scene.disk).unlink)
         await_moment(scene, fault, delay_s)
         before = {name: scene.progress(name)[0] for name in scene.entries()}
         server = scene.entries().get("forkserver", {}).get("pid")

@@ -119,6 +119,11 @@ class Scene:
             return found
         return {}
 
+    def is_recorded(self) -> bool:
+        """Whether all processes in the record are alive."""
+        entries = self.entries()
+        return bool(entries) and all(Path(f"/proc/{entry['pid']}").exists() for entry in entries.values())
+
     def pid(self, role: str) -> int:
         if role in ("worker", "agent"):
             return int(self.company[0].pid)
