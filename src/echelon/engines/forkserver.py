@@ -34,6 +34,7 @@ from echelon.engines.process import INHERITED, Failure, ProcessSpec, Role, failu
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 MAX_FAILURE_BYTES = 60_000  # under the 64 KiB a pipe holds, so a failing process never blocks on it
+LEFT = (signal.SIGTERM, signal.SIGHUP)  # to the coordinator
 SERVE, END = b"s", b"e"  # orders to a spare
 CLOSE_TIMEOUT_S = 0.3  # how long a failed role may take to close: its error waits for that
 
@@ -59,14 +60,24 @@ def leave_signals_to_coordinator() -> None:
     The coordinator handles them: it stops the run with a final checkpoint. Children of this process, such as those of
     an environment, do not inherit this: they end by these signals as usual.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in LEFT:
         signal.signal(number, lambda number, frame: None)  # not SIG_IGN, which programs started from here would inherit
-    os.register_at_fork(after_in_child=_restore_signals)
+    # Blocked during a fork: a child that is ended right then must not lose the signal to the handler it inherits.
+    os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_signals)
+
+
+def _block_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, LEFT)
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT)
 
 
 def _restore_signals() -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in LEFT:
         signal.signal(number, signal.SIG_DFL)
+    _unblock_signals()
 
 
 def open_log(path: str) -> int:
