@@ -29,7 +29,7 @@ class EnvConfig(Section, frozen=True):
     ] = ()
     vector: Annotated[
         Literal["auto", "loop", "vector_entry_point"],
-        doc("how an actor steps its environments; auto: vectorised for Atari, otherwise in a loop"),
+        doc("how an actor steps its environments; auto: vectorised for Atari and Mario, else in a loop"),
     ] = "auto"
     on_error: Annotated[
         Literal["stop", "restart"], doc("when an environment raises: stop the run, or restart the environment")

@@ -316,7 +316,8 @@ def found_stacks(id: Any, spaces: Spaces, frames: str = "auto", **kwargs: Any) -
 
 def test_stacks_are_found_where_they_are_known_to_be() -> None:
     stack, image = spaces_of(4, 84, 84), spaces_of(210, 160, 3)
-    for id in ("ALE/Pong-v5", "envpool:Pong-v5", "echelon.envs.racing:PixelPool", racing.Pixels):
+    known = ["ALE/Pong-v5", "envpool:Pong-v5", "echelon.envs.racing:PixelPool", racing.Pixels]
+    for id in [*known, "SuperMarioBros-1-1", "SuperMarioBros", "echelon.envs.mario:MarioPool"]:
         assert found_stacks(id, stack) and not found_stacks(id, image) and not found_stacks(id, stack, "whole"), id
     assert found_stacks("echelon.envs.racing:Pixels", spaces_of(2, 84, 84), stack=2)
     assert not found_stacks("envpool:Pong-v5", spaces_of(12, 84, 84), gray_scale=False), "colours, not frames"

@@ -19,6 +19,7 @@ from echelon.config import EnvConfig
 from echelon.envs.atari import atari_group, import_ale
 from echelon.envs.envpool import envpool_group
 from echelon.envs.loop import LoopGroup
+from echelon.envs.mario import check_mario_id, is_mario, mario_group
 from echelon.envs.vector import EnvFailed, EnvGroup, VectorGroup
 from echelon.errors import ConfigError
 from echelon.names import describe_callable, import_module, resolve
@@ -45,10 +46,11 @@ def make_group(config: EnvConfig, seeds: list[int], wrapper: Wrapper | None = No
             raise ConfigError(f'env.id="{id}" is {factory!r:.80}; an environment factory must be callable.')
         return _factory_group(config, factory, seeds, wrapper)
     spec = _find_spec(id, module, name)
-    if config.vector == "loop" or (config.vector == "auto" and spec.namespace != "ALE"):
+    vector_group = atari_group if spec.namespace == "ALE" else mario_group if is_mario(spec) else None
+    if config.vector == "loop" or (config.vector == "auto" and vector_group is None):
         return LoopGroup(wrap(lambda: _make_single(spec, config.kwargs)), seeds, config.on_error)
     _refuse_wrappers(config, wrapper)
-    return atari_group(config, spec, seeds) if spec.namespace == "ALE" else _entry_point_group(config, spec, seeds)
+    return (vector_group or _entry_point_group)(config, spec, seeds)
 
 
 def probe_spaces(config: EnvConfig) -> Spaces:
@@ -81,6 +83,8 @@ def _find_spec(id: str, module: str, name: str) -> EnvSpec:
             raise ConfigError(f'env.id="{id}" cannot import "{error.name}"; install its package.') from error
     if name.startswith("ALE/"):
         import_ale(id)
+    elif not module:
+        check_mario_id(id)
     spec = gym.registry.get(name)
     if spec is None:
         near = difflib.get_close_matches(name, gym.registry, n=3, cutoff=0.6)

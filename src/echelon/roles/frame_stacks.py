@@ -5,10 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from echelon.config import EnvConfig, TrainConfig
+from echelon.envs.mario import NAME as MARIO
 from echelon.errors import ConfigError
 from echelon.layout import Leaf
 from echelon.schema import Spaces, space_leaves
 
+OUR_STACKS = frozenset(
+    f"echelon.envs.{name}" for name in ("racing:Pixels", "racing:PixelPool", "mario:Mario", "mario:MarioPool")
+)
 MOST_FRAMES = 8  # with more, an array whose last axis is 1, 3 or 4 is one image with channels last, not a stack
 
 
@@ -42,7 +46,7 @@ def _is_image(leaf: Leaf) -> bool:
 def _num_stacked(env: EnvConfig) -> int:
     """Returns the number of frames that a known environment stacks, or 0 if the environment is not known."""
     id = env.id if isinstance(env.id, str) else f"{env.id.__module__}:{getattr(env.id, '__qualname__', '')}"
-    if id in ("echelon.envs.racing:Pixels", "echelon.envs.racing:PixelPool"):
+    if id in OUR_STACKS or id.startswith(MARIO):
         return int(env.kwargs.get("stack", 4))
     is_grey = env.kwargs.get("gray_scale", True)  # EnvPool merges the colour channels of all frames into one axis
     if id.startswith("ALE/") or (id.startswith("envpool:") and is_grey):
