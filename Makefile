@@ -67,7 +67,10 @@ $(RUN_READY): $(RECIPE_OF_VENV)
 	@$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e .
 	@touch $@
 
+# Without --no-deps, nes-py (20 s of compiling) also installs gym and pyglet, which Echelon does not use.
 $(TEST_READY): $(RUN_READY)
 	@echo "[test] the tools and environments of the tests"
 	@$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[test]'
+	@command -v g++ >/dev/null || { echo "[test] no g++: the tests of Super Mario Bros are skipped"; exit 0; }; \
+	  $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt --no-deps nes-py gym-super-mario-bros
 	@touch $@

@@ -90,7 +90,7 @@ class Mario(gym.Env[Any, Any]):
 
         An episode starts with 0 to `noop_max` steps, a random number of them, in which no button is pressed.
         """
-        if actions not in ACTIONS:
+        if not isinstance(actions, str) or actions not in ACTIONS:
             raise ConfigError(f"actions={actions!r} is not one of the action sets of {NAME}: {', '.join(ACTIONS)}.")
         for name, value, least in (("skip", skip, 1), ("stack", stack, 1), ("noop_max", noop_max, 0)):
             _require_count(name, value, least)
