@@ -68,6 +68,7 @@ def test_it_is_an_environment_with_pictures() -> None:
     assert picture.shape == (240, 256, 3) and picture.dtype == np.uint8
     np.testing.assert_array_equal(picture[80, 5], [104, 136, 252], "the sky is blue: channels are in order")
     env.close()
+    np.testing.assert_array_equal(env.render(), picture, "the last one")
     with pytest.raises(gym.error.ClosedEnvironmentError):
         env.reset()
 

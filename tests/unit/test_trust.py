@@ -119,6 +119,7 @@ def test_a_learner_runs_no_code_of_its_choice_on_a_worker(tmp_path: Path) -> Non
         {"env.id": "echelon.envs.racing:make_car_racing"},
         {"env.id": "echelon.envs.racing:gym.Env"},
         {"env.id": "echelon.envs.racing:VectorEnv"},
+        {"env.id": "echelon.envs.nes:Emulator"},
         {"env.id": "GymV21Environment-v0", "env.kwargs": {"env_id": "os:Any-v0"}},
         {"env.id": "envpool:os:system"},
         {"env.wrappers": ("toy_envs:Doubled",)},
@@ -135,7 +136,11 @@ def test_names_of_others_are_refused(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "id", ["CartPole-v1", "ALE/Pong-v5", "Space/Some.Env-v0", "envpool:Pong-v5", "echelon.envs.racing:PixelPool"]
+    "id",
+    [
+        *("CartPole-v1", "ALE/Pong-v5", "Space/Some.Env-v0", "envpool:Pong-v5", "SuperMarioBros-1-1"),
+        *("echelon.envs.racing:PixelPool", "echelon.envs.mario:MarioPool"),
+    ],
 )
 def test_names_of_known_environments_are_taken(id: str) -> None:
     check_names(preset("dqn", id), LEARNER)

@@ -190,7 +190,9 @@ class MarioPool(VectorEnv[Any, Any, Any]):
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """An int seeds the environments with seed, seed + 1, and so on."""
-        seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed or [None] * self.num_envs
+        if not isinstance(seed, Sequence):
+            seed = [None if seed is None else seed + i for i in range(self.num_envs)]
+        seeds = seed
         self._ended[:] = False
         results = self._map(lambda i: self.envs[i].reset(seed=seeds[i], options=options))
         observations, infos = zip(*results, strict=True)

@@ -62,11 +62,14 @@ class Game:
 
     def __init__(self, stage: tuple[int, int] | None) -> None:
         self.emulator = Emulator()
-        self.ram = self.emulator.ram
         self.ended = True  # until `start`
         self.flag_get = False
         self._stage = stage
         self._has_backup = False
+
+    @property
+    def ram(self) -> memoryview:
+        return self.emulator.ram
 
     def start(self) -> None:
         """Goes to the first frame of the stage; the first call takes a fraction of a second for the title screen."""

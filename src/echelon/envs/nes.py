@@ -43,7 +43,7 @@ class Emulator:
     """An NES that plays Super Mario Bros. A call of `step` releases the GIL, so that threads run in parallel.
 
     `ram` is its memory and `screen` its picture, (240, 256, 4) as blue, green, red and an unused byte. Both are views:
-    they show the current frame, and changes of `ram` change the game. They must not be used after `close`.
+    they show the current frame, and changes of `ram` change the game. References to them must not outlive `close`.
     """
 
     def __init__(self) -> None:
@@ -73,6 +73,7 @@ class Emulator:
         self._library.Restore(self._handle)
 
     def close(self) -> None:
+        self.ram, self.screen = memoryview(bytearray(self.ram)), self.screen.copy()  # the last frame
         self._close()
 
     @property
