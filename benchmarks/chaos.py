@@ -28,6 +28,7 @@ from faults.kinds import KINDS
 from faults.table import draw, table, totals
 
 CORES_PER_JOB = 3
+ALL = 10_000  # faults, among which a single session is looked for
 
 
 def main() -> int:
@@ -61,7 +62,7 @@ def campaign(options: argparse.Namespace, names: list[str]) -> list[Record]:
     began, printing = time.monotonic(), threading.Lock()
     planned = [
         session
-        for session in sessions(options.seed, options.faults, names)
+        for session in sessions(options.seed, options.faults if options.session is None else ALL, names)
         if options.session in (None, session.number)
     ]
     with ThreadPoolExecutor(options.jobs) as pool, (options.output / "chaos.jsonl").open("w") as file:

@@ -47,9 +47,7 @@ def faults_of(kind: Kind) -> list[Fault]:
             found.append(Fault("kill with the learner", role))
     if kind.has_env:
         found += [Fault(order, ENVIRONMENT) for order in ORDERS]
-    return [
-        fault for fault in found if not (fault.name == "kill with the learner" and fault.role.startswith("learner"))
-    ]
+    return found
 
 
 def inflict(scene: Scene, fault: Fault, delay_s: float) -> float:

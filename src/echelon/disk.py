@@ -50,13 +50,15 @@ def open_own(path: Path | str, flags: int, mode: int = 0o600, kind: int = stat.S
 
 def check_regular(paths: Iterable[Path]) -> None:
     """Raises PermissionError if one of `paths`, or an entry below one, is neither a regular file nor a folder."""
-    for path in paths:
+    left = list(paths)
+    while left:
+        path = left.pop()
         try:
             mode = path.lstat().st_mode
         except FileNotFoundError:
             continue
         if stat.S_ISDIR(mode):
-            check_regular(sorted(path.iterdir()))
+            left += path.iterdir()
         elif not stat.S_ISREG(mode):
             raise _not(stat.S_IFREG, path)
 

@@ -52,6 +52,11 @@ def check_processes(count: int, free: Free, lower: str = "--actors") -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, most))
 
 
+def total_memory() -> int:
+    """Returns the memory of the machine in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def free_memory(folder: Path | None = None) -> Free:
     """Returns the memory that this process may still use: of the machine, the container, and the mount of `folder`."""
     lines = (PROC / "meminfo").read_text().splitlines()

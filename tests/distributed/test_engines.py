@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.engines import local
 from echelon.engines.forkserver import MAX_FAILURE_BYTES, pack_failure
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import CLOSE_S, LocalEngine
@@ -234,6 +235,27 @@ def test_the_spare_of_a_killed_server_takes_over(engine: LocalEngine, start: Sta
     assert len({*servers, engine.server_pid}) == 5
     engine.close(0.0)
     assert not is_alive(engine.server_pid)
+
+
+def test_a_spare_that_is_too_slow_takes_nothing_away(
+    engine: LocalEngine, start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It wakes up when another server runs, finds that the engine has given it up, and leaves the session alone."""
+    monkeypatch.setattr(local, "PROMOTION_S", 0.2)
+    (session := tmp_path / "session").mkdir()
+    start("Counting")
+    role = wait_until(lambda: (engine.exits(), engine.pid("role"))[1], "it runs")
+    (spare,) = [pid for pid in children_of(engine.server_pid) if pid != role]
+    os.kill(spare, signal.SIGSTOP)
+    os.kill(engine.server_pid, signal.SIGKILL)
+    wait_until(engine.exits, "the loss is told")
+    start("Counting", "next", steps=1)
+    os.kill(spare, signal.SIGCONT)
+    assert next_exit(engine).name == "next" and engine.server_pid != spare
+    wait_until(lambda: not is_alive(spare), "the late one has gone")
+    assert session.is_dir()
+    start("Counting", "last", steps=1)
+    assert next_exit(engine).name == "last"
 
 
 def test_who_was_to_be_started_by_a_killed_server_is_told_too(engine: LocalEngine, start: Start) -> None:

@@ -193,6 +193,17 @@ def test_a_folder_behind_a_link_and_links_of_the_users_own_are_fine(run: Path, t
     assert main(["eval", str(tmp_path / "runs" / "run"), "--episodes", "1"]) == 0
 
 
+def test_a_deep_folder_is_looked_through(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """1,200 levels, more than a function can call itself; a link at the bottom is found."""
+    edit(run, **{"env.id": "CartPole-v1"})
+    deep = str(run / "logs")
+    for _ in range(1_200):
+        os.makedirs(deep := f"{deep}/a", exist_ok=True)
+    os.symlink("/etc/passwd", f"{deep}/link")
+    assert "not a regular file" in refused(capsys, "eval", run)
+    subprocess.run(["rm", "-r", run / "logs"], check=True)  # Python's own removal calls itself
+
+
 @pytest.mark.parametrize("name", ["weights.safetensors", "metrics.jsonl", "logs"])
 def test_a_folder_in_place_of_a_file_is_refused(run: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     path = run / name

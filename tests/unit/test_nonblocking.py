@@ -98,6 +98,27 @@ def test_the_end_comes_soon_though_the_reader_stalls(pipe: Pipe, what: str) -> N
     assert time.monotonic() - began < 10 * STALLED_S
 
 
+def test_a_writer_that_goes_on_does_not_hold_up_the_end(pipe: Pipe) -> None:
+    """Its writes wake whoever waits for the reader, but are no sign of one."""
+    pipe.fill()
+    ended = threading.Event()
+
+    def write(stream: TextIO) -> None:
+        while not ended.wait(STALLED_S / 10):
+            stream.write("more\n")
+
+    with nonblocking_output(pipe.stream) as stream:
+        print("something", file=stream)
+        thread = threading.Thread(target=write, args=(stream,))
+        thread.start()
+        began = time.monotonic()
+    took_s = time.monotonic() - began
+    ended.set()
+    pipe.read(1)
+    thread.join()
+    assert took_s < 10 * STALLED_S
+
+
 def test_a_slow_reader_gets_everything(pipe: Pipe) -> None:
     num_empty, line, taken = pipe.fill(), "slow" * 5_000, list[bytes]()
 

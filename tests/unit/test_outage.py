@@ -127,5 +127,15 @@ def test_a_folder_of_another_kind_is_not_used(fallback: Fallback, tmp_path: Path
     assert fallback.write(put) is None and not (tmp_path / "file").exists()
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o750])
+def test_a_folder_that_others_made_gets_nothing(fallback: Fallback, mode: int) -> None:
+    """Its name can be guessed: a run that can be written must not leave a copy there."""
+    fallback.run_dir.mkdir()
+    fallback.path.mkdir(parents=True)
+    fallback.path.chmod(mode)
+    fallback.write(lambda folder: (folder / "weights").write_text("x"))
+    assert list(fallback.path.iterdir()) == [] and (fallback.run_dir / "weights").exists()
+
+
 def test_the_other_folder_is_in_the_temporary_one_by_default(tmp_path: Path) -> None:
     assert Fallback(tmp_path / "run", "", "word").path.parent == Path(tempfile.gettempdir())

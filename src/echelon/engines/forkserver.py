@@ -26,15 +26,19 @@ import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from typing import Any, NoReturn, TextIO
 
+from echelon.disk import open_regular
 from echelon.engines.process import INHERITED, Failure, ProcessSpec, Role, failure_of, make_role, run_role
+from echelon.transport.session import is_running, start_ticks
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 MAX_FAILURE_BYTES = 60_000  # under the 64 KiB a pipe holds, so a failing process never blocks on it
-LEFT = (signal.SIGTERM, signal.SIGHUP)  # to the coordinator
+COORDINATOR_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+ENGINE_END_S = 1.0  # from the end of an engine's connections to the end of its process
 SERVE, END = b"s", b"e"  # orders to a spare
 CLOSE_TIMEOUT_S = 0.3  # how long a failed role may take to close: its error waits for that
 
@@ -60,30 +64,30 @@ def leave_signals_to_coordinator() -> None:
     The coordinator handles them: it stops the run with a final checkpoint. Children of this process, such as those of
     an environment, do not inherit this: they end by these signals as usual.
     """
-    for number in LEFT:
+    for number in COORDINATOR_SIGNALS:
         signal.signal(number, lambda number, frame: None)  # not SIG_IGN, which programs started from here would inherit
     # Blocked during a fork: a child that is ended right then must not lose the signal to the handler it inherits.
     os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_signals)
 
 
 def _block_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, LEFT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, COORDINATOR_SIGNALS)
 
 
 def _unblock_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, COORDINATOR_SIGNALS)
 
 
 def _restore_signals() -> None:
-    for number in LEFT:
+    for number in COORDINATOR_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     _unblock_signals()
 
 
 def open_log(path: str) -> int:
-    """Opens the log of a role; if that is not possible, as on a full or read-only disk, the role works without."""
+    """Opens the log of a role; if that is not possible, as on a full disk or where a link is, it works without."""
     try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:
         return os.open(os.devnull, os.O_WRONLY)
 
@@ -115,7 +119,7 @@ def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
     if not spec.ends_by_signals:
         leave_signals_to_coordinator()
     if spec.log != INHERITED:
-        log = open_log(spec.log or os.devnull)
+        log = open_log(spec.log)
         os.dup2(log, 1)
         os.dup2(log, 2)
     sys.stdout = open_stream(1, spec)
@@ -169,8 +173,8 @@ def unpack_failure(pipe: int) -> dict[str, Any] | None:
 class ForkServer:
     """Forks role processes on request and reports their exits."""
 
-    def __init__(self, control: socket.socket, session: str) -> None:
-        self.control, self.session = control, session
+    def __init__(self, control: socket.socket, session: str, engine: int) -> None:
+        self.control, self.session, self.engine = control, session, engine
         self.processes: dict[int, RoleProcess] = {}  # by pidfd
         self.buffer = b""
 
@@ -187,7 +191,7 @@ class ForkServer:
                         elif request["do"] == "signal":
                             self._signal(request["name"], request["number"])
                         else:
-                            self._abandon(remove_session=request["do"] == "lost")
+                            self._abandon(remove_session=request["do"] == "lost" and has_ended(self.engine))
                             return
                 elif descriptor in self.processes:
                     poller.unregister(descriptor)
@@ -268,38 +272,51 @@ def _end_group(process: RoleProcess) -> int:
     return os.waitpid(process.pid, 0)[1]
 
 
-def serve(control: socket.socket, spare: socket.socket, session: str) -> None:
-    """Runs the fork server on `control`; forks its spare first, which waits on `spare`."""
+def serve(control: socket.socket, spare: socket.socket, session: str, engine: int) -> None:
+    """Runs the fork server on `control` for the process `engine`; forks its spare first, which waits on `spare`."""
     if os.fork() == 0:
         control.close()
         leave_signals_to_coordinator()
-        stand_by(spare, session)
+        stand_by(spare, session, engine)
         os._exit(0)
     spare.close()
-    ForkServer(control, session).run()
+    ForkServer(control, session, engine).run()
 
 
-def stand_by(control: socket.socket, session: str) -> None:
+def stand_by(control: socket.socket, session: str, engine: int) -> None:
     """Waits until the server has died: the engine sends the socket of the next spare, and this process serves.
 
     It ends when the engine says so. If the engine was killed, it removes the session: the server may be dead, too.
     """
     order, descriptors, _, _ = socket.recv_fds(control, 1, 1)
     if order == SERVE:
-        serve(control, socket.socket(fileno=descriptors[0]), session)
-    elif not order:
+        serve(control, socket.socket(fileno=descriptors[0]), session, engine)
+    elif not order and has_ended(engine):
         shutil.rmtree(session, ignore_errors=True)
 
 
+def has_ended(engine: int) -> bool:
+    """Returns whether the engine's process has ended; one that has just closed its sockets is given a moment.
+
+    A living engine closes the connection to a spare that was too slow to serve, and goes on with another server.
+    """
+    deadline = time.monotonic() + ENGINE_END_S
+    while is_running(engine, start_ticks(engine)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 def main() -> None:
-    control, spare, session, *preload = sys.argv[1:]
+    control, spare, session, engine, *preload = sys.argv[1:]
     leave_signals_to_coordinator()
     allow_descriptors()
     for module in preload:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # excludes what was imported from garbage collection, so that forks keep sharing its pages
-    serve(socket.socket(fileno=int(control)), socket.socket(fileno=int(spare)), session)
+    serve(socket.socket(fileno=int(control)), socket.socket(fileno=int(spare)), session, int(engine))
 
 
 if __name__ == "__main__":

@@ -60,19 +60,23 @@ class LocalEngine(OneHost):
         if self._spare is not None and self._promote_spare(theirs):
             self._socket = self._spare
         else:
+            if self._spare is not None:  # it may be only slow, and then has the other end of these sockets
+                ours.close()
+                theirs.close()
+                ours, theirs = socket.socketpair()
             self._start_server(theirs)
         theirs.close()
         self._spare = ours
 
     def _promote_spare(self, next_spare: socket.socket) -> bool:
-        """Asks the spare to serve, and waits until it does; returns False if it has been killed."""
+        """Asks the spare to serve, and waits until it does; returns False if it was killed or is too slow."""
         assert self._spare is not None
         try:
             socket.send_fds(self._spare, [SERVE], [next_spare.fileno()])
             self._spare.settimeout(PROMOTION_S)
             first, _, self._buffer = self._spare.recv(1 << 20).partition(b"\n")
             self._server = _Promoted(json.loads(first)["pid"])
-        except (OSError, ValueError):  # killed: before, or just now
+        except (OSError, ValueError):  # killed or suspended
             self._spare.close()
             return False
         self._spare.settimeout(None)
@@ -82,7 +86,7 @@ class LocalEngine(OneHost):
         self._socket, theirs = socket.socketpair()
         package_root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
         path = os.pathsep.join([package_root, *(entry or os.getcwd() for entry in sys.path)])
-        arguments = [str(theirs.fileno()), str(spare.fileno()), self._session, *self._preload]
+        arguments = [str(theirs.fileno()), str(spare.fileno()), self._session, str(os.getpid()), *self._preload]
         self._server = subprocess.Popen(
             # -P: not the working directory, unless this process has it, too; it may be somebody else's run folder
             [sys.executable, "-P", "-m", "echelon.engines.forkserver", *arguments],

@@ -67,8 +67,8 @@ class Header(msgspec.Struct, frozen=True):
     layout: dict[str, Any]
     shards: list[SavedShard]
     files: dict[str, list[int]]
+    counters: Any
     limiter: SavedLimiter | None = None
-    counters: Any = None
 
 
 def _difference(header: dict[str, Any], reader: ShardReader) -> str:
@@ -108,7 +108,7 @@ def restore(
     tails = []
     for index, (reader, saved) in enumerate(zip(readers, shards, strict=True)):
         tails.append(_fill(_Files(path, header["files"], index), reader, saved, bounds))
-    if limiter is not None and header["limiter"] is not None:
+    if limiter is not None and header.get("limiter") is not None:
         limiter.load(header["limiter"])
     for reader, saved, tail in zip(readers, shards, tails, strict=True):  # make everything visible now
         for word, (_, _, stop) in enumerate(saved.rings, RINGS):

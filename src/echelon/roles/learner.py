@@ -111,6 +111,8 @@ class Learner:
                 self.source.content.load_state_dict(tree.get("source", {}))
             if not self.context.shares_process:  # otherwise the generator belongs to the caller
                 torch.set_rng_state(tree["rng"])  # dropout of a user's network draws from it
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # not the fault of the checkpoint: start again
+            raise
         except UNDECODABLE as error:
             raise misfit(path, f"{type(error).__name__}: {error}") from error
         self.counters.load_state_dict(msgspec.structs.asdict(past.counters))

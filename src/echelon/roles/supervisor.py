@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from echelon.disk import put_file
+from echelon.disk import open_regular, put_file
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import CRASHES, Exit, Failure, ProcessSpec
@@ -29,6 +29,7 @@ from echelon.roles.gauge import PHASES, Gauge
 from echelon.world.node import Node
 
 PROCESSES = "processes.json"
+COMPILE_S = 120.0  # hang timeout of a learner that compiles, at least
 AWAY_S = 1.0  # the part of a gap between two calls of `look` beyond this is taken for a suspension and ignored
 STACK_TIMEOUT_S = 2.0  # a hung role prints its stack within this time, unless it is suspended or stuck in the kernel
 LEAVE_S = 0.5  # how long the other learners may take to exit and report why, after one of them has exited
@@ -235,7 +236,7 @@ class Supervisor:
         timeout_s = self.config.hang_timeout_s
         compiling = names[0] in self.context.train.learner_names and self.context.train.learner.compile
         if compiling or not all(one.has_begun for one in group):
-            timeout_s = self.config.start_timeout_s
+            timeout_s = max(self.config.start_timeout_s, COMPILE_S if compiling else 0.0)
         return silent_s if silent_s > timeout_s else 0.0
 
     def _look_at_progress(self, now: float) -> None:
@@ -344,8 +345,10 @@ def _size(path: Path) -> int:
 
 def _tail(path: Path, start: int) -> str:
     """Returns the end of the text that was written to `path` after its first `start` bytes."""
-    if not path.exists():
+    try:
+        descriptor = open_regular(path, os.O_RDONLY)
+    except OSError:  # there is none
         return ""
-    with path.open("rb") as file:
+    with open(descriptor, "rb") as file:
         file.seek(max(start, _size(path) - LOG_TAIL_BYTES))
         return file.read().decode(errors="replace").strip()

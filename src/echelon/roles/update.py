@@ -181,6 +181,11 @@ class LocalUpdate:
     def __call__(self, loss: Loss) -> None:
         self.steppers[loss.group](loss, self.config.clip_norm)
 
+    def is_finite(self) -> bool:
+        """Returns whether the moments of all optimizers are finite: otherwise they could not be restored."""
+        moments = [state for stepper in self.steppers.values() for state in stepper.optimizer.state.values()]
+        return all(bool(torch.isfinite(torch.as_tensor(one)).all()) for state in moments for one in state.values())
+
     def state_dict(self) -> dict[str, Any]:
         return {name: stepper.optimizer.state_dict() for name, stepper in self.steppers.items()}
 
@@ -279,7 +284,7 @@ class Trainable(Protocol):
         """Returns the arrays to publish, in order, on the CPU."""
 
     def is_finite(self) -> bool:
-        """Returns whether all weights are finite."""
+        """Returns whether all weights, and the moments of the optimizers, are finite."""
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns the weights of the acting policy by name."""
@@ -332,7 +337,7 @@ class ModelTrainable:
         return self.model.parts()
 
     def is_finite(self) -> bool:
-        return bool(torch.isfinite(self.model.parameters).all())
+        return bool(torch.isfinite(self.model.parameters).all()) and self.update.is_finite()
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self.model.weights()

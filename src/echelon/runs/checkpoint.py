@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors
 
-from echelon.disk import put_file, put_folder, read_json, read_regular, sync
+from echelon.disk import MAX_JSON_BYTES, put_file, put_folder, read_json, read_regular, sync
 from echelon.errors import ConfigError
-from echelon.memory_check import free_memory
+from echelon.memory_check import total_memory
 from echelon.runs.folder import check_entries
 from echelon.runs.packing import Packed, as_bytes, pack, unpack
 from echelon.runs.progress import misfit
@@ -48,7 +48,8 @@ UNDECODABLE = (
     ArithmeticError,
     AttributeError,
     RuntimeError,
-)  # what `unpack` raises
+)
+MAX_STRUCTURE_BYTES = MAX_JSON_BYTES - 4096  # leaves room for the hashes
 TICK_S = 0.1  # interval of `tick` calls while waiting for the disk
 FOREIGN_TEMPORARY_AGE_S = 3600.0  # age at which a temporary folder of another host counts as abandoned
 
@@ -122,7 +123,13 @@ class _Content:
     @classmethod
     def of(cls, tree: Any) -> _Content:
         packed = pack(tree)
-        return cls(_tensor_files().save(packed.tensors), _canonical(packed.structure))
+        structure = _canonical(packed.structure)
+        if len(structure) > MAX_STRUCTURE_BYTES:
+            raise ConfigError(
+                f"the state to save has {len(structure):,} bytes besides its tensors; at most {MAX_STRUCTURE_BYTES:,} "
+                "can be restored. Keep large data of your policy in tensors or arrays."
+            )
+        return cls(_tensor_files().save(packed.tensors), structure)
 
 
 def _put(folder: Path, content: _Content, step: int, keep: int) -> None:
@@ -290,7 +297,8 @@ def _verified(path: Path) -> tuple[Any, bytes]:
 
 
 def _read_tensors(path: Path) -> bytes:
-    return read_regular(path, free_memory().nbytes // 2)  # the tensors are a copy of the file's content
+    # The tensors are a copy of the file's content. Not of the free memory: if it is short, the file is not damaged.
+    return read_regular(path, total_memory() // 2)
 
 
 def _damaged(path: Path, file: Path, what: str) -> ConfigError:

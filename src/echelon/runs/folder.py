@@ -57,7 +57,7 @@ def check_entries(path: Path) -> None:
         check_regular(path / name for name in (*FILES, *FOLDERS))
     except OSError as error:
         raise ConfigError(
-            f"the run folder {path} cannot be used: {error.filename} is {error.strerror}. Echelon writes only files "
+            f"the run folder {path} cannot be used: {error.filename}: {error.strerror}. Echelon writes only files "
             "and folders there: remove it, or replace it by a copy of what it leads to."
         ) from error
     wrong = [path / name for name in FILES if (path / name).is_dir()]

@@ -36,6 +36,7 @@ class NonBlockingStream:
         self._changed = threading.Condition()
         self._waiting = bytearray()
         self._num_dropped = 0  # lines
+        self._num_chunks = 0  # that the reader has taken
         self._is_writing = self._is_closed = False
         self.broken: BrokenPipeError | None = None  # the reader has left
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)  # it may be blocked at exit
@@ -71,10 +72,15 @@ class NonBlockingStream:
     def settle(self, timeout_s: float) -> bool:
         """Waits until everything is written; returns False if the reader does not take a chunk within `timeout_s`."""
         with self._changed:
-            while (self._waiting or self._is_writing) and not self.broken:
-                if not self._changed.wait(timeout_s):
+            while not self._is_settled:
+                before = self._num_chunks
+                if not self._changed.wait_for(lambda: self._is_settled or self._num_chunks != before, timeout_s):  # noqa: B023
                     return False
         return True
+
+    @property
+    def _is_settled(self) -> bool:
+        return bool(self.broken) or not (self._waiting or self._is_writing)
 
     def finish(self) -> None:
         """Waits until everything is written, but not for a stalled reader, and ends the thread."""
@@ -121,6 +127,7 @@ class NonBlockingStream:
         """Waits for text; returns the number of lines dropped before it and its next chunk, or None at the end."""
         with self._changed:
             self._is_writing = False
+            self._num_chunks += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._waiting or self._is_closed or self.broken)
             if self._is_closed or self.broken:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from echelon.disk import is_private
 from echelon.runs.folder import CONFIG
 from echelon.runs.report import duration
 
@@ -67,7 +66,7 @@ class Fallback:
         while True:
             try:
                 written = write(self.run_dir)
-                if self.path.is_dir():
+                if is_private(self.path):
                     with contextlib.suppress(OSError):
                         write(self.path)
                 return written
@@ -88,9 +87,8 @@ class Fallback:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             self.path.mkdir(0o700)
-        status = os.lstat(self.path)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise PermissionError(f"{self.path} belongs to another user, or is not a folder")
+        if not is_private(self.path):
+            raise PermissionError(f"{self.path} is not a folder that only this user can enter")
         if not (self.path / CONFIG).exists():
             with contextlib.suppress(OSError):  # the checkpoint is worth more
                 shutil.copyfile(self.run_dir / CONFIG, self.path / CONFIG)

@@ -197,7 +197,7 @@ class Client:
     # Repetition.
 
     def _repeat_due(self, now: float) -> None:
-        if now >= self._look_at and self._has_reconnected(now):
+        if now >= self._look_at and self._has_reconnected(now) and self._requests:
             self._repeat_s, self.repeat_at = self._first_s, now + self._first_s
             self._send_all(now)
         elif now >= self.repeat_at:
