@@ -67,21 +67,36 @@ def leave_signals_to_coordinator() -> None:
     for number in COORDINATOR_SIGNALS:
         signal.signal(number, lambda number, frame: None)  # not SIG_IGN, which programs started from here would inherit
     # Blocked during a fork: a child that is ended right then must not lose the signal to the handler it inherits.
-    os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_signals)
+    os.register_at_fork(before=_block_signals, after_in_parent=_restore_mask, after_in_child=_restore_signals)
+
+
+_masks: list[set[int]] = []  # signal masks before the forks under way, one per registration of the hooks
 
 
 def _block_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, COORDINATOR_SIGNALS)
+    _masks.append(set(signal.pthread_sigmask(signal.SIG_BLOCK, COORDINATOR_SIGNALS)))
 
 
-def _unblock_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, COORDINATOR_SIGNALS)
+def _restore_mask() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop())
 
 
 def _restore_signals() -> None:
     for number in COORDINATOR_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    _unblock_signals()
+    _restore_mask()
+
+
+def fork_blocked() -> int:
+    """Forks; the child receives SIGTERM and SIGHUP only after `unblock_signals`: it sets its handlers first."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, COORDINATOR_SIGNALS)
+    if pid := os.fork():
+        unblock_signals()
+    return pid
+
+
+def unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, COORDINATOR_SIGNALS)
 
 
 def open_log(path: str) -> int:
@@ -115,9 +130,9 @@ def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
     ctypes.CDLL(None).prctl(PR_SET_NAME, spec.name.encode()[:15])  # what `top` and `ps -o comm` show
     os.setpgid(0, 0)  # killed together with its children; not a session: autogroups schedule per session
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
-    _restore_signals()
     if not spec.ends_by_signals:
         leave_signals_to_coordinator()
+    unblock_signals()
     if spec.log != INHERITED:
         log = open_log(spec.log)
         os.dup2(log, 1)
@@ -215,7 +230,7 @@ class ForkServer:
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         parent = os.getpid()
-        pid = os.fork()
+        pid = fork_blocked()
         if pid == 0:
             self.control.close()
             os.close(reader)
@@ -274,9 +289,10 @@ def _end_group(process: RoleProcess) -> int:
 
 def serve(control: socket.socket, spare: socket.socket, session: str, engine: int) -> None:
     """Runs the fork server on `control` for the process `engine`; forks its spare first, which waits on `spare`."""
-    if os.fork() == 0:
+    if fork_blocked() == 0:
         control.close()
         leave_signals_to_coordinator()
+        unblock_signals()
         stand_by(spare, session, engine)
         os._exit(0)
     spare.close()
