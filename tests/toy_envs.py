@@ -144,6 +144,41 @@ class LiarEnv(CounterEnv):
         return observation, reward, terminated, truncated, info
 
 
+class PaintedEnv(TreeEnv):
+    """The tree, which renders: (length + 1) columns of 8 pixels, white up to its step; rewards are the actions.
+
+    Its info has what the caption of Super Mario Bros shows. `close_at` is the step at which the user closes the window.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 20}  # noqa: RUF012
+
+    def __init__(self, length: int = 7, render_mode: str | None = None, fail_at: int = -1, close_at: int = -1) -> None:
+        super().__init__(length)
+        self.render_mode, self.fail_at, self.close_at = render_mode, fail_at, close_at
+
+    def info(self) -> dict[str, Any]:
+        place = {"x_pos": 40 + self.t, "time": 400 - self.t, "world": 1, "stage": 1, "flag_get": self.t == self.length}
+        return {**place, "score": 100 * self.t, "coins": self.t, "life": 2}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return super().reset(seed=seed)[0], self.info()
+
+    def step(self, action: Any) -> Step:
+        observation, _, terminated, truncated, _ = super().step(action)
+        if self.t == self.fail_at:
+            raise RuntimeError("the simulator burnt down")
+        return observation, float(action), terminated, truncated, self.info()
+
+    def render(self) -> Any:
+        if self.t == self.close_at:
+            import pygame
+
+            pygame.event.post(pygame.event.Event(pygame.QUIT))
+        picture = np.zeros((40, 8 * (self.length + 1), 3), np.uint8)
+        picture[:, : 8 * (self.t + 1)] = 255
+        return picture if self.render_mode == "rgb_array" else None
+
+
 class Doubled(gym.RewardWrapper[Any, Any]):
     def reward(self, reward: Any) -> Any:
         return 2.0 * reward
@@ -174,6 +209,10 @@ def make_counter(length: int = 3, truncate: bool = False) -> CounterEnv:
 
 def make_vector(num_envs: int, autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP) -> VectorEnv[Any, Any, Any]:
     return SyncVectorEnv([CounterEnv] * num_envs, autoreset_mode=autoreset_mode)
+
+
+def make_painted_vector(num_envs: int, render_mode: str | None = None) -> VectorEnv[Any, Any, Any]:
+    return SyncVectorEnv([lambda: PaintedEnv(render_mode=render_mode)] * num_envs)
 
 
 def make_tree_vector(num_envs: int) -> VectorEnv[Any, Any, Any]:
@@ -222,3 +261,33 @@ class StrayEnv(gym.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.t += 1
         return 3 if self.t == 2 else 1, 0.0, False, False, {}
+
+
+class StillEnv(gym.Env[Any, Any]):
+    """CartPole's spaces, and nothing to see."""
+
+    observation_space = gym.make("CartPole-v1").observation_space
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: Any) -> Step:
+        return np.zeros(4, np.float32), 0.0, True, False, {}
+
+    def render(self) -> Any:
+        return None
+
+
+class UnpaintableEnv(StillEnv):
+    def render(self) -> Any:
+        raise RuntimeError("no paint")
+
+
+def make_closing(render_mode: str | None = None) -> PaintedEnv:
+    return PaintedEnv(render_mode=render_mode, close_at=3)
+
+
+def make_burning(render_mode: str | None = None) -> PaintedEnv:
+    return PaintedEnv(render_mode=render_mode, fail_at=5)

@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 import toy_envs as toy
 from echelon.config import EnvConfig
 from echelon.envs.loop import LoopGroup
-from echelon.envs.make import describe_callable, env_seeds, make_group, probe_spaces, resolve
+from echelon.envs.make import describe_callable, env_seeds, make_group, probe_spaces, resolve, with_rendering
 from echelon.envs.vector import EnvFailed, EnvGroup, StepRows, VectorGroup
 from echelon.errors import ConfigError, EnvError
 from echelon.schema import space_leaves
@@ -200,6 +200,47 @@ def test_pong_is_preprocessed_seeded_and_truncated_in_next_step_mode() -> None:
     assert alone["observation.0"].tobytes() == lanes[1]  # an environment's seed is its own, wherever it sits
     assert stream["truncated"][:, 0].nonzero()[0].tolist() == [49, 100]  # 50 steps of 4 frames, and the reset step
     assert (~stream["valid"][:, 0]).nonzero()[0].tolist() == [50, 101]
+
+
+def test_atari_renders_the_game_that_it_plays_in_colour() -> None:
+    config = EnvConfig(id="ALE/Breakout-v5", kwargs={"max_num_frames_per_episode": 100})
+    rendering = with_rendering(config)
+    actions = np.random.default_rng(1).integers(4, size=(40, 1))
+    assert_same(rollout(make_group(rendering, [3]), actions), rollout(make_group(config, [3]), actions))
+    group = make_group(rendering, [3])
+    rows = empty_rows(group)
+    group.reset(rows.observation)
+    for action in actions:  # two episodes
+        group.step(action, rows)
+        picture = group.render()
+        assert picture.shape == (210, 160, 3)
+        assert abs(picture.mean() - rows.observation[0][0, -1].mean()) < 4.0, "the newest observation is its grey image"
+    assert group.metadata["render_fps"] == 15 and group.metadata["action_names"][1] == "FIRE"
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("id", "vector", "renders"),
+    [
+        ("CartPole-v1", "loop", True),
+        ("CartPole-v1", "vector_entry_point", True),
+        ("toy_envs:PaintedEnv", "auto", True),
+        (toy.make_painted_vector, "auto", True),
+        ("toy_envs:CounterEnv", "auto", False),
+        (toy.make_vector, "auto", False),
+    ],
+)
+def test_groups_render_where_their_environments_do(id: Any, vector: Any, renders: bool) -> None:
+    config = EnvConfig(id=id, vector=vector)
+    group = make_group(with_rendering(config), [1, 2])
+    rows = empty_rows(group)
+    group.reset(rows.observation)
+    group.step(np.full(2, group.spaces.action.start), rows)
+    picture = group.render()
+    assert picture.shape[2] == 3 if renders else picture is None
+    if "ainted" in str(id):
+        assert group.info["score"] == 100 and group.info["flag_get"] == 0
+    group.close()
 
 
 def test_pong_runs_as_single_environments_too() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -44,6 +44,7 @@ class LoopGroup:
         self._idle = [0] * self.num_envs  # steps of the group in which this environment made none
         self._streak = [0] * self.num_envs  # failures without a step in between
         self._seeded = False
+        self.info: dict[str, Any] = {}
         try:
             for i in range(self.num_envs):
                 self._add(i)
@@ -76,7 +77,7 @@ class LoopGroup:
         observations = []
         for i, env in enumerate(self._envs):
             try:
-                first, _ = env.reset(seed=None if self._seeded else self.seeds[i])
+                first, self.info = env.reset(seed=None if self._seeded else self.seeds[i])
             except Exception as error:
                 first = self._recover(i, error)
             self._check(i, first)
@@ -93,14 +94,15 @@ class LoopGroup:
         rewards: list[Any] = []
         terminated: list[Any] = []
         truncated: list[Any] = []
+        info = self.info
         for i, (step, act) in enumerate(zip(self._steps, self._actions(action), strict=True)):
             try:
                 if ended[i]:
                     self._idle[i] += 1
-                    observation, _ = self._envs[i].reset()
+                    observation, info = self._envs[i].reset()
                     reward, terminal, cut = 0.0, False, False
                 else:
-                    observation, reward, terminal, cut, _ = step(act)
+                    observation, reward, terminal, cut, info = step(act)
             except Exception as error:
                 if not ended[i]:
                     ended[i] = True
@@ -113,6 +115,7 @@ class LoopGroup:
             truncated.append(cut)
             if tick is not None:
                 tick()
+        self.info = info
         self._slow = time.perf_counter() - started > SLOW_S
         with np.errstate(over="ignore"):  # overflow becomes infinity, which the learner reports
             self._write(observations, rows.observation)
@@ -125,6 +128,15 @@ class LoopGroup:
         rows.truncated[:] = truncated
         np.logical_not(ended, out=rows.valid)
         self._ended = np.logical_or(rows.terminated, rows.truncated).tolist()
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self._envs[-1].metadata
+
+    def render(self) -> Any:
+        with contextlib.suppress(NotImplementedError):
+            return self._envs[-1].render()
+        return None
 
     def close(self) -> None:
         for env in self._envs:

@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from echelon.config import EnvConfig
+from echelon.config import EnvConfig, replace
 from echelon.envs.atari import atari_group, import_ale
 from echelon.envs.envpool import envpool_group
 from echelon.envs.loop import LoopGroup
@@ -25,7 +25,7 @@ from echelon.errors import ConfigError
 from echelon.names import describe_callable, import_module, resolve
 from echelon.schema import Spaces
 
-__all__ = ["describe_callable", "env_seeds", "make_group", "probe_spaces", "resolve"]
+__all__ = ["describe_callable", "env_seeds", "make_group", "probe_spaces", "resolve", "with_rendering"]
 
 Wrapper = Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]
 GYM_ID = re.compile(r"([\w:-]+/)?[\w.:-]+-v\d+")
@@ -65,6 +65,16 @@ def probe_spaces(config: EnvConfig) -> Spaces:
         ) from error
     group.close()
     return group.spaces
+
+
+def with_rendering(config: EnvConfig) -> EnvConfig:
+    """Returns `config` with render_mode="rgb_array", or `config` if its environment cannot be created with that."""
+    rendering = replace(config, kwargs={**config.kwargs, "render_mode": "rgb_array"})
+    try:
+        make_group(rendering, [0]).close()
+    except EnvFailed:
+        return config
+    return rendering
 
 
 def env_seeds(seed: int, actor: int, incarnation: int, num_envs: int) -> list[int]:

@@ -103,13 +103,14 @@ class Racing(gym.Env[Any, Any]):
 class Pixels(gym.Env[Any, Any]):
     """CarRacing with two actions, each repeated, and a stack of grey images (S, 84, 84)."""
 
-    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 (gymnasium's convention)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012 (gymnasium's convention)
 
     def __init__(self, repeat: int = 4, stack: int = 4, patience: int = 0, **kwargs: Any) -> None:
         """An episode is truncated after `patience` steps without a new road tile; 0: never, for comparable scores."""
         self._env = make_car_racing(**kwargs)
         self.render_mode = kwargs.get("render_mode")
         self._repeat, self._patience, self._idle = repeat, patience, 0
+        self.metadata = {**self.metadata, "render_fps": 50 / repeat}
         self._images = np.zeros((stack, SIDE, SIDE), np.uint8)
         self.action_space = ACTIONS
         self.observation_space = gym.spaces.Box(0, 255, self._images.shape, np.uint8)

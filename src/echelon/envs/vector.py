@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -71,12 +71,26 @@ class EnvGroup(Protocol):
     failures: list[EnvFailure]  # environments restarted since the caller last cleared it
     tick: Callable[[], None] | None  # called during a long step, so that a slow group does not count as hung
 
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Returns gymnasium's metadata of the environments."""
+        ...
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """Returns the newest info of the last environment."""
+        ...
+
     def reset(self, observation: list[Array]) -> None:
         """Starts an episode in every environment; the first call seeds them."""
         ...
 
     def step(self, action: Array, rows: StepRows) -> None:
         """Steps every environment with its row of `action` (K, ...), in the environment's units."""
+        ...
+
+    def render(self) -> Any:
+        """Returns what the last environment renders; None if it does not render."""
         ...
 
     def close(self) -> None: ...
@@ -108,6 +122,7 @@ class VectorGroup:
         self._ticks = 0
         self._streak = 0
         self._seeded = False
+        self._infos: dict[str, Any] = {}
         try:
             self._env = make(self.seeds)
         except EchelonError:
@@ -127,7 +142,8 @@ class VectorGroup:
 
     def reset(self, observation: list[Array]) -> None:
         try:
-            tree, _ = self._env.reset(seed=None if self._seeded else self._reset_seed(self._env, self.seeds))
+            seed = None if self._seeded else self._reset_seed(self._env, self.seeds)
+            tree, self._infos = self._env.reset(seed=seed)
         except Exception as error:
             tree = self._recover(error)
         self._seeded = True
@@ -136,7 +152,7 @@ class VectorGroup:
 
     def step(self, action: Array, rows: StepRows) -> None:
         try:
-            tree, reward, terminated, truncated, _ = self._env.step(action)
+            tree, reward, terminated, truncated, self._infos = self._env.step(action)
         except Exception as error:
             self._write(self._recover(error), rows.observation)
             rows.reward[:] = 0.0
@@ -159,6 +175,21 @@ class VectorGroup:
             )
         rows.reward[self._ended] = 0.0
         self._ended = ended
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self._env.metadata
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        columns = {name: column for name, column in self._infos.items() if len(np.shape(column)) == 1}
+        return {name: column[-1] for name, column in columns.items() if len(column) == self.num_envs}
+
+    def render(self) -> Any:
+        with contextlib.suppress(NotImplementedError):
+            pictures = self._env.render()  # one per environment
+            return pictures[-1] if pictures else None
+        return None
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # the run is over, so the error has no consequence
