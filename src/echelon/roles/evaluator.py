@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from echelon.algorithms.model import Mirror, Model, Policy
+from echelon.algorithms.exploration import Exploration
+from echelon.algorithms.model import Action, Mirror, Model, Policy
 from echelon.config import EnvConfig
 from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
@@ -45,9 +46,22 @@ class EvaluationScore:
 class Match:
     """A fixed number of episodes, one per environment, stepped together until all have ended."""
 
-    def __init__(self, config: EnvConfig, model: Model, episodes: int, seeds: list[int]) -> None:
+    def __init__(
+        self,
+        config: EnvConfig,
+        model: Model,
+        episodes: int,
+        seeds: list[int],
+        *,
+        greedy: bool = True,
+        exploration: Exploration | None = None,
+        with_values: bool = False,
+    ) -> None:
+        """`exploration` applies to actions that are not greedy; `with_values` adds values to `chosen`."""
         self.group = make_group(config, seeds[:episodes])
-        self.policy, self.num_envs = Policy(model), episodes
+        self.policy = Policy(model, with_value=with_values, with_action_values=with_values)
+        self.num_envs, self.greedy, self.exploration = episodes, greedy, exploration
+        self.chosen: Action | None = None  # of the newest step
         leaves = space_leaves(self.group.spaces.observation)
         observation = [np.zeros((episodes, *leaf.shape), leaf.dtype) for leaf in leaves]
         flags = [np.zeros(episodes, np.bool_) for _ in range(3)]
@@ -62,14 +76,15 @@ class Match:
         self.rng = torch.Generator().manual_seed(seed)
         self.state = self.policy.model.network.initial_state(self.num_envs, self.policy.model.device)
         self.returns, self.lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
-        self.playing = np.ones(self.num_envs, np.bool_)
+        self.playing, self.chosen = np.ones(self.num_envs, np.bool_), None
         self.group.reset(self.rows.observation)
         self.first.fill_(True)
 
     def step(self) -> EvaluationScore | None:
         """Steps every environment once. Returns the score when all episodes have ended, else None."""
-        chosen = self.policy.act(self.observation, self.state, self.first, self.rng, greedy=True)
-        self.state = chosen.state
+        row = self.observation, self.state, self.first
+        chosen = self.policy.act(*row, self.rng, self.exploration, greedy=self.greedy)
+        self.state, self.chosen = chosen.state, chosen
         self.group.step(self.policy.model.distribution.to_env(chosen.action.numpy()), self.rows)
         self.first.copy_(torch.from_numpy(~self.rows.valid))
         self.returns += self.rows.reward * self.playing

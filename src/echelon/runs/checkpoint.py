@@ -226,19 +226,36 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def find_weights(path: str) -> dict[str, torch.Tensor]:
     """Returns the weights of a file or of a run folder: its newest checkpoint's, else its final weights."""
+    return read_weights(weights_path(path))
+
+
+def weights_path(path: str, name: str | None = None) -> Path:
+    """Returns the checkpoint `name` of the run folder `path`, or else the path whose weights `find_weights` returns."""
     where = Path(path)
     if os.path.isfile(where):
-        return load_weights(where.resolve())
+        return where.resolve()
     check_entries(where)
-    found = newest_intact(where / "checkpoints")
-    if found is not None:
-        tree = load_checkpoint(found[0])
-        if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
-            raise misfit(found[0], "it has no weights")
-        return dict(tree["model"])
-    if (where / "weights.safetensors").is_file():
-        return load_weights(where / "weights.safetensors")
+    folder, final = where / "checkpoints", where / "weights.safetensors"
+    if name is not None:
+        found = {entry.name: entry for entry in [*_checkpoints(folder), *([final] if final.is_file() else [])]}
+        if name not in found:
+            raise ConfigError(f"{path} has no checkpoint {name!r}. It has {', '.join(found) or 'none'}.")
+        return found[name]
+    if (newest := newest_intact(folder)) is not None:
+        return newest[0]
+    if final.is_file():
+        return final
     raise ConfigError(f"{path} is neither a weights file nor a run folder with a checkpoint. Give one of them.")
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Returns the weights of a checkpoint or of a weights file."""
+    if not path.is_dir():
+        return load_weights(path)
+    tree = load_checkpoint(path)
+    if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
+        raise misfit(path, "it has no weights")
+    return dict(tree["model"])
 
 
 def weights_metadata(path: Path) -> dict[str, str]:
