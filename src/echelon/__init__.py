@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from echelon.asynchronous.learner import AsyncLearningNode
     from echelon.asynchronous.worker import AsyncWorker
     from echelon.config import TrainConfig
+    from echelon.evaluation import evaluate, play
     from echelon.presets import preset
-    from echelon.training import RunResult, evaluate, resume, train
+    from echelon.training import RunResult, resume, train
 
 __all__ = [
     "AsyncLearningNode",
@@ -21,6 +22,7 @@ __all__ = [
     "TrainConfig",
     "__version__",
     "evaluate",
+    "play",
     "preset",
     "resume",
     "train",
@@ -30,7 +32,8 @@ HOMES = {
     "AsyncWorker": "echelon.asynchronous.worker",
     "RunResult": "echelon.training",
     "TrainConfig": "echelon.config",
-    "evaluate": "echelon.training",
+    "evaluate": "echelon.evaluation",
+    "play": "echelon.evaluation",
     "preset": "echelon.presets",
     "resume": "echelon.training",
     "train": "echelon.training",

@@ -1,4 +1,4 @@
-"""The functions behind the command line: train, resume and evaluate.
+"""The functions behind the command line: train and resume.
 
 Heavy modules are imported inside functions: a process without a role that needs torch never imports it.
 """
@@ -306,40 +306,3 @@ def _curve(run_dir: Path) -> str | None:
         return str(draw_curve(run_dir))
     except Exception:  # nothing to draw yet, no matplotlib, a full disk, numbers that matplotlib cannot draw
         return None
-
-
-def evaluate(
-    run_dir: str | Path, *, episodes: int = 10, seed: int = 1, env: str | None = None, trust: bool = False
-) -> dict[str, Any]:
-    """Plays greedy episodes with a run's newest weights, in its environment or in `env`; returns statistics.
-
-    Only with `trust` is code imported that somebody else's configuration names, as by `resume`.
-    """
-    import torch
-
-    from echelon.algorithms.model import Model
-    from echelon.envs.make import env_seeds, probe_spaces
-    from echelon.process_state import preserve_state
-    from echelon.roles.evaluator import EVALUATION_SEED, Match
-    from echelon.runs.checkpoint import find_weights
-    from echelon.runs.folder import RunFolder
-
-    if episodes < 1:
-        raise ConfigError(f"episodes={episodes} must be at least 1.")
-    config = RunFolder.open(Path(run_dir)).load_config(trust=trust, uses_env=env is None)
-    if config.algorithm.is_users:
-        raise ConfigError(f"{run_dir} trained a user's own policy: evaluate it in the user's program.")
-    if env is not None:
-        config = replace(config, env=replace(config.env, id=env, kwargs={}, wrappers=()))
-    if not config.env.id:
-        raise ConfigError(f"{run_dir} names no environment, as its workers had their own: give one with --env (env=).")
-    with preserve_state():
-        torch.set_num_threads(1)
-        model = Model(config.network, probe_spaces(config.env), config.algorithm, seed=config.seed)
-        model.load_weights(find_weights(str(run_dir)), str(run_dir))
-        model.network.eval()
-        match = Match(config.env, model, episodes, env_seeds(seed, EVALUATION_SEED + 1, 0, episodes))
-        try:
-            return match.play(seed).summary()
-        finally:
-            match.close()

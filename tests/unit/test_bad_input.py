@@ -298,7 +298,7 @@ def run(finished: Path, command: Command) -> Path:
 
 def test_commands_want_a_run(command: Command) -> None:
     Path("empty").mkdir()
-    for name in ("resume", "eval"):
+    for name in ("resume", "eval", "play"):
         assert_told(command(name, "nowhere"), 2, "there is no run folder nowhere")
         assert_told(command(name, "empty"), 2, "empty is not a run folder", "config.json")
         assert_told(command(name), 2, "RUN", "--help")

@@ -64,9 +64,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     return message
 
 
-@pytest.mark.parametrize("command", ["eval", "resume"])
+@pytest.mark.parametrize("command", ["eval", "play", "resume"])
 def test_a_foreign_folder_runs_no_code(run: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
-    """`os:system` ran in both commands; the message says what would run, from which file, and the remedy."""
+    """`os:system` ran in the commands; the message says what would run, from which file, and the remedy."""
     trace = run / "trace"
     edit(run, **{"env.id": "os:system", "env.kwargs": {"command": f"touch {trace}"}})
     line = refused(capsys, command, run)

@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"fields", "sections", "algorithm_config"},
     "config_io": {"errors", "fields", "config"},
     "config_page": {"fields", "config"},
+    "video": {"errors"},
     "presets": {"errors", "fields", "algorithm_config", "config"},
     "layout": set(),
     "schema": {"errors", "layout"},
@@ -62,12 +63,13 @@ ALLOWED: dict[str, set[str]] = {
     "frames": {"errors", "names", "objectives", "replay", "servers", "world", "runs"},
     "roles": GROUND | LEARNING | PLANES | {"disk", "replay", "servers", "envs", "runs"},
     "process_state": set(),
+    "evaluation": GROUND | LEARNING | {"video", "envs", "runs", "roles", "process_state"},
     "training": GROUND | LEARNING | PLANES | {"replay", "servers", "envs", "runs", "roles", "presets", "process_state"},
     "asynchronous": GROUND
     | LEARNING
     | PLANES
     | {"replay", "envs", "roles", "presets", "training", "process_state", "trust"},
-    "__init__": {"version", "config", "training", "presets", "asynchronous"},
+    "__init__": {"version", "config", "evaluation", "training", "presets", "asynchronous"},
     "bench": GROUND
     | LEARNING
     | PLANES
@@ -83,6 +85,8 @@ ALLOWED: dict[str, set[str]] = {
         "runs",
         "roles",
         "presets",
+        "video",
+        "evaluation",
         "training",
         "asynchronous",
         "bench",

@@ -19,7 +19,7 @@ def run(arguments: Sequence[str]) -> int:
     add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     known = parser.parse_args(list(arguments))
-    from echelon.training import evaluate
+    from echelon.evaluation import evaluate
 
     score = evaluate(known.run, episodes=known.episodes, seed=known.seed, env=known.env, trust=known.trust)
     if known.json:

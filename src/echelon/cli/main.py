@@ -28,6 +28,7 @@ COMMANDS = {
     "worker": "collect episodes for a learner: echelon worker --learner HOST:PORT",
     "host": "run actors of a training on this host: echelon host --join HOST:PORT",
     "eval": "play greedy episodes with a run's newest weights: echelon eval RUN",
+    "play": "watch episodes of a run, as mp4 and gif or in a window: echelon play RUN",
     "bench": "run a benchmark: echelon bench train | rpc | act | replay | world | plot",
     "doctor": "check this machine: cores, GPU, shared memory, leftovers of killed runs",
 }

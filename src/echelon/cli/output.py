@@ -1,4 +1,4 @@
-"""Progress output of benchmarks, and the check of their report file."""
+"""Progress output, and the check of a report file."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LINE_INTERVAL_S = 10.0  # between lines, without a terminal
 
 
 @contextlib.contextmanager
-def progress_bar(label: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields a function that shows (done, total): a bar, removed at the end, or lines if there is no terminal."""
+def progress_bar(label: str, unit: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Yields a function that shows (done, total or None): a bar, removed at the end, or lines without a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -29,14 +29,15 @@ def progress_bar(label: str, unit: str) -> Iterator[Callable[[int, int], None]]:
         interval_s = REDRAW_INTERVAL_S if on_terminal else LINE_INTERVAL_S
         last_s = 0.0 if on_terminal else time.monotonic()
 
-        def show(num_done: int, total: int) -> None:
+        def show(num_done: int, total: int | None) -> None:
             nonlocal last_s
             if (now := time.monotonic()) - last_s < interval_s:
                 return
             last_s = now
             bar.update(task, completed=num_done, total=total, refresh=True)
             if not on_terminal:
-                print(f"{label}: {num_done:,} of {total:,} {unit}", file=sys.stderr, flush=True)
+                whole = f" of {total:,}" if total is not None else ""
+                print(f"{label}: {num_done:,}{whole} {unit}", file=sys.stderr, flush=True)
 
         yield show
 

@@ -31,7 +31,7 @@ from echelon.trust import check_names, has_mark, mark, run_folder
 FORMAT = 1
 CONFIG, SUMMARY, LOCK = "config.json", "summary.json", ".lock"
 FILES = (CONFIG, SUMMARY, LOCK, METRICS, "weights.safetensors", "curve.png", "processes.json")
-FOLDERS = ("checkpoints", "replay", "logs")
+FOLDERS = ("checkpoints", "replay", "logs", "videos")
 GIT_TIMEOUT_S = 2.0
 
 

@@ -1,0 +1,218 @@
+"""Plays episodes with the weights of a run: `evaluate` for statistics, `play` to watch them.
+
+Heavy modules are imported inside functions, as in `training`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from echelon.config import TrainConfig, replace
+from echelon.errors import ConfigError
+from echelon.names import text_of
+from echelon.video import Array, Cell, Screen, VideoConfig, make_screens, video_files
+
+if TYPE_CHECKING:
+    from echelon.algorithms.exploration import Exploration
+    from echelon.algorithms.model import Model
+    from echelon.roles.evaluator import Match
+
+ABSENT = "-"
+SHOWN_INFO = ("score", "time", "coins", "life", "lives")  # shown where the environment's info has them
+
+
+def evaluate(
+    run_dir: str | Path, *, episodes: int = 10, seed: int = 1, env: str | None = None, trust: bool = False
+) -> dict[str, Any]:
+    """Plays greedy episodes with a run's newest weights, in its environment or in `env`; returns statistics.
+
+    Only with `trust` is code imported that somebody else's configuration names, as by `resume`.
+    """
+    from echelon.envs.make import env_seeds
+    from echelon.roles.evaluator import EVALUATION_SEED, Match
+    from echelon.runs.checkpoint import weights_path
+
+    config = _load_config(run_dir, episodes, env, trust)
+    with _one_thread():
+        model = _load_model(config, weights_path(str(run_dir)), run_dir)
+        match = Match(config.env, model, episodes, env_seeds(seed, EVALUATION_SEED + 1, 0, episodes))
+        with contextlib.closing(match):
+            return match.play(seed).summary()
+
+
+def play(
+    run_dir: str | Path,
+    video: VideoConfig | None = None,
+    *,
+    episodes: int = 1,
+    seed: int = 1,
+    greedy: bool = True,
+    steps: int = 0,
+    checkpoint: str | None = None,
+    env: str | None = None,
+    trust: bool = False,
+    report: Callable[[str], None] = lambda line: None,
+    progress: Callable[[int], None] = lambda num_steps: None,
+) -> dict[str, Any]:
+    """Plays episodes one after the other and shows them as `video` says; returns statistics and the `files` written.
+
+    The weights are those of `checkpoint`, by default the newest. Actions are `greedy`, or sampled and explored as at
+    the end of training. With `steps`, longer episodes are cut. `env` and `trust` are those of `evaluate`. `report` is
+    called with lines of text, `progress` with the number of steps so far.
+    """
+    from echelon.envs.make import env_seeds, with_rendering
+    from echelon.roles.evaluator import EVALUATION_SEED, EvaluationScore, Match
+    from echelon.runs.checkpoint import weights_path
+
+    video = video or VideoConfig()
+    if steps < 0:
+        raise ConfigError(f"steps={steps} must be at least 1, or 0 to play every episode to its end.")
+    config = _load_config(run_dir, episodes, env, trust)
+    source = weights_path(str(run_dir), checkpoint)
+    files = video_files(video, Path(run_dir) / "videos" / f"{source.stem}-{seed}")
+    score = EvaluationScore([], [])
+    with _one_thread(), contextlib.ExitStack() as stack:
+        model = _load_model(config, source, run_dir)
+        seeds, rules = env_seeds(seed, EVALUATION_SEED + 1, 0, 1), None if greedy else _final_exploration(config)
+        env_config = with_rendering(config.env)
+        match = Match(env_config, model, 1, seeds, greedy=greedy, exploration=rules, with_values=True)
+        stack.callback(match.close)
+        watched = WatchedMatch(match, text_of(config.env.id), video.overlay, episodes)
+        fps = float(match.group.metadata.get("render_fps") or 0.0)
+        screens = make_screens(video, files, fps, f"{watched.name} {source.name}")
+        for screen in screens:
+            stack.callback(screen.close)
+        report(f"playing {source} in {watched.name}, {'greedy' if greedy else 'sampled'} actions, seed {seed}")
+        for i in range(episodes):
+            for num_steps in watched.play(i, seed + i, steps, screens):
+                progress(sum(score.lengths) + num_steps)
+            score.returns.append(float(match.returns[0]))
+            score.lengths.append(int(match.lengths[0]))
+            report(f"episode {i + 1} of {episodes}: return {score.returns[-1]:,.1f}, {score.lengths[-1]:,} steps")
+            if any(screen.is_closed for screen in screens):
+                break
+        for screen in screens:
+            screen.finish(report)
+    return {**score.summary(), "files": [str(path) for path in files]}
+
+
+class WatchedMatch:
+    """A match of one environment that is shown on screens, step by step."""
+
+    def __init__(self, match: Match, name: str, overlay: bool, episodes: int) -> None:
+        self.match, self.name, self.overlay, self.episodes = match, name, overlay, episodes
+        self._info: Sequence[str] | None = None  # of the first picture: later captions have the same size
+
+    def play(self, episode: int, seed: int, max_steps: int, screens: Sequence[Screen]) -> Iterator[int]:
+        """Plays and shows an episode; yields the number of its steps after each."""
+        match, ended = self.match, False
+        match.begin(seed)
+        while True:
+            picture, caption = self._picture(), self._caption(episode) if self.overlay else []
+            for screen in screens:
+                screen.show(picture, caption)
+            if ended or any(screen.is_closed for screen in screens) or match.lengths[0] == (max_steps or -1):
+                return
+            ended = match.step() is not None
+            yield int(match.lengths[0])
+
+    def _picture(self) -> Array:
+        try:
+            picture = self.match.group.render()
+        except Exception as error:  # of the user's code, or a package that rendering needs
+            raise ConfigError(f"{self.name} cannot be rendered: {type(error).__name__}: {error}") from error
+        if not isinstance(picture, np.ndarray) or picture.ndim != 3 or picture.shape[2] != 3:
+            shown = f"an array of shape {picture.shape}" if isinstance(picture, np.ndarray) else f"{picture!r:.40}"
+            raise ConfigError(
+                f"{self.name} cannot be rendered: its render() returned {shown}, not a picture (H, W, 3). Its class or "
+                'factory must accept render_mode="rgb_array"; or give an environment with equal spaces that does, with '
+                "--env (env=)."
+            )
+        return np.ascontiguousarray(picture, np.uint8)
+
+    def _caption(self, episode: int) -> list[list[Cell]]:
+        match = self.match
+        head = [Cell("return", f"{match.returns[0]:,.1f}"), Cell("step", f"{match.lengths[0]:,}")]
+        acted = [Cell("action", self._action(), 2 if self.episodes > 1 else 3)]
+        if self.episodes > 1:
+            acted.append(Cell("episode", f"{episode + 1}/{self.episodes}"))
+        texts = info_texts(match.group.info)
+        self._info = list(texts) if self._info is None else self._info
+        info = [Cell(name, texts.get(name, ABSENT)) for name in self._info]
+        return [[*head, Cell("value", self._value())], acted, info[:3], info[3:]][: 2 + -(-len(info) // 3)]
+
+    def _action(self) -> str:
+        """Returns the action that led to the current picture."""
+        if self.match.chosen is None:
+            return ABSENT
+        action = self.match.policy.model.distribution.to_env(self.match.chosen.action.numpy())[0]
+        if action.dtype.kind == "f":
+            return " ".join(f"{x:+.2f}" for x in action.flat)
+        names = self.match.group.metadata.get("action_names")
+        return str(names[int(action)]) if names and not action.shape else " ".join(map(str, action.flat))
+
+    def _value(self) -> str:
+        """Returns the value of the state, or else that of its best action, in which the action was chosen."""
+        chosen = self.match.chosen
+        values = None if chosen is None else chosen.action_values.best if chosen.action_values else chosen.value
+        return ABSENT if values is None else f"{float(values[0]):,.2f}"
+
+
+def info_texts(info: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a caption shows of an environment's info, by name."""
+    texts = {"stage": f"{info['world']}-{info['stage']}"} if {"world", "stage"} <= info.keys() else {}
+    texts |= {name: f"{info[name]:,}" for name in SHOWN_INFO if isinstance(info.get(name), int | float | np.number)}
+    return {**texts, **({"flag": "yes" if info["flag_get"] else "no"} if "flag_get" in info else {})}
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Computes with one thread; restores the state of the process at the end."""
+    import torch
+
+    from echelon.process_state import preserve_state
+
+    with preserve_state():
+        torch.set_num_threads(1)
+        yield
+
+
+def _load_config(run_dir: str | Path, episodes: int, env: str | None, trust: bool) -> TrainConfig:
+    """Returns the configuration of a run, with `env` in place of its environment; raises ConfigError if none fits."""
+    from echelon.runs.folder import RunFolder
+
+    if episodes < 1:
+        raise ConfigError(f"episodes={episodes} must be at least 1.")
+    config = RunFolder.open(Path(run_dir)).load_config(trust=trust, uses_env=env is None)
+    if config.algorithm.is_users:
+        raise ConfigError(f"{run_dir} trained a user's own policy: evaluate it in the user's program.")
+    if env is not None:
+        config = replace(config, env=replace(config.env, id=env, kwargs={}, wrappers=()))
+    if not config.env.id:
+        raise ConfigError(f"{run_dir} names no environment, as its workers had their own: give one with --env (env=).")
+    return config
+
+
+def _load_model(config: TrainConfig, source: Path, run_dir: str | Path) -> Model:
+    from echelon.algorithms.model import Model
+    from echelon.envs.make import probe_spaces
+    from echelon.runs.checkpoint import read_weights
+
+    model = Model(config.network, probe_spaces(config.env), config.algorithm, seed=config.seed)
+    model.load_weights(read_weights(source), str(run_dir))
+    model.network.eval()
+    return model
+
+
+def _final_exploration(config: TrainConfig) -> Exploration | None:
+    """Returns the exploration at the end of training, of the environment that explores least."""
+    from echelon.algorithms.exploration import Explorer
+
+    num_envs = config.actor.num_actors * config.actor.envs
+    return Explorer(config.algorithm, [num_envs - 1], num_envs).at(sys.maxsize)
