@@ -15,12 +15,13 @@ from gymnasium.utils.env_checker import check_env
 
 from echelon.cli.main import main
 from echelon.config import EnvConfig
-from echelon.envs.make import make_group, probe_spaces
+from echelon.envs.make import make_group, probe_spaces, with_rendering
 from echelon.envs.mario import STAGES, Mario, MarioPool, grey
 from echelon.envs.mario_game import LIVES, MODE, TIME, WORLD
 from echelon.envs.nes import INSTALL
 from echelon.envs.vector import StepRows
 from echelon.errors import ConfigError
+from echelon.evaluation import info_texts
 
 is_installed = all(map(importlib.util.find_spec, ("nes_py", "gym_super_mario_bros")))
 needs_emulator = pytest.mark.skipif(not is_installed, reason=f"nes-py or gym-super-mario-bros is missing: {INSTALL}")
@@ -63,6 +64,7 @@ def play(env: Mario, actions: str) -> list[tuple[float, bool, dict[str, Any]]]:
 def test_it_is_an_environment_with_pictures() -> None:
     env = gym.make("SuperMarioBros-1-1", render_mode="rgb_array")
     check_env(env.unwrapped)
+    assert env.metadata["action_names"] == ["none", "right", "right A", "right B", "right A B", "A", "left"]
     env.reset(seed=0)
     picture: Any = env.render()
     assert picture.shape == (240, 256, 3) and picture.dtype == np.uint8
@@ -71,6 +73,17 @@ def test_it_is_an_environment_with_pictures() -> None:
     np.testing.assert_array_equal(env.render(), picture, "the last one")
     with pytest.raises(gym.error.ClosedEnvironmentError):
         env.reset()
+
+
+@needs_emulator
+def test_a_group_shows_the_game_and_its_info() -> None:
+    group = make_group(with_rendering(EnvConfig(id="SuperMarioBros-1-2")), [0])
+    group.reset([np.zeros((1, 4, 84, 84), np.uint8)])
+    assert group.render().shape == (240, 256, 3) and group.metadata["render_fps"] == 15
+    assert info_texts(group.info) == {
+        "stage": "1-2", "score": "0", "time": "400", "coins": "0", "life": "2", "flag": "no"
+    }  # fmt: skip
+    group.close()
 
 
 def test_the_picture_is_the_mean_grey_of_each_area() -> None:

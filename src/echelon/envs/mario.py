@@ -33,6 +33,7 @@ SIDE = 84  # pixels
 FRAMES_PER_SECOND = 60
 
 A, B, UP, DOWN, LEFT, RIGHT = 0x01, 0x02, 0x10, 0x20, 0x40, 0x80
+BUTTON_NAMES = {LEFT: "left", RIGHT: "right", UP: "up", DOWN: "down", A: "A", B: "B"}
 RIGHT_ONLY = (0, RIGHT, RIGHT | A, RIGHT | B, RIGHT | A | B)
 SIMPLE = (*RIGHT_ONLY, A, LEFT)
 ACTIONS: dict[str, tuple[int, ...]] = {
@@ -99,7 +100,8 @@ class Mario(gym.Env[Any, Any]):
         self._actions, self._skip, self._noop_max = ACTIONS[actions], skip, noop_max
         self._buttons = bytearray()  # of every step of the episode, no-ops included
         self._images = np.zeros((stack, SIDE, SIDE), np.uint8)
-        self.metadata = {**self.metadata, "render_fps": max(FRAMES_PER_SECOND // skip, 1)}
+        names = [" ".join(name for bit, name in BUTTON_NAMES.items() if held & bit) or "none" for held in self._actions]
+        self.metadata = {**self.metadata, "render_fps": max(FRAMES_PER_SECOND // skip, 1), "action_names": names}
         self.action_space = gym.spaces.Discrete(len(self._actions))
         self.observation_space = gym.spaces.Box(0, 255, self._images.shape, np.uint8)
 

@@ -182,8 +182,8 @@ class VectorGroup:
 
     @property
     def info(self) -> Mapping[str, Any]:
-        columns = {name: column for name, column in self._infos.items() if len(np.shape(column)) == 1}
-        return {name: column[-1] for name, column in columns.items() if len(column) == self.num_envs}
+        columns = {name: column for name, column in self._infos.items() if np.shape(column) == (self.num_envs,)}
+        return {name: column[-1] for name, column in columns.items() if not name.startswith("_")}  # not the masks
 
     def render(self) -> Any:
         with contextlib.suppress(NotImplementedError):
