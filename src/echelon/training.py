@@ -52,6 +52,7 @@ class Past:
     generation: int = 0
     wall_s: float = 0.0
     row: dict[str, Any] = field(default_factory=dict)  # counters and progress at the checkpoint
+    place: str = ""  # the checkpoint, for the user
 
 
 NO_PAST = Past()
@@ -88,6 +89,7 @@ def resume(
     from echelon.roles.stopping import progress, stop_reason
     from echelon.runs.checkpoint import load_parts, newest_intact
     from echelon.runs.folder import RunFolder
+    from echelon.runs.outage import newer_fallback
     from echelon.runs.progress import NAMES, Progress
 
     if epochs is not None:
@@ -125,7 +127,13 @@ def resume(
         config = replace(config, workers=replace(config.workers, address=user_objects.address))
     row = {name: getattr(counters, name) for name in ("env_steps", "episodes", "updates", "dropped", "return_max")}
     row["progress"] = progress(config.stop, counters.env_steps, wall_s, past_episodes)
-    return run(config, Past(max(saved.generation, saved.epoch) + 1, wall_s, row), output, user_objects)
+    place = f"resuming from {found[0].name} ({counters.env_steps:,} steps)"
+    if other := newer_fallback(Path(run_dir), config.run.fallback_dir, found[0].name):
+        place += (
+            f". {other} has a newer checkpoint of a run of this name: if it is the end of this run, which could not be "
+            "written here, resume it instead"
+        )
+    return run(config, Past(max(saved.generation, saved.epoch) + 1, wall_s, row, place), output, user_objects)
 
 
 def _stop_text(stop: StopConfig) -> str:
@@ -155,6 +163,8 @@ def _run(config: TrainConfig, past: Past, output: TextIO, user_objects: UserObje
         print(escaped_lines(text), file=output, flush=True)
 
     report(f"preparing {title(config)}")
+    if past.place:
+        report(past.place)
     if constant := _unscheduled(config):
         report(
             f"--until-return alone does not define the length of the run, so {' and '.join(constant)} to the end. Also "

@@ -55,8 +55,8 @@ LEARNER = Origin(
 def run_folder(config_file: Path) -> Origin:
     """Returns the origin of a configuration in a run folder that does not have this user's mark."""
     trust = (
-        "--trust (trust=True) if you trust whoever wrote that: it was not you on this machine, an older release wrote "
-        "it, or it was edited"
+        "--trust (trust=True) if you trust whoever wrote that: somebody else, another machine or an older release did, "
+        "or it was edited afterwards"
     )
     return Origin(str(config_file), trust)
 

@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"custom_network"},
     "transport": {"errors", "disk", "layout", "schema"},
     "trust": {"errors", "names", "config", "transport"},
-    "engines": {"errors", "schema", "transport"},
+    "engines": {"errors", "disk", "schema", "transport"},
     "world": {"errors", "disk", "schema", "transport", "engines"},
     "hosts": {"version", "errors", "disk", "memory_check", "transport", "engines", "world"},
     "replay": {"errors", "disk", "memory_check", "layout", "schema", "config", "transport"},

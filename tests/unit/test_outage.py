@@ -13,7 +13,7 @@ import pytest
 
 from echelon.disk import AppendFile, put_file
 from echelon.runs.metrics import MetricsWriter, read_metrics
-from echelon.runs.outage import Fallback, Outage
+from echelon.runs.outage import Fallback, Outage, newer_fallback
 
 
 @pytest.fixture
@@ -125,6 +125,16 @@ def test_a_folder_of_another_kind_is_not_used(fallback: Fallback, tmp_path: Path
     fallback.path.parent.mkdir()
     fallback.path.symlink_to(tmp_path)
     assert fallback.write(put) is None and not (tmp_path / "file").exists()
+
+
+def test_a_newer_end_in_the_other_folder_is_found(tmp_path: Path) -> None:
+    fallback = Fallback(tmp_path / "run", str(tmp_path), "01234567")
+    fallback.write(
+        lambda folder: (folder / "checkpoints" / "step_000000000200").mkdir(parents=folder != fallback.run_dir)
+    )
+    for step, found in [(100, fallback.path), (200, None)]:
+        assert newer_fallback(tmp_path / "run", str(tmp_path), f"step_{step:012d}") == found
+    assert newer_fallback(tmp_path / "another", str(tmp_path), "step_000000000100") is None
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o750])

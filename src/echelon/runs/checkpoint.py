@@ -281,8 +281,8 @@ def _write(folder: Path, content: _Content, step: int) -> None:
         "tensors_sha256": hashlib.sha256(content.tensors).hexdigest(),
         "structure_sha256": hashlib.sha256(content.structure.encode()).hexdigest(),
     }
-    _write_file(folder / TENSORS, content.tensors)
-    _write_file(folder / STATE, (json.dumps(state)[:-1] + f', "structure": {content.structure}}}\n').encode())
+    put_file(folder / TENSORS, content.tensors)
+    put_file(folder / STATE, (json.dumps(state)[:-1] + f', "structure": {content.structure}}}\n').encode())
     sync(folder)
 
 
@@ -392,10 +392,3 @@ def _put_back(path: Path) -> None:
 
 def _canonical(structure: Any) -> str:
     return json.dumps(structure, separators=(",", ":"), allow_nan=False)
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

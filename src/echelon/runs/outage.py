@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import shutil
 import tempfile
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from echelon.disk import is_private
+from echelon.runs.checkpoint import latest_checkpoint
 from echelon.runs.folder import CONFIG
 from echelon.runs.report import duration
 
@@ -41,6 +43,14 @@ class Outage:
         elif not was_whole and not self._errors:
             lasted = duration(time.monotonic() - self._began)
             self._report(f"{self._run_dir} is written again, after {lasted}.")
+
+
+def newer_fallback(run_dir: Path, parent: str, checkpoint: str) -> Path | None:
+    """Returns a folder in which the end of `run_dir`, or of a run of its name, was saved after `checkpoint`."""
+    for path in Path(parent or tempfile.gettempdir()).glob(f"echelon-{glob.escape(run_dir.name)}-????????"):
+        if is_private(path) and (found := latest_checkpoint(path / "checkpoints")) and found.name > checkpoint:
+            return path
+    return None
 
 
 class Fallback:
