@@ -241,6 +241,8 @@ class Runs:
 
     def train(self, preset: str = "impala", env: str = "CartPole-v1", **options: Any) -> Running:
         options = {"steps": 10**9, "actor.envs": 8, "evaluation.interval-s": 0, **options}
+        if env == "CartPole-v1":  # leaves the processor to the tests beside it
+            options = {"env.wrappers": "unruly:Unhurried", **options}
         run = Running.train(preset, env, self.folder / "run", self.shm_dir, **options)
         self.started.append(run)
         return run

@@ -54,6 +54,14 @@ def evidence(facts: Any) -> Any:
     return np.concatenate([facts, facts @ weights.T], -1).astype(np.float32)
 
 
+class Unhurried(gym.Wrapper[Any, Any, Any, Any]):
+    """Takes a little longer for a step, without work."""
+
+    def step(self, action: Any) -> Any:
+        time.sleep(0.0002)
+        return super().step(action)
+
+
 class KilledOnceEnv(CounterEnv):
     """The first process that makes it is killed, as by the kernel when memory runs out."""
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from echelon.world import process_group
 from echelon.world.process_group import end_process_group, make_process_group
 
-NUM_PROCESSES, NUM_GROUPS, LINGER_S = 12, 8, 0.01
+NUM_PROCESSES, NUM_GROUPS, LINGER_S = 6, 8, 0.01
 
 
 def use_groups() -> None:

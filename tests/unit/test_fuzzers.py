@@ -12,7 +12,7 @@ import pytest
 from running import TESTS
 
 FUZZ = TESTS.parent / "benchmarks" / "fuzz.py"
-COUNTS = {"frames": (20_000, 1_000), "cli": (1_000, 500), "sockets": (300, 100), "folders": (12, 6)}
+COUNTS = {"frames": (10_000, 1_000), "cli": (500, 250), "sockets": (300, 100), "folders": (12, 6)}
 FINDER = """
 import argparse, random, sys
 from pathlib import Path
