@@ -132,16 +132,19 @@ def test_the_dead_are_heard_out_before_they_are_told_of(host: Node, tmp_path: Pa
 import sys
 from echelon.world.node import Node
 with Node.join(sys.argv[1], "m1", timeout_s={PATIENCE_S}) as node:
+    sys.stdin.read()  # until it is watched: one poll of the host may serve its join and its farewell
     for number in range(100):
         node.post("m0", "last", str(number))
 """
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent / "src")}
-    with subprocess.Popen([sys.executable, "-c", code, host.address], env=environment) as child:
+    command = [sys.executable, "-c", code, host.address]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE) as child:
         wait_until(lambda: (host.poll(0.01), host.member("m1"))[1], "it has joined")
         member, ticks = host.member("m1"), start_ticks(child.pid)
         assert member is not None and ticks is not None
         assert watch.add(member, dataclasses.replace(write_info(1, 2, tmp_path), ticks=ticks))
-        assert child.wait(PATIENCE_S) == 0
+        child.communicate(timeout=PATIENCE_S)
+        assert child.returncode == 0
     watch.look()
     assert told == [*map(str, range(100)), f"its process {child.pid} has ended"]
     watch.close()
