@@ -44,6 +44,14 @@ class AlgorithmConfig(Section, frozen=True):
         """Whether the user's program provides the algorithm, as an object."""
         return not self.builder
 
+    def epsilon(self, env_steps: int) -> float | None:
+        """Returns the probability of a random action after `env_steps` steps of the run.
+
+        None if the algorithm has none, or not the same for all environments.
+        """
+        del env_steps
+        return None
+
     @property
     def reaches_learner(self) -> Literal["queue", "replay", "gradients"]:
         """What the learner receives: trajectories (queue), transitions (replay) or gradients."""

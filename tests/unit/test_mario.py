@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 import zlib
 from collections.abc import Iterator
@@ -58,6 +59,11 @@ def pool() -> Iterator[MarioPool]:
 def play(env: Mario, actions: str) -> list[tuple[float, bool, dict[str, Any]]]:
     """Plays hexadecimal digits; returns the reward, whether the episode ended, and the info of each step."""
     return [(reward, ended, info) for _, reward, ended, _, info in (env.step(int(a, 16)) for a in actions)]
+
+
+def group_rows() -> StepRows:
+    flags = [np.zeros(1, np.bool_) for _ in range(3)]
+    return StepRows([np.zeros((1, 4, 84, 84), np.uint8)], np.zeros(1, np.float32), *flags)
 
 
 @needs_emulator
@@ -208,7 +214,7 @@ def test_an_episode_continues_from_its_state(pool: MarioPool) -> None:
     pool.reset(seed=SEEDS)
     for _ in range(20):
         observations, *_ = pool.step([0, 1])
-    states, env = pool.get_state(), Mario(**WAITING)
+    states, env = json.loads(json.dumps(pool.get_state())), Mario(**WAITING)
     np.testing.assert_array_equal(env.set_state(states[0]), observations[0])
     for _ in range(25):  # to the end of the episode, and into the next one with its no-ops
         rows = pool.step([0, 1])
@@ -219,7 +225,33 @@ def test_an_episode_continues_from_its_state(pool: MarioPool) -> None:
     assert pool.get_state() == states
     with pytest.raises(ConfigError, match=r"state is of stage 1-1 with skip=4.*stage 1-1 with skip=2"):
         Mario("1-1", skip=2).set_state(states[0])
+    with pytest.raises(ConfigError, match="after the end of its episode"):
+        env.set_state({**states[0], "buttons": states[0]["buttons"] + [0x80] * 99})
     env.close()
+
+
+@needs_emulator
+def test_a_group_continues_from_its_state_in_the_file_of_a_run() -> None:
+    """In the middle of an episode, and at its end: the next step is a reset."""
+    config = EnvConfig(id="SuperMarioBros-1-1", kwargs={"actions": "two"})
+    groups, rows = [make_group(config, [1]) for _ in range(2)], [group_rows() for _ in range(2)]
+    for group, row in zip(groups, rows, strict=True):
+        group.reset(row.observation)
+    for num_steps in (5, 99):
+        for _ in range(num_steps):
+            groups[0].step(np.array([0]), rows[0])
+            if rows[0].terminated.any():
+                break
+        groups[1].set_state(json.loads(json.dumps(groups[0].get_state())), rows[1].observation)
+        np.testing.assert_array_equal(rows[1].observation[0], rows[0].observation[0])
+    assert rows[0].terminated.all()
+    for _ in range(3):
+        for group, row in zip(groups, rows, strict=True):
+            group.step(np.array([1]), row)
+        for name in ("observation", "reward", "terminated", "valid"):
+            np.testing.assert_array_equal(getattr(rows[0], name), getattr(rows[1], name), err_msg=name)
+    for group in groups:
+        group.close()
 
 
 @needs_emulator
@@ -228,8 +260,7 @@ def test_an_actor_steps_them_as_a_vector_environment() -> None:
     group = make_group(config, [1])
     assert group.spaces.observation == gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
     assert group.spaces.action == gym.spaces.Discrete(5)
-    flags = [np.zeros(1, np.bool_) for _ in range(3)]
-    rows = StepRows([np.zeros((1, 4, 84, 84), np.uint8)], np.zeros(1, np.float32), *flags)
+    rows = group_rows()
     group.reset(rows.observation)
     assert rows.observation[0].any()
     for _ in range(4):

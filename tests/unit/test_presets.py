@@ -16,10 +16,10 @@ from echelon import config_io
 from echelon.config import AlgorithmConfig, ImpalaConfig, PpoConfig, TrainConfig, replace
 from echelon.errors import ConfigError
 from echelon.names import resolve
-from echelon.presets import PRESETS, preset
+from echelon.presets import DEFAULT_ENVS, PRESETS, preset
 from echelon.roles.plan.layouts import window
 
-ENVS = ["CartPole-v1", "ALE/Pong-v5", "Pendulum-v1", "module:factory"]
+ENVS = ["CartPole-v1", "ALE/Pong-v5", "SuperMarioBros-1-1", "Pendulum-v1", "module:factory"]
 NEW_RULE = """
 from typing import Annotated, Literal
 
@@ -79,10 +79,19 @@ def test_synchronous_training_is_asynchronous_training_without_lag(env: str) -> 
 
 
 def test_atari_gets_clipped_rewards_and_everything_else_its_own() -> None:
-    for name in PRESETS:
+    for name in PRESETS.keys() - DEFAULT_ENVS.keys():
         assert preset(name, "ALE/Pong-v5").algorithm.reward_clip == 1.0
         assert preset(name, "CartPole-v1").algorithm.reward_clip == 0.0
     assert isinstance(preset("impala", "CartPole-v1").algorithm, ImpalaConfig)
+
+
+@pytest.mark.parametrize("num_actors", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("name", ["ppo", "async-ppo"])
+def test_ppo_learns_super_mario_bros_from_equal_batches_of_any_number_of_actors(name: str, num_actors: int) -> None:
+    config = replace(preset(name, "SuperMarioBros-1-1"), **{"actor.num_actors": num_actors})
+    assert config.batch_trajectories * config.actor.envs * config.actor.trajectory == 2_048
+    assert window(config) * num_actors == 16 * (1 + (name == "async-ppo"))
+    assert config.env.kwargs["actions"] == "two" and preset(name, "CartPole-v1").env.kwargs == {}
 
 
 def test_an_unknown_preset_is_told_with_the_nearest() -> None:

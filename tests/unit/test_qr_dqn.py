@@ -14,6 +14,7 @@ from test_value_algorithms import DISCRETE, MASKED, SMALL, act, batch_of, flats,
 from torch import Tensor
 
 import echelon
+from checkpoints import save_checkpoint
 from echelon.algorithms.exploration import Exploration
 from echelon.algorithms.model import Model
 from echelon.algorithms.qr_dqn import QuantileNetwork, quantile_huber_loss, quantile_targets
@@ -23,7 +24,7 @@ from echelon.errors import ConfigError
 from echelon.objectives.values import PRIORITY_FLOOR
 from echelon.presets import REPLAY_PRESETS, preset
 from echelon.presets.qr_dqn import QrDqnConfig
-from echelon.runs.checkpoint import load_checkpoint, save_checkpoint
+from echelon.runs.checkpoint import load_checkpoint
 from echelon.runs.metrics import read_metrics
 from echelon.schema import Spaces, TransitionBatch
 

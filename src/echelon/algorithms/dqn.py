@@ -59,4 +59,5 @@ class Dqn(Replayed):
         )
         self.errors = errors.detach()
         loss = huber_loss(errors, batch.weight, self.config.huber)
-        return Loss(loss, {"q_mean": q_BA.mean(), "td_error": self.errors.abs().mean()}, count=len(batch.reward))
+        q_mean = q_BA.gather(-1, batch.action.unsqueeze(-1)).mean()
+        return Loss(loss, {"q_mean": q_mean, "td_error": self.errors.abs().mean()}, count=len(batch.reward))

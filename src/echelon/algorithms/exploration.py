@@ -79,15 +79,17 @@ class Explorer:
 
 
 class EpsilonGreedy:
-    """Epsilon-greedy: epsilon decays linearly to one value, or to a ladder of values over the environments."""
+    """Epsilon-greedy: epsilon decays to one value, or linearly to a ladder of values over the environments."""
 
     def __init__(self, config: DqnConfig, envs: Sequence[int], num_envs: int) -> None:
         ones = torch.ones(len(envs))
         ladder = epsilon_ladder(num_envs)[torch.tensor(envs)] if config.epsilon_ladder else None
         self.first, self.last = config.epsilon_start * ones, config.epsilon_end * ones if ladder is None else ladder
-        self.num_steps = config.epsilon_steps
+        self.config, self.num_steps = config, config.epsilon_steps
 
     def at(self, env_steps: int) -> Exploration:
+        if self.config.epsilon_decay and (epsilon := self.config.epsilon(env_steps)) is not None:
+            return Exploration(torch.full_like(self.first, epsilon))
         fallen = min(env_steps / self.num_steps, 1.0) if self.num_steps else 1.0
         return Exploration(torch.lerp(self.first, self.last, fallen))
 

@@ -16,7 +16,9 @@ from echelon.envs.vector import (
     EnvFailure,
     OnError,
     StepRows,
+    as_flags,
     describe_failure,
+    has_state,
     next_seed,
     raise_unless_restartable,
 )
@@ -128,6 +130,18 @@ class LoopGroup:
         rows.truncated[:] = truncated
         np.logical_not(ended, out=rows.valid)
         self._ended = np.logical_or(rows.terminated, rows.truncated).tolist()
+
+    def get_state(self) -> dict[str, Any] | None:
+        if not all(has_state(env) for env in self._envs):
+            return None
+        envs: list[Any] = self._envs
+        return {"envs": [env.get_state() for env in envs], "ended": list(self._ended)}
+
+    def set_state(self, state: Mapping[str, Any], observation: list[Array]) -> None:
+        ended, envs = as_flags(state["ended"], self.num_envs), list[Any](self._envs)
+        observations = [env.set_state(one) for env, one in zip(envs, state["envs"], strict=True)]
+        self._write(observations, observation)
+        self._ended = ended.tolist()
 
     @property
     def metadata(self) -> Mapping[str, Any]:

@@ -124,10 +124,11 @@ class Mario(gym.Env[Any, Any]):
     def get_state(self) -> dict[str, Any]:
         """Returns the state of the episode and of the random numbers, for `set_state` of an equal environment.
 
-        The emulator's library cannot export its state, so the state is the list of the buttons since the last reset.
+        It consists of JSON values. The emulator's library cannot export its memory, so the state is the list of the
+        buttons since the last reset.
         """
         rng = json.dumps(self.np_random.bit_generator.state)
-        return {"stage": self.stage, "skip": self._skip, "buttons": bytes(self._buttons), "rng": rng}
+        return {"stage": self.stage, "skip": self._skip, "buttons": list(self._buttons), "rng": rng}
 
     def set_state(self, state: Mapping[str, Any]) -> Any:
         """Replays the steps of a state of `get_state`, as fast as the emulator can; returns the observation."""
@@ -139,6 +140,8 @@ class Mario(gym.Env[Any, Any]):
         self._start()
         first_seen = len(state["buttons"]) - len(self._images)  # the stack has no pictures of earlier steps
         for i, buttons in enumerate(state["buttons"]):
+            if self.game.ended:
+                raise ConfigError(f"the state has steps after the end of its episode, from its step {i} on.")
             self._advance(buttons, see=i >= first_seen)
         self.np_random.bit_generator.state = json.loads(state["rng"])
         return self._images.copy()

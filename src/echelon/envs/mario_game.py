@@ -53,7 +53,8 @@ def parse_stage(stage: str) -> tuple[int, int]:
         return world, number
     raise ConfigError(
         f'Super Mario Bros has no stage "{stage}": the stages are 1-1 to {NUM_WORLDS}-{NUM_STAGES} (worlds 1 to '
-        f"{NUM_WORLDS} with stages 1 to {NUM_STAGES}), as in SuperMarioBros-1-1; SuperMarioBros is the whole game."
+        f"{NUM_WORLDS} with stages 1 to {NUM_STAGES}), as in SuperMarioBros-1-1, without a version; SuperMarioBros is "
+        "the whole game."
     )
 
 

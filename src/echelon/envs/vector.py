@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
@@ -89,6 +90,17 @@ class EnvGroup(Protocol):
         """Steps every environment with its row of `action` (K, ...), in the environment's units."""
         ...
 
+    def get_state(self) -> dict[str, Any] | None:
+        """Returns the open episodes, for `set_state`; None if the environments lack one of these two methods."""
+        ...
+
+    def set_state(self, state: Mapping[str, Any], observation: list[Array]) -> None:
+        """Continues the episodes of a state of `get_state`, in an equal group that was reset; raises if it cannot.
+
+        If it raises, the group must be reset.
+        """
+        ...
+
     def render(self) -> Any:
         """Returns what the last environment renders; None if it does not render."""
         ...
@@ -99,6 +111,21 @@ class EnvGroup(Protocol):
 def reset_seed(env: VectorEnv[Any, Any, Any], seeds: list[int]) -> Any:
     """Returns the argument of `env.reset(seed=)`: one seed per environment for gymnasium's classes, else the first."""
     return list(seeds) if isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv) else seeds[0]
+
+
+def has_state(env: gym.Env[Any, Any] | VectorEnv[Any, Any, Any]) -> bool:
+    """Returns whether the state of `env` can be saved.
+
+    A wrapper hides the methods of the environment below it, because it may have a state of its own.
+    """
+    return all(callable(getattr(env, name, None)) for name in ("get_state", "set_state"))
+
+
+def as_flags(values: Sequence[bool], num_envs: int) -> Array:
+    """Returns one flag per environment; raises ValueError if there are more or fewer."""
+    if len(values) != num_envs:
+        raise ValueError(f"it is of {len(values)} environments instead of {num_envs}")
+    return np.array([bool(value) for value in values])
 
 
 class VectorGroup:
@@ -174,6 +201,16 @@ class VectorGroup:
                 "or use a factory of single environments."
             )
         rows.reward[self._ended] = 0.0
+        self._ended = ended
+
+    def get_state(self) -> dict[str, Any] | None:
+        env: Any = self._env
+        return {"envs": env.get_state(), "ended": self._ended.tolist()} if has_state(env) else None
+
+    def set_state(self, state: Mapping[str, Any], observation: list[Array]) -> None:
+        env: Any = self._env
+        ended = as_flags(state["ended"], self.num_envs)
+        self._write(env.set_state(state["envs"]), observation)
         self._ended = ended
 
     @property

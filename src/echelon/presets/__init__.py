@@ -12,7 +12,7 @@ from pkgutil import iter_modules
 
 from echelon.config import TrainConfig
 from echelon.errors import ConfigError
-from echelon.presets.registry import PRESETS, REPLAY_PRESETS, is_atari
+from echelon.presets.registry import DEFAULT_ENVS, PRESETS, REPLAY_PRESETS, is_atari
 
 FIRST = ("impala", "ppo", "a3c", "dqn", "ddpg", "sac")  # order of the help; other presets follow by name
 
@@ -34,22 +34,29 @@ from echelon.presets.ppo import async_ppo, ppo  # noqa: E402
 from echelon.presets.sac import sac  # noqa: E402
 
 
-def preset(name: str, env: str) -> TrainConfig:
-    """Returns the configuration of the preset `name` for the environment `env`."""
+def check_preset(name: str) -> None:
+    """Raises ConfigError if there is no preset `name`."""
     if name not in PRESETS:
         close = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
         raise ConfigError(f"there is no preset {name!r}. Presets: {', '.join(PRESETS)}.{hint}")
+
+
+def preset(name: str, env: str) -> TrainConfig:
+    """Returns the configuration of the preset `name` for the environment `env`."""
+    check_preset(name)
     return PRESETS[name](env)
 
 
 __all__ = [
+    "DEFAULT_ENVS",
     "PRESETS",
     "REPLAY_PRESETS",
     "a3c",
     "apex_ddpg",
     "apex_dqn",
     "async_ppo",
+    "check_preset",
     "ddpg",
     "dqn",
     "impala",

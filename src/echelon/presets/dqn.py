@@ -44,6 +44,9 @@ class DqnConfig(AlgorithmConfig, frozen=True):
     epsilon_start: Annotated[float, doc("probability of a random action at the first step", ge=0, le=1)] = 1.0
     epsilon_end: Annotated[float, doc("probability of a random action after epsilon_steps", ge=0, le=1)] = 0.05
     epsilon_steps: Annotated[int, doc("steps over which epsilon decays linearly", "steps", ge=0)] = 10_000
+    epsilon_decay: Annotated[
+        float, doc("factor by which epsilon decays at every step of the run instead; 0: linearly", ge=0, lt=1)
+    ] = 0.0
     epsilon_ladder: Annotated[bool, doc("epsilon of environment i of N ends at 0.4^(1 + 7i/(N-1)) instead (Ape-X)")] = (
         False
     )
@@ -57,6 +60,19 @@ class DqnConfig(AlgorithmConfig, frozen=True):
             "network is either copied every target_period updates or updated softly by target_tau. Set one of them to "
             "0 and the other above 0.",
         )
+        require(
+            not (self.epsilon_decay and self.epsilon_ladder),
+            f"algorithm.epsilon_decay={self.epsilon_decay} and algorithm.epsilon_ladder=true: a ladder is reached "
+            "linearly, over epsilon_steps. Set epsilon_decay to 0 or epsilon_ladder to false.",
+        )
+
+    def epsilon(self, env_steps: int) -> float | None:
+        if self.epsilon_ladder:
+            return None
+        if self.epsilon_decay:
+            return max(self.epsilon_start * self.epsilon_decay**env_steps, self.epsilon_end)
+        fallen = min(env_steps / self.epsilon_steps, 1.0) if self.epsilon_steps else 1.0
+        return self.epsilon_start + fallen * (self.epsilon_end - self.epsilon_start)
 
 
 @register(DqnConfig)

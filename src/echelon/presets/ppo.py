@@ -15,6 +15,7 @@ from echelon.algorithm_config import (
 from echelon.config import (
     ActorConfig,
     EnvConfig,
+    EvaluationConfig,
     LearnerConfig,
     NetworkConfig,
     OptimizerConfig,
@@ -22,7 +23,7 @@ from echelon.config import (
     replace,
 )
 from echelon.fields import doc
-from echelon.presets.registry import is_atari, register
+from echelon.presets.registry import is_atari, is_mario, register
 
 
 class PpoConfig(AlgorithmConfig, frozen=True):
@@ -49,6 +50,16 @@ class PpoConfig(AlgorithmConfig, frozen=True):
 @register(PpoConfig)
 def ppo(env: str = "CartPole-v1") -> TrainConfig:
     """Clipped PPO, synchronous: actors wait while the learner updates."""
+    if is_mario(env):  # async-ppo clears World 1-1 with these values (docs/mario.md)
+        return TrainConfig(
+            preset="ppo",
+            env=EnvConfig(id=env, kwargs={"actions": "two", "noop_max": 30}),
+            actor=ActorConfig(envs=4, trajectory=32),
+            learner=LearnerConfig(batch=16, max_lag=0),
+            algorithm=PpoConfig(discount=0.95, epochs=8, minibatches=8, entropy_weight=0.01, normalize_reward=True),
+            optimizer=OptimizerConfig(learning_rate=3e-4, schedule="linear"),
+            evaluation=EvaluationConfig(interval_s=0.0),  # an evaluator would take a core from the emulators
+        )
     if is_atari(env):
         return TrainConfig(
             preset="ppo",

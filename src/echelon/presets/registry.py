@@ -13,16 +13,22 @@ Function = TypeVar("Function", bound=Preset)
 PRESETS: dict[str, Preset] = {}
 QUEUE_PRESETS: dict[str, Preset] = {}  # learn from each trajectory once, in order
 REPLAY_PRESETS: dict[str, Preset] = {}  # learn from replayed transitions
+DEFAULT_ENVS: dict[str, str] = {}  # of presets that are made for one environment
 BY_EXPERIENCE = {"queue": QUEUE_PRESETS, "replay": REPLAY_PRESETS}
 
 
-def register(algorithm: type[AlgorithmConfig]) -> Callable[[Function], Function]:
-    """Registers a function as a preset of `algorithm`; the preset's name is the function's, with - for _."""
+def register(algorithm: type[AlgorithmConfig], env: str = "") -> Callable[[Function], Function]:
+    """Registers a function as a preset of `algorithm`; the preset's name is the function's, with - for _.
+
+    `env` is the environment of a preset that is made for one.
+    """
 
     def add(function: Function) -> Function:
         name = function.__name__.replace("_", "-")
         for presets in (PRESETS, BY_EXPERIENCE.get(algorithm.experience, {})):
             presets[name] = function
+        if env:
+            DEFAULT_ENVS[name] = env
         return function
 
     return add
@@ -30,3 +36,7 @@ def register(algorithm: type[AlgorithmConfig]) -> Callable[[Function], Function]
 
 def is_atari(env: str) -> bool:
     return env.startswith("ALE/")
+
+
+def is_mario(env: str) -> bool:
+    return env.split("-")[0] == "SuperMarioBros"

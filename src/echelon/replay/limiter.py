@@ -2,15 +2,17 @@
 
 Counted from `min_size` items on, the *balance* is samples_per_insert * items inserted - items sampled or written off.
 An actor may append while the balance stays at or below +tolerance; a learner may sample while it stays at or above
--tolerance. Below `min_size`, actors append freely and learners do not sample. Shared words, one cache line each:
-`inserted` of a shard is its head, written by its actor; `sampled` of a learner counts the items it sampled, and
-`written_off` the samples that were due for evicted items, both written by that learner.
+-tolerance, or at or above 0 if the rule is `exact`. Below `min_size`, actors append freely and learners do not sample.
+Shared words, one cache line each: `inserted` of a shard is its head, written by its actor; `sampled` of a learner
+counts the items it sampled, and `written_off` the samples that were due for evicted items, both written by that
+learner.
 
 Who waits: an actor waits on the futex word `insert`, which `note_sampled` wakes; a learner waits on the futex word
 `sample`, which `note_inserted` wakes. Both waits have a timeout, so that a role keeps its heartbeat. If an actor dies,
 its count stays and the other actors append in its place; if a learner dies, the actors append up to the end of the band
 and wait for its successor. Several processes may pass a check simultaneously: the band is then exceeded by at most one
-append per actor, or one batch per learner.
+append per actor, or one batch per learner. The carrier, which grants slots to actors of other hosts, sleeps on messages
+too, so while it lacks room (`watch_samples`) every sample rings its doorbell.
 
 With shard servers (replay.transport=tcp), the learner's side and the actors' side each have a copy of these words. The
 counts of the other side arrive with the messages between learner and shard server, and the receiver writes them
@@ -25,6 +27,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,7 @@ class LimiterRule:
     num_shards: int = 1
     num_learners: int = 1
     tolerance: float = 0.0  # samples; 0: enough for one step of every actor and every learner
+    exact: bool = False  # whether learners never sample ahead
 
     def __post_init__(self) -> None:
         ratio, least = self.samples_per_insert, self.batch + self.chunk * self.samples_per_insert
@@ -66,12 +70,13 @@ class LimiterRule:
                 f"replay.min_size={self.min_size}, replay.batch={self.batch} and appends of {self.chunk} must each fit "
                 f"into replay.capacity={self.capacity}: otherwise the learner would wait forever. Raise the capacity."
             )
-        if self.tolerance and ratio and 2.0 * self.tolerance < least:
+        sides = 1 if self.exact else 2
+        if self.tolerance and ratio and sides * self.tolerance < least:
             raise ConfigError(
-                f"replay: a tolerance of {self.tolerance:g} samples would deadlock: the band is {2 * self.tolerance:g} "
-                f"wide, a batch lowers the balance by {self.batch} and an append of {self.chunk} items raises it by "
-                f"{self.chunk * ratio:g}, so at some balances neither fits. Set it to {least / 2:g} or more, or lower "
-                "replay.batch or replay.samples_per_insert."
+                f"replay: a tolerance of {self.tolerance:g} samples would deadlock: the band is "
+                f"{sides * self.tolerance:g} wide, a batch lowers the balance by {self.batch} and an append of "
+                f"{self.chunk} items raises it by {self.chunk * ratio:g}, so at some balances neither fits. Set it to "
+                f"{least / sides:g} or more, or lower replay.batch or replay.samples_per_insert."
             )
 
     @property
@@ -94,7 +99,8 @@ class Limiter:
         memory = np.zeros(self.size(rule), np.uint8) if memory is None else memory
         lines = memory.reshape(-1, ALIGNMENT)
         words = lines[2:].view(np.int64)[:, 0]
-        self._counts, self._listening = np.split(words, [rule.num_counts])
+        ends = [rule.num_counts, rule.num_counts + rule.num_learners + 1]
+        self._counts, self._listening, self._watched = np.split(words, ends)
         self._inserted, self._spent = np.split(self._counts, [rule.num_shards])
         self._sampled, self._written_off = np.split(self._spent, 2)
         self._doorbells: dict[int, Doorbell] = {}
@@ -102,8 +108,11 @@ class Limiter:
 
     @staticmethod
     def size(rule: LimiterRule) -> int:
-        """Returns the size in bytes: two bells, the counts, and flags of listening learners and shard server."""
-        return (2 + rule.num_counts + rule.num_learners + 1) * ALIGNMENT
+        """Returns the size in bytes: two bells, the counts, and flags of those that sleep on doorbells.
+
+        The flags are those of the learners, the shard server and the carrier.
+        """
+        return (2 + rule.num_counts + rule.num_learners + 2) * ALIGNMENT
 
     @classmethod
     def at(cls, folder: Path, rule: LimiterRule) -> Limiter:
@@ -113,6 +122,10 @@ class Limiter:
     @property
     def inserted(self) -> int:
         return int(self._inserted.sum())
+
+    @property
+    def inserted_by_shard(self) -> Array:
+        return self._inserted.copy()
 
     @property
     def sampled(self) -> int:
@@ -130,8 +143,10 @@ class Limiter:
     # The actor's side.
 
     def may_insert(self, count: int) -> bool:
+        """Returns whether `count` items may be appended, in one append or in several."""
         rule = self.rule
-        if rule.samples_per_insert == 0.0 or self.inserted < rule.min_size:
+        before_last = max(0, count - rule.chunk)
+        if rule.samples_per_insert == 0.0 or self.inserted + before_last < rule.min_size:
             return True
         return self.balance + rule.samples_per_insert * count <= rule.room
 
@@ -161,7 +176,8 @@ class Limiter:
         rule = self.rule
         if self.inserted < rule.min_size:
             return False
-        return rule.samples_per_insert == 0.0 or self.balance - count >= -rule.room
+        least = -ROUNDING if rule.exact else -rule.room
+        return rule.samples_per_insert == 0.0 or self.balance - count >= least
 
     def wait_for_items(self, may: Callable[[], bool], timeout_s: float) -> bool:
         """Waits up to `timeout_s` until `may()` is True, evaluated again after every append; returns its result."""
@@ -185,6 +201,8 @@ class Limiter:
         self._spent[place] = total
         self._insert_bell.value = (total * len(self._spent) + place) & 0x7FFFFFFF
         self._insert_bell.wake()
+        if self._watched[0]:
+            self.sampled_bell.ring()
 
     @staticmethod
     def _wait(bell: Word, may: Callable[[], bool], timeout_s: float) -> bool:
@@ -198,7 +216,22 @@ class Limiter:
                 return False
             bell.wait(seen, left_s)
 
+    def restart(self, learner: int, sampled: int) -> None:
+        """Sets the items that all learners sampled to `sampled`, for learners that repeat lost updates."""
+        self._sampled[:] = 0
+        self.note_spent(learner, sampled)
+
     # Between hosts.
+
+    @cached_property
+    def sampled_bell(self) -> Doorbell:
+        """The doorbell that `note_spent` rings while `watch_samples` is set."""
+        assert self._folder is not None, "a limiter in private memory has no doorbells"
+        return Doorbell(self._folder / "sampled")
+
+    def watch_samples(self, is_watched: bool) -> None:
+        """Sets whether samples ring `sampled_bell`. Set it before `may_insert`, so that no ring is missed."""
+        self._watched[0] = is_watched
 
     def counts(self) -> Array:
         """Returns the counts known on this host, in the order of `LimiterRule.num_counts`."""

@@ -31,6 +31,12 @@ class Transitions:
     discount: Array  # (M,) float32
     envs: Array  # (M,) the environment of each; its last observation is row `envs` of the newest observation
 
+    def without(self, envs: Array) -> Transitions:
+        """Returns those that are not of `envs`, a mask (K,)."""
+        kept = ~envs[self.envs]
+        start = {name: value[kept] for name, value in self.start.items()}
+        return Transitions(start, self.reward[kept], self.discount[kept], self.envs[kept])
+
 
 class NStep:
     """The window of the last n steps. Call `push` once per step, for all K environments."""
@@ -81,6 +87,6 @@ class NStep:
             envs=envs,
         )
 
-    def clear(self) -> None:
-        """Drops the open transitions."""
-        self._is_open[:] = False
+    def clear(self, envs: Array | slice = slice(None)) -> None:
+        """Drops the open transitions of `envs`: a mask (K,), or all."""
+        self._is_open[:, envs] = False
