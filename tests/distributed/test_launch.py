@@ -157,6 +157,8 @@ def test_a_script_that_launches_when_it_is_loaded_is_told_so(tmp_path: Path) -> 
         (lambda: launch(programs.name, 2, names=["a", "a"]), "as many distinct names"),
         (lambda: launch(programs.name, 1, names=["a b"]), "not a valid member name"),
         (lambda: launch(programs.name, 2, engine="magic"), "no engine 'magic'"),
+        (lambda: launch(programs.name, 2, address="auto"), "address='auto' is that of a Ray cluster"),
+        (lambda: launch(programs.name, 2, engine="ray", address="127.0.0.1:9"), "RAY_AUTH_MODE is not token"),
         (lambda: launch(programs.name, 2, (object(),)), r"args of launch\(\) cannot be sent .*builtins.object"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -65,9 +66,11 @@ def outcome_of(hosts: dict[str, Words], address: str = "", secret: str | None = 
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Returns a port that is free, and that no socket gets which takes any free port: those are larger."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(20_000, 30_000)))
+            return int(probe.getsockname()[1])
 
 
 def over_lines() -> Outcome:

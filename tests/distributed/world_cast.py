@@ -75,7 +75,7 @@ def started(
 def run(program: Callable[..., Any], size: int = 2, args: tuple[Any, ...] = ()) -> list[Any]:
     """Returns the results of `program` in all members of a world; raises the error of a member that failed."""
     with started(program, size, args) as members:
-        for member in members:
-            member.collect()
-            assert member.error == "" and member.process.exitcode == 0, (member.error, member.process.exitcode)
-        return [member.value for member in members]
+        outcomes = [member.collect() for member in members]  # all of them: the first error may follow from another's
+        failed = [(one.error, one.process.exitcode) for one in outcomes if one.error or one.process.exitcode]
+        assert not failed, failed
+        return [outcome.value for outcome in outcomes]

@@ -279,7 +279,7 @@ def use_in_a_fork(world: World) -> Any:
 
 def stop_and_begin_again(world: World) -> Any:
     """A process may leave a world and enter the next one."""
-    for _ in range(3):
+    for _ in range(10):
         group = group_of(world)
         assert group.rpc_sync(f"m{1 - world.rank}", add, args=(1,)) == 2
         group.barrier()

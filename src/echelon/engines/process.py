@@ -16,6 +16,9 @@ CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.
 INHERITED = "-"  # as a log: the process inherits its starter's output
 
 
+Store = Callable[..., Any]  # store(operation, *args)
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
     """One process: `entry` names the function that creates its role from `config` (plain JSON values)."""
@@ -47,9 +50,10 @@ class Exit:
     code: int
     signal: int
     failure: Failure | None = None
-    log: str = ""  # its end, if the file is on another host
     ended_with: str = ""  # what ended it: "the fork server (process 7) was ended by SIGKILL"
     is_reported: bool = False  # the engine has reported `ended_with`
+    is_move: bool = False  # the engine ended it, to start it on another host
+    is_final: bool = False  # it is not started again: it served a host that is lost
 
     @property
     def cause(self) -> str:
@@ -112,6 +116,13 @@ class OneHost:
     def hosts(self) -> list[dict[str, Any]]:
         """Returns the hosts of the run for its summary; none if there is only this one."""
         return []
+
+    def joined(self) -> list[int]:
+        """Returns the numbers of other hosts that have joined since the last call; each needs roles of its own."""
+        return []
+
+    def share_store(self, store: Store) -> None:
+        """Lets learners of other hosts use `store`, through which they find each other."""
 
     def reports(self) -> list[tuple[str, str]]:
         """Returns reports of roles on other hosts: the service of the coordinator that each is for, and its text."""

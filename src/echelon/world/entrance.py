@@ -75,9 +75,12 @@ class Entered:
 def enter(entrance: Entrance) -> Entered:
     """Opens or joins the world; on failure, raises an error with the reason within the entrance's timeout."""
     check_platform()
-    address = resolved(entrance.address) or f"ipc://{_meeting_folder(entrance.size)}/{HOST_SOCKET}"
-    check_address(address)
-    folder = _member_folder(address, entrance.name)
+    if entrance.address:
+        address = resolved(entrance.address)
+        check_address(address)
+        folder = _member_folder(address, entrance.name)
+    else:
+        address, folder = _meet(entrance)
     try:
         info = write_info(entrance.rank, max(1, entrance.size), folder)
         if entrance.is_host:
@@ -140,6 +143,14 @@ def _no_world(entrance: Entrance, address: str) -> str:
     )
 
 
+def _meet(entrance: Entrance) -> tuple[str, Path]:
+    """Returns the address where the siblings of this process meet, and a folder for this member beside it."""
+    while True:
+        address = f"ipc://{_meeting_folder(entrance.size)}/{HOST_SOCKET}"
+        with contextlib.suppress(FileNotFoundError):  # a sibling that left their last world has just removed it
+            return address, _member_folder(address, entrance.name)
+
+
 def _meeting_folder(size: int) -> Path:
     """Returns the folder where the siblings of this process meet; the first of them creates it."""
     sweep(SHM_DIR)
@@ -149,7 +160,7 @@ def _meeting_folder(size: int) -> Path:
     folder = Path(SHM_DIR) / session_name(parent, hashlib.sha256(identity.encode()).hexdigest()[:8])
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    if not is_private(folder):
+    if not is_private(folder) and os.path.lexists(folder):  # else a sibling has just removed it
         raise ConfigError(f"{folder} is not a private folder of this user. Remove it, or give the world an address.")
     return folder
 

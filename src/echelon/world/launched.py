@@ -16,10 +16,9 @@ from echelon.transport.codec import encode
 from echelon.world.entrance import LIMITS, Entrance
 from echelon.world.functions import MAIN
 from echelon.world.node import Node
-from echelon.world.watch import MemberInfo
+from echelon.world.watch import NO_INFO
 from echelon.world.world import World, get_world
 
-NO_INFO = MemberInfo(-1, 0, "", "", "", "", 0)  # of a node that only delivers a result to the host
 REPORT_S = 5.0  # how long the host may take to accept the report of a failure
 
 _loading = False

@@ -23,6 +23,7 @@ from echelon.world.functions import MAIN, name_of
 from echelon.world.launched import Script, is_loading
 from echelon.world.messages import Deferred
 from echelon.world.node import Node
+from echelon.world.ray_members import RayMembers
 from echelon.world.registry import Registry
 from echelon.world.watch import write_info
 
@@ -41,10 +42,14 @@ def launch(
     args: Sequence[Any] = (),
     engine: str = "local",
     *,
+    address: str = "",
     timeout_s: float = 60.0,
     names: Sequence[str] | None = None,
 ) -> list[Any]:
-    """Calls `fn(world, *args)` in `world_size` processes of this machine; returns their results in rank order.
+    """Calls `fn(world, *args)` in `world_size` processes; returns their results in rank order.
+
+    They are processes of this machine, or, with `engine="ray"`, of the nodes of the Ray cluster at `address` ("auto" or
+    HOST:PORT): equal parts in rank order, the first on this node. Without an address, a Ray of this machine is started.
 
     A member whose function has returned serves the others until all have returned. `exit(0)` in a member ends the
     world: blocking calls of the others raise WorldStopped, and the result of a member that did not return is None. A
@@ -52,8 +57,13 @@ def launch(
     with the member and the signal that ended it. `names` are the names of the ranks, by default "0", "1" and so on.
     However it ends, `launch` leaves no processes or files behind.
     """
-    if engine != "local":
-        raise ConfigError(f'there is no engine {engine!r} for launch: use "local", processes of this machine.')
+    if engine not in ("local", "ray"):
+        raise ConfigError(
+            f'there is no engine {engine!r} for launch: use "local", processes of this machine, or "ray", processes of '
+            "the nodes of a Ray cluster."
+        )
+    if address and engine != "ray":
+        raise ConfigError(f'address={address!r} is that of a Ray cluster: use it with engine="ray".')
     if is_loading():
         raise ConfigError(
             "launch() was called in one of its own processes while that loaded the script, so it would launch "
@@ -71,7 +81,7 @@ def launch(
             f"{fn.__name__}() was not read from a file, so no other process can load it. Save it in a .py file, and "
             "run or import that file."
         )
-    run = Launch(members, tuple(args), timeout_s)
+    run = Launch(members, tuple(args), timeout_s, address if engine == "ray" else None)
     try:
         run.start(function, script)
         while not run.is_over:
@@ -96,20 +106,29 @@ def _check(world_size: int, names: list[str]) -> None:
 
 
 class Launch:
-    """One launch: its processes, its host, and their results; runs in the launcher's thread."""
+    """One launch: its processes, its host, and their results; runs in the launcher's thread.
 
-    def __init__(self, members: list[str], args: tuple[Any, ...], timeout_s: float) -> None:
+    The processes are on this machine unless there is a `ray_address` ("": a Ray of this machine alone).
+    """
+
+    def __init__(self, members: list[str], args: tuple[Any, ...], timeout_s: float, ray_address: str | None) -> None:
         self._members, self._args, self._timeout_s = members, args, timeout_s
         self._results: dict[str, Any] = {}
         self._returned: list[Deferred] = []
         self._left: set[str] = set()
         self._failure: EchelonError | None = None
         self._deadline = 0.0  # after the end of the world: when the remaining processes are terminated
+        self._engine: LocalEngine
         self._session = create_session(SHM_DIR)
         try:
-            self._engine = LocalEngine(str(self._session), _preload())
+            session, address = str(self._session), f"ipc://{self._session}/{HOST_SOCKET}"
+            if ray_address is None:
+                self._engine = LocalEngine(session, _preload())
+            else:
+                self._engine = RayMembers(session, _preload(), ray_address, len(members), timeout_s)
+                address = self._engine.address
             info = write_info(-1, 0, self._session)  # lets the members watch this process
-            self._node = Node.host(f"ipc://{self._session}/{HOST_SOCKET}", HOST, limits=LIMITS, info=info.to_wire())
+            self._node = Node.host(address, HOST, limits=LIMITS, info=info.to_wire())
         except BaseException:
             self.close()
             raise
@@ -138,6 +157,8 @@ class Launch:
             }
             spec = ProcessSpec(name, "echelon.world.launched:MemberRole", config, log=INHERITED, ends_by_signals=True)
             self._engine.start(spec)
+        if isinstance(self._engine, RayMembers):
+            self._engine.serve(self._node, function, script.path)
 
     def _on_result(self, name: str, value: Any) -> Deferred:
         self._results[name] = value
@@ -161,7 +182,10 @@ class Launch:
         self._registry.end(str(failure.args[0]))
 
     def _who(self, name: str, pid: int | None = None) -> str:
-        return f"{name!r} (rank {self._members.index(name)}, process {pid or self._engine.pid(name)})"
+        member = self._node.member(name)
+        process = pid or (member.pid if member else self._engine.pid(name))
+        place = f" on {node}" if (node := self._engine.place(name)) else ""
+        return f"{name!r} (rank {self._members.index(name)}, process {process}{place})"
 
     @property
     def is_over(self) -> bool:

@@ -69,6 +69,9 @@ class MemberInfo:
         return self.is_near and self.network == _network()
 
 
+NO_INFO = MemberInfo(-1, 0, "", "", "", "", 0)  # of a node that only serves the launcher or delivers a result to it
+
+
 def write_info(rank: int, size: int, folder: Path) -> MemberInfo:
     """Writes a nonce to `folder`; returns the info of this process."""
     nonce = secrets.token_hex(16)
