@@ -28,7 +28,9 @@ from echelon.config import replace
 from echelon.engines import local
 from echelon.presets import preset
 from entrance import make_entrance as make_entrance
+from hosts import site as site
 from hosts import two_hosts as two_hosts
+from ray_nodes import nodes as nodes
 from running import Runs
 from stage import Stage
 from telling import Command, Told, children

@@ -124,8 +124,8 @@ class Running:
         return cls(run_dir, shm_dir, "train", preset, env, *places, *words, fresh=fresh, stdout=stdout)
 
     @classmethod
-    def resume(cls, run_dir: Path, shm_dir: Path, steps: int, *, fresh: bool = False) -> Running:
-        return cls(run_dir, shm_dir, "resume", str(run_dir), f"--steps={steps}", fresh=fresh)
+    def resume(cls, run_dir: Path, shm_dir: Path, steps: int, *options: str, fresh: bool = False) -> Running:
+        return cls(run_dir, shm_dir, "resume", str(run_dir), f"--steps={steps}", *options, fresh=fresh)
 
     def text(self) -> str:
         return self.output.read_text()
@@ -160,7 +160,7 @@ class Running:
 
     def heads(self, num_actors: int) -> list[int]:
         """Trajectories that each actor has committed so far."""
-        segments = list(self.shm_dir.glob("echelon-*/trajectories"))
+        segments = list(self.shm_dir.glob(f"echelon-{self.process.pid}-*/trajectories"))  # agents of Ray are here, too
         if not segments:
             return [0] * num_actors
         words = np.fromfile(segments[0], np.int64, 8 * num_actors)  # `head` comes first, a cache line each
@@ -247,7 +247,7 @@ class Runs:
         self.started.append(run)
         return run
 
-    def resume(self, steps: int, *, fresh: bool = False) -> Running:
-        run = Running.resume(self.folder / "run", self.shm_dir, steps, fresh=fresh)
+    def resume(self, steps: int, *options: str, fresh: bool = False) -> Running:
+        run = Running.resume(self.folder / "run", self.shm_dir, steps, *options, fresh=fresh)
         self.started.append(run)
         return run

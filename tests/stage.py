@@ -49,7 +49,8 @@ class Stage:
         shapes = Plan(context).model.network.state_shapes
         self.context = dataclasses.replace(context, state_shapes=shapes)
         self.plan = Plan(self.context)
-        self.ring, self.board = self.plan.ring(), self.plan.board()
+        counts_only = config.engine == "hosts" and config.experience == "replay"
+        self.ring, self.board = self.plan.slot_counts() if counts_only else self.plan.ring(), self.plan.board()
         self.plan.make()
         self.board.publish(self.plan.model.parts(), 1)
         self.roles: list[Any] = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -33,6 +36,64 @@ class CounterEnv(gym.Env[Any, Any]):
         self.t += 1
         over = self.t == self.length
         return self.observation(), 100.0 * self.episode + self.t, over and not self.truncate, over and self.truncate, {}
+
+
+class DawdlingEnv(CounterEnv):
+    """A counter whose steps take long."""
+
+    def step(self, action: Any) -> Step:
+        time.sleep(0.02)
+        return super().step(action)
+
+
+class KeptEnv(CounterEnv):
+    """A counter whose episodes can be saved and continued."""
+
+    def get_state(self) -> Any:
+        rng = self.np_random.bit_generator.state
+        return {"episode": self.episode, "t": self.t, "draw": self.draw, "rng": rng}
+
+    def set_state(self, state: Any) -> Any:
+        self.episode, self.t, self.draw = state["episode"], state["t"], state["draw"]
+        self.np_random.bit_generator.state = state["rng"]
+        return self.observation()
+
+
+class KeptVectorEnv(SyncVectorEnv):
+    """Counters that are saved together."""
+
+    def __init__(self, num_envs: int, length: int) -> None:
+        super().__init__([lambda: KeptEnv(length)] * num_envs)
+
+    def get_state(self) -> Any:
+        return [self._autoreset_envs.tolist(), [env.unwrapped.get_state() for env in self.envs]]
+
+    def set_state(self, state: Any) -> Any:
+        self._autoreset_envs[:] = state[0]
+        return np.stack([env.unwrapped.set_state(one) for env, one in zip(self.envs, state[1], strict=True)])
+
+
+def make_kept_vector(num_envs: int, length: int) -> KeptVectorEnv:
+    return KeptVectorEnv(num_envs, length)
+
+
+class OpenEndedEnv(KeptEnv):
+    """Rewards the number of the step, and ends when there is a file `folder`/end.
+
+    The first episode to end writes there what it was: "DRAW STEPS".
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(length=1 << 40)
+        self.folder = Path(folder)
+
+    def step(self, action: Any) -> Step:
+        observation, *_ = super().step(action)
+        is_over = (self.folder / "end").exists()
+        if is_over:
+            with contextlib.suppress(FileExistsError), (self.folder / "ended").open("x") as file:
+                file.write(f"{self.draw} {self.t}")
+        return observation, float(self.t), is_over, False, {}
 
 
 class TreeEnv(CounterEnv):
@@ -291,3 +352,25 @@ def make_closing(render_mode: str | None = None) -> PaintedEnv:
 
 def make_burning(render_mode: str | None = None) -> PaintedEnv:
     return PaintedEnv(render_mode=render_mode, fail_at=5)
+
+
+class Film(gym.Env[Any, Any]):
+    """Observes its last four frames; frame i of all episodes is filled with i, and an episode starts with one frame."""
+
+    def __init__(self) -> None:
+        self.observation_space = gym.spaces.Box(0, 255, (4, 8, 8), np.uint8)
+        self.action_space = gym.spaces.Discrete(2)
+        self.frame, self.t = 0, 0
+
+    def look(self) -> Any:
+        numbers = np.maximum(np.arange(self.frame - 3, self.frame + 1), self.frame - self.t)
+        return np.broadcast_to(numbers[:, None, None], (4, 8, 8)).astype(np.uint8)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.frame, self.t = self.frame + 1, 0
+        return self.look(), {}
+
+    def step(self, action: Any) -> Step:
+        self.frame, self.t = self.frame + 1, self.t + 1
+        return self.look(), float(self.frame), self.t == 10, False, {}

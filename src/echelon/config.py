@@ -53,8 +53,11 @@ class TrainConfig(Section, frozen=True):
 
     preset: Annotated[str, doc("the preset that the defaults come from")] = "impala"
     engine: Annotated[
-        Literal["inline", "local", "hosts"],
-        doc("inline: all roles in one process; local: one process per role; hosts: actors on several hosts"),
+        Literal["inline", "local", "hosts", "ray"],
+        doc(
+            "inline: all roles in one process; local: one process per role; hosts: actors on several hosts; ray: "
+            "on the nodes of a Ray cluster"
+        ),
     ] = "local"
     seed: Annotated[int, doc("seed of all random numbers", ge=0, le=(1 << 63) - 1)] = 0
     shm_dir: Annotated[str, doc("directory of the shared-memory files")] = "/dev/shm"
@@ -84,7 +87,7 @@ class TrainConfig(Section, frozen=True):
             "fixed. Use --engine local, or --acting.transport shm.",
         )
         require(
-            self.replay.transport == "shm" or (self.engine == "local" and not self.has_workers),
+            self.replay.transport == "shm" or (self.engine != "inline" and not self.has_workers),
             "replay.transport=tcp needs actors in separate processes: use --engine local without workers, or "
             "--replay.transport shm.",
         )
@@ -104,37 +107,60 @@ class TrainConfig(Section, frozen=True):
             f"acting.mode=central does not work with {self.algorithm.name}: its actors compute gradients of the policy "
             "that they act with, so each needs its own copy. Use --acting local.",
         )
-        require(
-            self.has_workers or not self.stop.episodes,
-            f"stop.episodes={self.stop.episodes} counts the episodes of workers, but this run has no workers. Use "
-            "`echelon learner`, or --steps.",
-        )
         self._check_hosts()
         self._check_workers()
         self._check_learners()
 
     def _check_hosts(self) -> None:
-        """Refuses what `engine=hosts` does not support: hosts send only trajectories of local acting."""
+        """Refuses what several hosts do not support."""
         require(
-            self.engine != "hosts" or (self.algorithm.experience != "replay" and self.algorithm.slots != "gradients"),
-            f"--engine hosts does not support {self.algorithm.name} yet: only impala, ppo and async-ppo train over "
-            "several hosts. Use --engine local.",
+            self.engine == "ray" or not self.hosts.ray_address,
+            f"hosts.ray_address={self.hosts.ray_address} (--address) needs --engine ray.",
         )
         require(
-            self.engine != "hosts" or self.hosts.count > 1,
-            "--engine hosts needs the number of hosts, this one included: give --hosts N, 2 or more.",
+            not self.has_hosts or self.replay.transport == "shm",
+            "replay.transport=tcp does not work with several hosts: the replay is in the learner's memory there, also "
+            "that of actors on other hosts. Use --replay.transport shm.",
         )
         require(
-            self.engine == "hosts" or self.hosts.count == 1,
-            f"--hosts {self.hosts.count} does not go with --engine {self.engine}: use --engine hosts, or --hosts 1.",
+            not self.has_hosts or not self.replay.exact,
+            "replay.exact=true does not work with several hosts: steps of other hosts arrive late. Use --replay.exact "
+            "false.",
         )
         require(
-            self.engine != "hosts" or self.acting.mode != "central",
-            "acting.mode=central does not work with --engine hosts: every actor acts by itself there. Use --acting "
-            "local.",
+            self.engine != "hosts" or self.hosts.count > 1 or self.hosts.min_actors > 0,
+            "--engine hosts needs the number of hosts, this one included: give --hosts N, 2 or more, or --min-actors "
+            "M.",
         )
         require(
-            self.engine != "hosts" or self.hosts.count <= self.actor.num_actors,
+            self.has_hosts or self.hosts.count == 1,
+            f"--hosts {self.hosts.count} does not go with --engine {self.engine}: use --engine hosts or ray, or "
+            "--hosts 1.",
+        )
+        least, most = self.hosts.min_actors, self.actor.num_actors
+        require(
+            least == 0 or self.has_hosts,
+            f"--min-actors {least} does not go with --engine {self.engine}: other hosts run the others. Use --engine "
+            "hosts, or --actors N.",
+        )
+        require(
+            least <= most,
+            f"hosts.min_actors={least} exceeds actor.num_actors={most}. Lower --min-actors, or raise --max-actors.",
+        )
+        require(
+            least in (0, most) or self.experience == "replay" or self.learner.max_lag is None,
+            f"--min-actors {least} does not work with learner.max_lag={self.learner.max_lag}: every batch has "
+            f"trajectories of all {most} actors. Use --actors {most} alone, or a preset without that bound, such as "
+            "impala or apex-dqn.",
+        )
+        require(
+            not self.has_hosts or (self.acting.servers == 1 and self.acting.transport == "shm"),
+            f"acting.servers={self.acting.servers} with acting.transport={self.acting.transport} does not work with "
+            "several hosts: each host has one inference server, which its actors reach through shared memory. Use "
+            "--acting.servers 1 --acting.transport shm.",
+        )
+        require(
+            not self.has_hosts or self.hosts.count <= self.actor.num_actors,
             f"hosts.count={self.hosts.count} exceeds actor.num_actors={self.actor.num_actors}, so some hosts would "
             "have no actor. Lower --hosts, or raise --actors.",
         )
@@ -152,6 +178,11 @@ class TrainConfig(Section, frozen=True):
             "fits into a message. Raise workers.max_steps, or lower replay.n_step.",
         )
         require(
+            not self.has_workers or not self.replay.exact,
+            f"{address} does not work with replay.exact=true: updates belong to workers' episodes. Use --replay.exact "
+            "false.",
+        )
+        require(
             not self.has_workers or self.engine == "local",
             f"{address} needs a gateway process. Use --engine local.",
         )
@@ -164,12 +195,32 @@ class TrainConfig(Section, frozen=True):
     def _check_learners(self) -> None:
         count, actors, batch = self.learner.num_learners, self.actor.num_actors, self.batch_trajectories
         require(
-            count == 1 or self.engine != "hosts",
-            f"--learners {count}, but a run over several hosts has one learner so far. Use --learners 1, or --engine "
-            "local.",
+            count == 1 or not self.has_hosts or self.algorithm.experience != "replay",
+            f"--learners {count} does not work with {self.algorithm.name} and several hosts: the whole replay is at "
+            "the head. Use --learners 1, or --engine local.",
         )
         require(
-            count == 1 or self.engine == "local",
+            count == 1 or self.engine != "ray",
+            f"--learners {count} does not work with --engine ray: its nodes may change, learners stay on their hosts. "
+            "Use --engine hosts, or --learners 1.",
+        )
+        require(
+            count == 1 or not self.has_hosts or count == self.hosts.count,
+            f"--learners {count} does not fit --hosts {self.hosts.count}: with several learners, every host has one, "
+            f"near its actors. Use --learners {self.hosts.count}, or --learners 1 for one at the head.",
+        )
+        require(
+            count == 1 or self.hosts.min_actors == 0,
+            f"--learners {count} does not work with --min-actors: every learner needs its part of all actors. Use "
+            f"--actors {actors} alone, or --learners 1.",
+        )
+        require(
+            count == 1 or not self.has_hosts or self.hosts.hostname != "0.0.0.0",
+            f"--learners {count} needs the address at which other hosts reach this one, because their learners connect "
+            f"to its learner; hosts.address={self.hosts.address} names none. Use --hosts.address tcp://ADDRESS:PORT.",
+        )
+        require(
+            count == 1 or self.engine != "inline",
             f"--learners {count} needs --engine local: learners wait for each other within a batch, so each needs a "
             "process. Use --engine local, or --learners 1.",
         )
@@ -212,8 +263,28 @@ class TrainConfig(Section, frozen=True):
         return next(index for index in range(self.learner.num_learners) if actor in self.actors_of(index))
 
     @property
+    def actors_per_host(self) -> int:
+        """Number of actors on one host: with several hosts an equal part of them, rounded up."""
+        return -(-self.actor.num_actors // self.hosts.count)
+
+    @property
+    def learners_per_host(self) -> int:
+        """Number of learners on one host that has any: with several hosts there is one at the head, or one on each."""
+        return self.learner.num_learners if self.hosts.count == 1 else 1
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether every host has a learner, which takes the trajectories of that host's actors."""
+        return self.hosts.count > 1 and self.learner.num_learners > 1
+
+    @property
     def has_workers(self) -> bool:
         return bool(self.workers.address)
+
+    @property
+    def has_hosts(self) -> bool:
+        """Whether other hosts can take part."""
+        return self.engine in ("hosts", "ray")
 
     @property
     def num_shards(self) -> int:

@@ -9,6 +9,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,21 +25,29 @@ if TYPE_CHECKING:
     from echelon.roles.evaluator import Match
 
 ABSENT = "-"
+NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 SHOWN_INFO = ("score", "time", "coins", "life", "lives")  # shown where the environment's info has them
 
 
 def evaluate(
-    run_dir: str | Path, *, episodes: int = 10, seed: int = 1, env: str | None = None, trust: bool = False
+    run_dir: str | Path,
+    *,
+    episodes: int = 10,
+    seed: int = 1,
+    env: str | None = None,
+    env_kwargs: Mapping[str, Any] = NO_KWARGS,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Plays greedy episodes with a run's newest weights, in its environment or in `env`; returns statistics.
 
-    Only with `trust` is code imported that somebody else's configuration names, as by `resume`.
+    `env_kwargs` are keyword arguments of the environment: they are added to the run's, or replace them, unless `env` is
+    given. Only with `trust` is code imported that somebody else's configuration names, as by `resume`.
     """
     from echelon.envs.make import env_seeds
     from echelon.roles.evaluator import EVALUATION_SEED, Match
     from echelon.runs.checkpoint import weights_path
 
-    config = _load_config(run_dir, episodes, env, trust)
+    config = _load_config(run_dir, episodes, env, env_kwargs, trust)
     with _one_thread():
         model = _load_model(config, weights_path(str(run_dir)), run_dir)
         match = Match(config.env, model, episodes, env_seeds(seed, EVALUATION_SEED + 1, 0, episodes))
@@ -56,6 +65,7 @@ def play(
     steps: int = 0,
     checkpoint: str | None = None,
     env: str | None = None,
+    env_kwargs: Mapping[str, Any] = NO_KWARGS,
     trust: bool = False,
     report: Callable[[str], None] = lambda line: None,
     progress: Callable[[int], None] = lambda num_steps: None,
@@ -63,8 +73,8 @@ def play(
     """Plays episodes one after the other and shows them as `video` says; returns statistics and the `files` written.
 
     The weights are those of `checkpoint`, by default the newest. Actions are `greedy`, or sampled and explored as at
-    the end of training. With `steps`, longer episodes are cut. `env` and `trust` are those of `evaluate`. `report` is
-    called with lines of text, `progress` with the number of steps so far.
+    the end of training. With `steps`, longer episodes are cut. `env`, `env_kwargs` and `trust` are those of `evaluate`.
+    `report` is called with lines of text, `progress` with the number of steps so far.
     """
     from echelon.envs.make import env_seeds, with_rendering
     from echelon.roles.evaluator import EVALUATION_SEED, EvaluationScore, Match
@@ -73,7 +83,7 @@ def play(
     video = video or VideoConfig()
     if steps < 0:
         raise ConfigError(f"steps={steps} must be at least 1, or 0 to play every episode to its end.")
-    config = _load_config(run_dir, episodes, env, trust)
+    config = _load_config(run_dir, episodes, env, env_kwargs, trust)
     source = weights_path(str(run_dir), checkpoint)
     files = video_files(video, Path(run_dir) / "videos" / f"{source.stem}-{seed}")
     score = EvaluationScore([], [])
@@ -183,7 +193,9 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def _load_config(run_dir: str | Path, episodes: int, env: str | None, trust: bool) -> TrainConfig:
+def _load_config(
+    run_dir: str | Path, episodes: int, env: str | None, env_kwargs: Mapping[str, Any], trust: bool
+) -> TrainConfig:
     """Returns the configuration of a run, with `env` in place of its environment; raises ConfigError if none fits."""
     from echelon.runs.folder import RunFolder
 
@@ -196,7 +208,7 @@ def _load_config(run_dir: str | Path, episodes: int, env: str | None, trust: boo
         config = replace(config, env=replace(config.env, id=env, kwargs={}, wrappers=()))
     if not config.env.id:
         raise ConfigError(f"{run_dir} names no environment, as its workers had their own: give one with --env (env=).")
-    return config
+    return replace(config, **{"env.kwargs": {**config.env.kwargs, **env_kwargs}})
 
 
 def _load_model(config: TrainConfig, source: Path, run_dir: str | Path) -> Model:

@@ -183,13 +183,15 @@ class TrajectorySchema:
     `observation*` and `first` have T+1 rows (the last is the observation of the next step); everything else has T.
     `first` marks the first observation of an episode; `valid=0` marks a step that only resets (never learned from).
     `version` is the version of the weights that chose each action. `episode_return` and `episode_length` are set on the
-    last step of an episode and 0 elsewhere. `state*` is the recurrent state before row 0.
+    last step of an episode and 0 elsewhere. `state*` is the recurrent state before row 0. With `with_values`, `values`
+    holds the values of the chosen and of the best action, where `valued` is set.
     """
 
     spaces: Spaces
     num_steps: int
     num_envs: int
     state_shapes: tuple[tuple[int, ...], ...] = ()  # per leaf of the recurrent state, without K
+    with_values: bool = False  # whether trajectories carry action values, for initial priorities
     fields: tuple[ArrayField, ...] = field(init=False)
     nbytes: int = field(init=False)
     observation_names: tuple[str, ...] = field(init=False)
@@ -212,6 +214,7 @@ class TrajectorySchema:
             ("episode_length", (T, K), np.int32),
         ]
         plan += [(f"state.{i}", (K, *shape), np.float32) for i, shape in enumerate(self.state_shapes)]
+        plan += [("values", (T, 2, K), np.float32), ("valued", (T,), np.bool_)] if self.with_values else []
         fields = place(plan)
         object.__setattr__(self, "fields", fields)
         object.__setattr__(self, "nbytes", size_of(fields))

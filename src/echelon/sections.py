@@ -41,7 +41,7 @@ class ActorConfig(Section, frozen=True):
 
     SECTION = "actor"
 
-    num_actors: Annotated[int, doc("number of actors", ge=1)] = 2
+    num_actors: Annotated[int, doc("number of actors; with --min-actors the most that run at a time", ge=1)] = 2
     envs: Annotated[int, doc("environments per actor, K", ge=1)] = 16
     trajectory: Annotated[int, doc("steps per trajectory, T", "steps", ge=1)] = 20
     slots: Annotated[
@@ -74,6 +74,9 @@ class ActingConfig(Section, frozen=True):
         False
     )
     device: Annotated[str, doc("device of the inference servers: auto, cpu, cuda or cuda:N")] = "auto"
+    workers_per_gpu: Annotated[
+        int, doc("most learners and inference servers that auto and cuda put on one GPU; the others use the CPU", ge=1)
+    ] = 3
     transport: Annotated[
         Literal["shm", "tcp"], doc("transport of requests and replies: shared memory, or ZeroMQ over TCP")
     ] = "shm"
@@ -184,6 +187,13 @@ class ReplayConfig(Section, frozen=True):
             "environment is known to stack frames"
         ),
     ] = "auto"
+    exact: Annotated[
+        bool,
+        doc(
+            "the learner never samples ahead of the actors, and catches up before the steps or episodes of the run "
+            "end: the number of updates follows from the number of transitions"
+        ),
+    ] = False
     publish_every: Annotated[int, doc("updates between two published versions of the weights", "updates", ge=1)] = 1
     checkpoint: Annotated[bool, doc("checkpoints include the content of the replay")] = False
     transport: Annotated[
@@ -204,6 +214,12 @@ class ReplayConfig(Section, frozen=True):
             self.transport == "shm" or not self.checkpoint,
             "replay.checkpoint=true needs the shards in the learner's shared memory, but replay.transport=tcp reads "
             "them from a shard server. Use --replay.transport shm, or --replay.checkpoint false.",
+        )
+        require(
+            not self.exact or (self.samples_per_insert > 0 and self.transport == "shm"),
+            f"replay.exact=true with replay.samples_per_insert={self.samples_per_insert:g} and replay.transport="
+            f"{self.transport}: the number of updates follows from the transitions only if the ratio is above 0 and "
+            "the shards are in shared memory. Use --replay.exact false, or change the others.",
         )
         require(
             self.min_size >= self.batch,
@@ -275,6 +291,9 @@ class RunConfig(Section, frozen=True):
     checkpoint_interval_s: Annotated[float, doc("time between two checkpoints", "s", ge=0)] = 30.0
     keep_checkpoints: Annotated[int, doc("number of newest checkpoints that are kept", ge=1)] = 3
     init_from: Annotated[str, doc("run folder or weights file to take the initial weights from")] = ""
+    log_interval: Annotated[
+        int, doc("a line in the console and in episodes.log every so many episodes; 0: no log", "episodes", ge=0)
+    ] = 0
     fallback_dir: Annotated[
         str, doc("folder for the final checkpoint if the run folder is full (default: the temporary folder)")
     ] = ""
@@ -291,16 +310,23 @@ class StopConfig(Section, frozen=True):
     minutes: Annotated[float, doc("stop after this time; 0: no limit", "minutes", ge=0)] = 0.0
     until_return: Annotated[float | None, doc("stop when the mean return of the last 100 episodes reaches this")] = None
     episodes: Annotated[
-        int, doc("stop after learning from this many episodes of workers; 0: no limit", "episodes", ge=0)
+        int,
+        doc("stop after this many episodes, with workers after learning from so many; 0: no limit", "episodes", ge=0),
     ] = 0
 
 
 class HostsConfig(Section, frozen=True):
-    """Several hosts, with `engine=hosts`: the head, which runs the learner, and the hosts whose agents join it."""
+    """Several hosts, with `engine=hosts` or `ray`: the head, which runs the learner, and hosts whose agents join it."""
 
     SECTION = "hosts"
 
-    count: Annotated[int, doc("number of hosts, including the head", ge=1)] = 1
+    count: Annotated[
+        int, doc("number of hosts, including the head; with engine=ray, the least number of nodes", ge=1)
+    ] = 1
+    min_actors: Annotated[
+        int,
+        doc("actors that always run; the others run while the hosts have a core for each; 0: all always run", ge=0),
+    ] = 0
     address: Annotated[str, doc("address the head listens on for host agents; port 0: any free port")] = (
         "tcp://127.0.0.1:0"
     )
@@ -308,14 +334,29 @@ class HostsConfig(Section, frozen=True):
         int, doc("second port of the head, for trajectories and weights; 0: any free port", ge=0, le=65_535)
     ] = 0
     lease_s: Annotated[
-        float, doc("a host that is silent for this long is given up; its actors start on the head", "s", ge=1)
+        float, doc("a host that is silent for this long is given up; its actors start on other hosts", "s", ge=1)
     ] = 30.0
+    ray_address: Annotated[
+        str, doc("Ray cluster of engine=ray: auto, the one of this node, or HOST:PORT; unset: a local one for the run")
+    ] = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if "://" not in self.address:
             force_setattr(self, "address", f"tcp://{self.address}")
         require_address(self.address, "hosts.address")
+        if self.ray_address not in ("", "auto"):
+            require(
+                "://" not in self.ray_address,
+                f"hosts.ray_address={self.ray_address} is not the address of a cluster. Write HOST:PORT, as `ray "
+                "start` prints it, on one of its nodes.",
+            )
+            require_address(f"tcp://{self.ray_address}", "hosts.ray_address")
+
+    @property
+    def hostname(self) -> str:
+        """The name or address of the head."""
+        return self.address.removeprefix("tcp://").rpartition(":")[0]
 
     @property
     def bulk_address(self) -> str:

@@ -15,12 +15,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from echelon.config import StopConfig, TrainConfig, replace
+from echelon.config import HostsConfig, StopConfig, TrainConfig, replace
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.errors import ConfigError, EchelonError, RunError, escaped_lines
 from echelon.names import text_of
-from echelon.roles.plan.start import check_stop, episodes_option, find_bottleneck, make_engine, title
+from echelon.roles.plan.start import check_stop, find_bottleneck, make_engine, title
 from echelon.transport.session import create_session
 
 if TYPE_CHECKING:
@@ -55,7 +55,13 @@ class Past:
     place: str = ""  # the checkpoint, for the user
 
 
+class RunFinished(ConfigError):
+    """The run to resume has already reached its end."""
+
+
 NO_PAST = Past()
+WORKERS, RAY, LEAST = "workers.address", "hosts.ray_address", "hosts.min_actors"
+HOSTS_FIELDS = ("min_actors", "address", "bulk_port", "lease_s", "ray_address")  # of a resumed run
 NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -73,6 +79,7 @@ def resume(
     episodes: int = 0,
     learners: int | None = None,
     hosts: int | None = None,
+    engine: str | None = None,
     output: TextIO | None = None,
     user_objects: UserObjects | None = None,
     epochs: int | None = None,
@@ -81,12 +88,13 @@ def resume(
 ) -> RunResult:
     """Resumes the run in `run_dir` from its newest checkpoint; stop conditions that are given replace the old ones.
 
-    `learners` and `hosts` change the number of learners and hosts. `fields` sets fields of the section hosts by path,
-    as {"hosts.address": "tcp://0.0.0.0:7000"}. The run remembers all of them. Only with `trust` are environments,
-    wrappers and networks of other packages or files imported that somebody else's configuration names.
+    `learners` and `hosts` change the number of learners and hosts, `engine` the engine. `fields` sets fields of the
+    section hosts by path, as {"hosts.address": "tcp://0.0.0.0:7000"}, and "workers.address" in a run with workers;
+    "address" is that, or the address of the Ray cluster. The run remembers all of them. Only with `trust` are
+    environments, wrappers and networks of other packages or files imported that somebody else's configuration names.
     """
     from echelon.config_io import set_fields
-    from echelon.roles.stopping import progress, stop_reason
+    from echelon.roles.stopping import num_episodes, progress, stop_reason
     from echelon.runs.checkpoint import load_parts, newest_intact
     from echelon.runs.folder import RunFolder
     from echelon.runs.outage import newer_fallback
@@ -106,21 +114,31 @@ def resume(
         config = replace(config, stop=StopConfig(steps, minutes, until_return, episodes))
     if learners is not None:
         config = replace(config, learner=replace(config.learner, num_learners=learners, threads=0))  # 0: chosen again
-    if hosts is not None:
-        engine = "hosts" if hosts > 1 else "local"
-        config = replace(config, engine=engine, hosts=replace(config.hosts, count=hosts))
-    if stray := next((path for path in fields if not path.startswith("hosts.")), None):
+    fields = dict(fields)
+    least = fields.pop(LEAST, None)
+    if least is not None and not least.isdecimal():
+        raise ConfigError(f"hosts.min_actors={least} is not a number of actors. Give a whole number, 0 or more.")
+    config = _on_hosts(config, engine, hosts, None if least is None else int(least))
+    if (address := fields.pop("address", None)) is not None and config.engine == "ray":
+        fields[RAY] = address
+    elif address is not None:
+        fields[WORKERS] = address if "://" in address else f"tcp://{address}"
+    if stray := next((path for path in fields if path != WORKERS and not path.startswith("hosts.")), None):
         raise ConfigError(f"--{stray} cannot change when a run is resumed. `echelon resume --help` shows what can.")
+    if WORKERS in fields and not config.has_workers:
+        given = address or fields[WORKERS]
+        raise ConfigError(f"--address {given} has no effect: {run_dir} has no workers and no Ray cluster. Remove it.")
     config = set_fields(config, fields)
-    if fields and config.engine != "hosts":
-        raise ConfigError(f"--{next(iter(fields))} has no effect: {run_dir} runs on one host. Add --hosts N.")
-    past_episodes = counters.updates // config.workers.updates
+    stray = next((path for path in fields if path != WORKERS), None)
+    if stray is not None and not config.has_hosts:
+        raise ConfigError(f"--{stray} has no effect: {run_dir} runs on one host. Add --hosts N.")
+    past_episodes = num_episodes(config, counters.episodes, counters.updates)
     reason = stop_reason(config.stop, counters.env_steps, counters.returns, wall_s, past_episodes)
     if reason:
-        raise ConfigError(
+        raise RunFinished(
             f"{run_dir} has reached its end ({_stop_text(config.stop)}; it has trained for {counters.env_steps:,} "
             f"steps and {wall_s / 60:.1f} minutes). Give a larger total with "
-            f"{episodes_option(config)}--steps, --minutes or --until-return."
+            "--steps, --minutes, --episodes or --until-return."
         )
     config = replace(config, run=replace(config.run, dir=str(run_dir)))
     if user_objects is not None and user_objects.address:
@@ -134,6 +152,62 @@ def resume(
             "written here, resume it instead"
         )
     return run(config, Past(max(saved.generation, saved.epoch) + 1, wall_s, row, place), output, user_objects)
+
+
+def _on_hosts(config: TrainConfig, engine: str | None, count: int | None, least: int | None) -> TrainConfig:
+    """Returns `config` with another engine, number of hosts or `hosts.min_actors`, where they are given.
+
+    One host is this machine, unless others may join (`least`); several stay with Ray.
+    """
+    if engine is None and count is None and least is None:
+        return config
+    hosts = config.hosts
+    count, least = hosts.count if count is None else count, hosts.min_actors if least is None else least
+    several = "ray" if config.engine == "ray" else "hosts"
+    engine = engine or (several if count != 1 or least else "local")
+    if engine not in ("hosts", "ray"):
+        count, least = 1, 0
+    address = hosts.ray_address if engine == "ray" else ""
+    return replace(config, engine=engine, hosts=replace(hosts, count=count, min_actors=least, ray_address=address))
+
+
+def train_or_resume(config: TrainConfig, *, output: TextIO | None = None) -> RunResult | None:
+    """Resumes the run in the run folder of `config`, or trains if there is none; returns None for a finished run.
+
+    Of `config`, a resumed run takes the stop conditions and the section hosts. A folder without a checkpoint, as a run
+    leaves it that is killed at its start, is renamed to NAME.incomplete, and the run starts again.
+    """
+    from echelon.runs.folder import CONFIG, LOCK, RunFolder
+
+    if not config.run.dir:
+        raise ConfigError("--auto-resume has no run to look for: give --run-dir DIR.")
+    check_stop(config)
+    path = Path(config.run.dir)
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    if names and (CONFIG in names or names <= {"checkpoints", "logs", LOCK}):
+        if any((path / "checkpoints").glob("*")):
+            hosts = {f"hosts.{name}": str(getattr(config.hosts, name)) for name in HOSTS_FIELDS}
+            stop, several = config.stop, config.has_hosts
+            try:
+                return resume(
+                    path,
+                    steps=stop.steps,
+                    minutes=stop.minutes,
+                    until_return=stop.until_return,
+                    episodes=stop.episodes,
+                    hosts=config.hosts.count if several else None,
+                    engine=config.engine if several else None,
+                    fields=hosts if several else NO_FIELDS,
+                    output=output,
+                )
+            except RunFinished as finished:
+                print(escaped_lines(str(finished)), file=output, flush=True)
+                return None
+        aside = path.with_name(f"{path.name}.incomplete")
+        with RunFolder(path).held():  # refuses the folder of a run that has just started
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+    return train(config, output=output)
 
 
 def _stop_text(stop: StopConfig) -> str:
@@ -182,7 +256,7 @@ def _run(config: TrainConfig, past: Past, output: TextIO, user_objects: UserObje
             start = began - past.wall_s
             context, choice = prepare(config, session, engine, world, past.generation, start, report, user_objects)
             acting = {"asked": config.acting.mode, "mode": choice.mode, "why": choice.reason}
-            return _train_in(context, engine, world, past, acting, output)
+            return _train_in(context, engine, world, past, acting, output, config.hosts)
     finally:
         if engine is not None:
             engine.close(0.0)
@@ -218,6 +292,7 @@ def _train_in(
     past: Past,
     acting: dict[str, str],
     output: TextIO,
+    hosts: HostsConfig,
 ) -> RunResult:
     from echelon import config_io
     from echelon.roles.interrupts import Interrupts
@@ -225,7 +300,8 @@ def _train_in(
     from echelon.runs.folder import SUMMARY, RunFolder
 
     config = context.train
-    config_json = config_io.to_json(config, text_of(config.env.id))
+    asked = replace(config, hosts=hosts)  # a Ray cluster changes; what the user asked for does not
+    config_json = config_io.to_json(asked, text_of(config.env.id))
     folder = RunFolder.open(context.run_dir) if past.generation else RunFolder.create(context.run_dir)
     with folder.held(), Interrupts() as interrupts:  # to the end: the record is complete whenever the user interrupts
         with folder.starting():
@@ -252,13 +328,17 @@ def _coordinate(
     """Runs the coordinator; returns the summary, and writes it if the run fails."""
     from echelon.roles.coordinator import Coordinator
     from echelon.runs.console import Console
+    from echelon.runs.episode_log import EpisodeLog
     from echelon.runs.folder import RunFolder
     from echelon.runs.metrics import MetricsWriter
 
     with folder.starting():
         metrics = MetricsWriter(folder.path, append=past.generation > 0)
-    console, fallback = Console(title(context.train), context.run_dir, output), context.fallback
-    coordinator = Coordinator(context, engine, world, console, metrics, interrupts)
+        interval = context.train.run.log_interval
+        log = EpisodeLog(folder.path, interval, past.row) if interval else None
+    console = Console(title(context.train), context.run_dir, output, lines=log is None)
+    fallback = context.fallback
+    coordinator = Coordinator(context, engine, world, console, metrics, interrupts, log)
     coordinator.row = past.row
     try:
         figures = coordinator.run()
@@ -273,6 +353,8 @@ def _coordinate(
         console.close()
         fallback.write(metrics.write_waiting)
         metrics.close()
+        if log is not None:
+            log.close()
     if unwritten := fallback.sentence("the rest of its metrics"):
         figures.setdefault("disk_error", unwritten)
     return _summary(context, coordinator, figures)

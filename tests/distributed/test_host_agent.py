@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from echelon.engines.process import Exit, ProcessSpec
-from echelon.hosts.engine import HostsEngine, streams_of_hosts
+from echelon.hosts.engine import HostsEngine
 from echelon.hosts.messages import Assignment
+from echelon.hosts.quorum import Quorum
+from echelon.transport.shared_memory import SlotRing
 from echelon.transport.slot_wire import SlotBytes
 from running import Running, processes_marked, wait_until
 
-ASSIGNMENT = Assignment(slots=2, weights=8, slot=SlotBytes(64).to_wire())
+SLOT = SlotBytes(64)
 
 
 class Head:
@@ -33,7 +35,7 @@ class Head:
         memory = self.shm_dir / name
         memory.mkdir(exist_ok=True)
         join = self.engine.address.removeprefix("tcp://")
-        words = ("host", f"--join={join}", f"--name={name}", f"--shm-dir={memory}")
+        words = ("host", f"--join={join}", f"--name={name}", f"--shm-dir={memory}", f"--status-file={memory}.status")
         self.agents.append(Running(self.folder / name, memory, *words))
         return self.agents[-1]
 
@@ -41,7 +43,9 @@ class Head:
         """Waits for hosts in the background, of which each has one actor."""
         file = self.session / "carrier.address"
         file.write_text("tcp://127.0.0.1:9")
-        arguments = (ASSIGNMENT, streams_of_hosts(num_hosts, num_hosts), file, self.texts.append)
+        assignment = Assignment(streams=num_hosts, slots=2, weights=8, slot=SLOT.to_wire())
+        counts = SlotRing(self.session, SLOT, num_hosts, 2)
+        arguments = (assignment, Quorum(num_hosts), counts, file, self.texts.append)
         thread = threading.Thread(target=self.engine.gather, args=arguments)
         thread.start()
         return thread
@@ -106,14 +110,17 @@ def test_an_agent_whose_role_failed_the_run_says_so(head: Head) -> None:
 
 
 def test_an_interrupted_agent_says_what_it_does(head: Head) -> None:
-    agent = head.agent()
+    agent, status = head.agent(), head.shm_dir / "second.status"
+    head.until(status.exists)
+    assert status.read_text() == "waiting\n"
     head.start(agent, "engine_roles:Counting")
+    assert status.read_text() == "joined\n"
     agent.process.send_signal(signal.SIGINT)
     head.until(lambda: agent.process.poll() is not None)
-    assert agent.code() == 0
+    assert agent.code() == 0 and not status.exists()
     assert "leaving: ending 1 actor (Ctrl-C again: leave immediately)" in agent.text()
     assert "left: the run goes on without this host" in agent.text()
-    assert ("message", "host second left: it was stopped; this host starts its actor 1") in head.engine.reports()
+    assert ("message", "host second left: it was stopped; this host takes actor 1") in head.engine.reports()
 
 
 def test_an_agent_that_is_interrupted_twice_still_says_goodbye(head: Head) -> None:
@@ -124,7 +131,7 @@ def test_an_agent_that_is_interrupted_twice_still_says_goodbye(head: Head) -> No
     agent.process.send_signal(signal.SIGINT)
     texts: list[str] = []
     head.until(lambda: texts.extend(text for _, text in head.engine.reports()) or texts)
-    assert texts == ["host second left: it was stopped; this host starts its actor 1"]
+    assert texts == ["host second left: it was stopped; this host takes actor 1"]
     wait_until(lambda: not processes_marked(agent.mark), "nothing is left of it")
 
 

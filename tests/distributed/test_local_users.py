@@ -20,7 +20,7 @@ import other_user
 import warm
 from echelon.cli.main import main
 from echelon.errors import ConfigError, Refused
-from echelon.hosts import agent
+from echelon.hosts.logs import make_log_folder
 from echelon.runs.folder import RunFolder
 from echelon.transport.lines import LineReader, LineWriter
 from echelon.transport.ring import LINE_BYTES
@@ -223,5 +223,5 @@ class TestPlanted:
         os.chown(theirs, NOBODY, NOBODY)
         plant_link(link, precious.parent)
         os.utime(link, (0, 0), follow_symlinks=False)
-        assert stat.S_IMODE(agent.make_log_folder().stat().st_mode) == 0o700
+        assert stat.S_IMODE(make_log_folder().stat().st_mode) == 0o700
         assert theirs.is_dir() and link.is_symlink() and not ours.exists()

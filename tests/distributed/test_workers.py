@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -75,10 +76,12 @@ class Site:
     def __init__(self, runs: Runs) -> None:
         self.runs, self.workers = runs, list[Worker]()
 
-    def learner(self, preset: str = "dqn", *, before: tuple[str, ...] = (), **options: Any) -> Running:
-        """Starts a learner on CartPole-v1; `before` are words to put before the command."""
+    def learner(
+        self, preset: str = "dqn", *, before: tuple[str, ...] = (), flags: tuple[str, ...] = (), **options: Any
+    ) -> Running:
+        """Starts a learner on CartPole-v1; `before` are words to put before the command, `flags` after it."""
         options = {"address": "127.0.0.1:0", **FIELDS, **options}
-        words = [f"--{name}={value}" for name, value in options.items()]
+        words = [*flags, *(f"--{name}={value}" for name, value in options.items())]
         folder, shm = self.runs.folder, self.runs.shm_dir
         places = [f"--run-dir={folder / 'run'}", f"--shm-dir={shm}"]
         run = Running(folder / "run", shm, "learner", preset, "CartPole-v1", *places, *words, before=before)
@@ -281,6 +284,23 @@ def test_a_worker_on_another_host_outlives_a_cut_cable(
     check_counts(run, summary, worker.episodes())
 
 
+def test_probes_see_whether_a_worker_has_joined(site: Site) -> None:
+    status = site.runs.folder / "status"
+    worker = site.worker(f"127.0.0.1:{(port := free_port())}", "--status-file", str(status))
+    wait_until(status.exists, "the worker runs")
+    assert status.read_text() == "waiting\n"
+    for _ in range(2):  # the second time it is the same worker, and --auto-resume has something to resume
+        run = site.learner("dqn", address=f"127.0.0.1:{port}", episodes=10**6, flags=("--auto-resume",))
+        wait_until(lambda: status.read_text() == "joined\n", "it has joined")
+        until_episodes(run, 1)
+        run.process.terminate()
+        assert run.code() == 143, run.text()
+        wait_until(lambda: status.read_text() == "waiting\n", "it has lost the learner")
+    assert "resuming from" in run.text()
+    worker.process.terminate()
+    assert worker.code() == 130 and not status.exists()
+
+
 def test_a_resume_whose_port_is_taken_keeps_the_run(site: Site) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -292,7 +312,9 @@ def test_a_resume_whose_port_is_taken_keeps_the_run(site: Site) -> None:
     with socket.create_server(("127.0.0.1", port)):
         refused = site.runs.resume(1000)
         assert refused.code() == 2 and "cannot listen for workers" in refused.text(), refused.text()
-    assert tensors.read_bytes() == before
-    again = site.runs.resume(1000)
-    site.address(again)
-    again.stop()
+        assert tensors.read_bytes() == before
+        again = site.runs.resume(1000, "--address", "localhost:0")
+        assert not site.address(again).endswith(f":{port}")
+        again.stop()
+    workers = json.loads((again.run_dir / "config.json").read_text())["config"]["workers"]
+    assert workers["address"] == "tcp://localhost:0"

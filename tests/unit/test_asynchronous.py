@@ -77,8 +77,6 @@ def test_workers_need_a_rule_that_replays_processes_and_their_own_actions() -> N
     ):
         with pytest.raises(ConfigError, match=words):
             replace(preset("dqn", "CartPole-v1"), **{**address, **changes})
-    with pytest.raises(ConfigError, match=r"stop\.episodes=5 counts the episodes of workers"):
-        replace(preset("dqn", "CartPole-v1"), **{"stop.episodes": 5})
     config = replace(preset("apex-dqn", "CartPole-v1"), **address)
     assert config.has_workers and config.num_shards == 1 and config.actor.num_actors == 2
 
@@ -100,7 +98,7 @@ def test_the_learner_command_has_an_address(words: list[str], address: str) -> N
 
 def test_commands_tell_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
-        (["learner", "sac", "Pendulum-v1"], "give --episodes E, --steps N"),
+        (["learner", "sac", "Pendulum-v1"], "--episodes E"),
         (["learner", "ppo", "CartPole-v1", "--episodes", "1"], "does not work with ppo: it is on-policy"),
         (["worker"], "--learner"),
         (["worker", "--learner", "nowhere"], "'nowhere' is not the address of a learner. Write HOST:PORT"),

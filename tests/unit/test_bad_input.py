@@ -316,15 +316,25 @@ def test_a_run_that_reached_its_end_is_not_resumed_without_a_new_one(run: Path, 
         command("resume", "run", "--steps", "200", "--learners", "0"), 2, "learner.num_learners=0", "--learners 1"
     )
     assert_told(command("eval", "run", "--episodes", "0"), 2, "episodes=0")
+    for name in ("eval", "play"):
+        assert_told(command(name, "run", "--env-kwargs", "{"), 2, "env.kwargs='{'", "not JSON")
+        assert_told(command(name, "run", "--env-kwargs", "[1]"), 2, "env.kwargs=[1]", "JSON object")
+        assert_told(command(name, "run", "--env-kwargs", '{"x": 1}'), 2, "'x': 1", "--env-kwargs")
     assert (run / "summary.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "nowhere", "host:99999"])
+def test_an_address_is_refused_where_no_workers_are_or_none_is_meant(run: Path, address: str, command: Command) -> None:
+    told = command("resume", str(run), "--steps", "100000", "--address", address)
+    assert told.code == 2 and f"--address {address}" in told.err
 
 
 def test_resume_accepts_the_old_name_of_the_episodes_and_warns(run: Path) -> None:
     with (
         pytest.warns(FutureWarning, match="epochs= is now episodes="),
-        pytest.raises(ConfigError, match=r"stop\.episodes=5"),  # this run has no workers
+        pytest.raises(ConfigError, match=r"reached its end \(--episodes 1;"),
     ):
-        resume(run, epochs=5)
+        resume(run, epochs=1)
 
 
 @pytest.mark.parametrize("name", ["resume", "eval"])

@@ -17,11 +17,13 @@ from echelon.bench import load
 from echelon.bench.processes import one_thread
 from echelon.bench.stages import Stage, Stages, StepCost, measure
 from echelon.bench.train import bench_train, limit, table
-from echelon.bench.watch import UsageSample, busy_seconds, cpu_seconds, usage
+from echelon.bench.watch import UsageSample, UsageWatch, busy_seconds, cpu_seconds, usage
 from echelon.cli.main import main
 from echelon.config import EnvConfig, TrainConfig, replace
+from echelon.hosts.cpus import count_cpus, own_cpus
 from echelon.presets import preset
 from echelon.runs.folder import RunFolder
+from running import wait_until
 
 KEYS = [
     *("bench", "config", "seconds", "device", "num_cores", "hardware", "versions", "stages", "limit"),
@@ -49,10 +51,12 @@ def check(report: dict[str, Any]) -> None:
 REPLAY = {"actor.trajectory": 1, "replay.batch": 16, "replay.min_size": 200, "replay.capacity": 4_000}
 
 
-@pytest.mark.parametrize("name", ["impala", "ppo", "async-ppo", "a3c", "apex-dqn", "sac"])
+@pytest.mark.parametrize("name", ["impala", "ppo", "async-ppo", "a3c", "apex-dqn", "mario", "sac"])
 def test_every_stage_of_every_kind_of_training_is_measured(name: str, shm_dir: Path) -> None:
     config = tiny(
-        name, "Pendulum-v1" if name == "sac" else "CartPole-v1", **(REPLAY if name in ("apex-dqn", "sac") else {})
+        name,
+        "Pendulum-v1" if name == "sac" else "CartPole-v1",
+        **(REPLAY if name in ("apex-dqn", "mario", "sac") else {}),
     )
     found = Stages(config, shm_dir, "cpu", samples_per_step=8.0)
     version = found.learning.board.version
@@ -126,6 +130,26 @@ def test_limit_is_cores_over_the_sum_of_stages() -> None:
     assert limit(costs, 4, on_gpu=False) == pytest.approx(400_000)
     assert limit(costs, 4, on_gpu=True) == pytest.approx(50_000)  # the GPU's clock decides
     assert limit({**costs, "learn": StepCost(2.0, 1.0)}, 4, on_gpu=True) == pytest.approx(500_000)  # the cores decide
+
+
+def test_cores_that_hosts_share_are_counted_once() -> None:
+    assert count_cpus(["a/f", "a/f", "b/3"]) == 6
+    assert count_cpus(["a/f", "a/3c"]) == 6, "containers of one machine may share some"
+    assert count_cpus([own_cpus(), own_cpus()]) == len(os.sched_getaffinity(0))
+
+
+def test_roles_of_other_hosts_are_not_taken_for_processes_of_this_one(tmp_path: Path) -> None:
+    pid = os.getpid()
+    (tmp_path / "processes.json").write_text(
+        json.dumps({"learner": {"pid": pid}, "actor-1": {"pid": pid, "host": "b"}})
+    )
+    row = {"kind": "train", "env_steps": 1, "wall_s": 1.0, "env_steps_per_s": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    watch = UsageWatch(tmp_path, lambda text: None)
+    watch.start()
+    wait_until(lambda: bool(watch.samples), "it has looked")
+    watch.stop()
+    assert watch.samples[0].cpu_s.keys() == {"coordinator", "learner"}
 
 
 class Clock:

@@ -191,6 +191,52 @@ def test_a_record_is_taken_once_however_often_it_comes(make_peer: Any, make_clie
     assert peer.journal == [1, 2, 3]
 
 
+def test_held_requests_are_looked_at_only_if_the_state_has_changed(make_client: Any) -> None:
+    server, looks, version = Server("questions of the tests", "tcp://127.0.0.1:0", MAX_BYTES), list[int](), 0
+    seen = 0
+
+    def has_changed() -> bool:
+        nonlocal seen
+        before, seen = seen, version
+        return before != seen
+
+    def hold(message: Message) -> None:
+        since = message.own[0]
+
+        def is_due() -> bool:
+            looks.append(since)
+            return version > since
+
+        server.hold(message, is_due, lambda: server.answer(message, own=(version, 0, 0)))
+
+    server.serve(STATE, hold, has_changed)
+    server.serve(READ, server.answer)
+    asking = [make_client(server, repeat_s=(1.0, 1.0)) for _ in range(4)]
+    asked = [client.ask(STATE, lambda: [bytearray(HEADER.size)]) for client in asking[:3]]
+
+    def until(*requests: PendingRequest) -> None:
+        def are_answered() -> bool:
+            server.take(100)
+            for client in asking:
+                client.poll()
+            return all(request.answer is not None for request in requests)
+
+        wait_until(are_answered, "it is answered", 20.0)
+
+    until(*asked)  # after a while, with what they know
+    assert not looks and all(request.own[0] == 0 for request in asked)
+    asked = [client.ask(STATE, lambda: [bytearray(HEADER.size)]) for client in asking[:3]]
+    version = 1
+    until(*asked)
+    assert all(request.own[0] == 1 for request in asked) and len(looks) <= 3
+    asked = [client.ask(STATE, lambda: [bytearray(HEADER.size)], own=(1, 0, 0)) for client in asking[:3]]
+    looks.clear()
+    for _ in range(20):
+        until(asking[3].ask(READ, lambda: [bytearray(HEADER.size)]))
+    assert not looks, "others are served without a look at those that wait"
+    server.close()
+
+
 def test_a_state_is_answered_as_soon_as_there_is_a_newer_one(make_peer: Any, make_client: Any) -> None:
     peer = make_peer()
     client = make_client(peer)

@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoints import save_checkpoint
 from echelon.errors import ConfigError
 from echelon.runs import checkpoint
 from echelon.runs.checkpoint import (
@@ -27,9 +29,7 @@ from echelon.runs.checkpoint import (
     load_checkpoint,
     load_weights,
     newest_intact,
-    save_checkpoint,
     save_weights,
-    weights_metadata,
     weights_sha256,
 )
 from echelon.runs.packing import Packed, pack, unpack
@@ -323,15 +323,15 @@ def test_weights_file_round_trip(tmp_path: Path) -> None:
     tensors = {"a": tied, "b": tied, "c": tied.T, "empty": torch.zeros(0)}
     save_weights(path, tensors, {"version": "7"})
     assert weights_sha256(load_weights(path)) == weights_sha256(tensors)
-    assert weights_metadata(path) == {"version": "7"}
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata() == {"version": "7"}
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("read", [load_weights, weights_metadata])
-def test_weights_file_damage(tmp_path: Path, read: Any) -> None:
+def test_weights_file_damage(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     with pytest.raises(ConfigError, match="cannot be read"):
-        read(path)
+        load_weights(path)
     path.write_bytes(b"\x80\x04not a safetensors file at all")
     with pytest.raises(ConfigError, match=r"weights\.safetensors cannot be read"):
-        read(path)
+        load_weights(path)

@@ -174,6 +174,28 @@ def test_a_run_leaves_its_record_and_goes_on_and_plays(
     assert list(shm_dir.iterdir()) == []
 
 
+def test_eval_and_play_add_to_the_arguments_of_the_environment(
+    here: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny("CartPole-v1", shm_dir=str(shm_dir), **{"run.dir": "run", "env.kwargs": {"max_episode_steps": 5}})
+    echelon.train(config, output=io.StringIO())
+
+    def evaluated(*words: str) -> dict[str, Any]:
+        assert main(["eval", "run", "--episodes", "2", "--json", *words]) == 0
+        score: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return score
+
+    assert evaluated("--env-kwargs", '{"max_episode_steps": 2}')["length_mean"] == 2, "replaces the run's"
+    other = evaluated("--env-kwargs", '{"sutton_barto_reward": true}')
+    assert (other["length_mean"], other["return_mean"]) == (5, 0), "is added to the run's"
+    alone = evaluated("--env", "CartPole-v1", "--env-kwargs", '{"sutton_barto_reward": true}')
+    assert (alone["length_mean"] > 5, alone["return_mean"]) == (True, -1), "--env drops the run's"
+    assert echelon.evaluate("run", env_kwargs={"max_episode_steps": 2})["length_mean"] == 2
+    words = ["--env-kwargs", '{"max_episode_steps": 2}', "--output", "two.gif", "--json"]
+    assert main(["play", "run", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["length_mean"] == 2
+
+
 def test_the_default_folder_tells_preset_environment_and_time(here: Path, shm_dir: Path) -> None:
     assert main(["train", "ppo", "CartPole-v1", *INLINE, *PPO, "--steps", "50", "--shm-dir", str(shm_dir)]) == 0
     (run,) = (here / "runs").iterdir()

@@ -162,7 +162,7 @@ def test_modules_in_the_folder_are_not_imported(run: Path) -> None:
     assert ended.returncode == 2 and "do not fit" in ended.stderr
 
 
-FILES = ["config.json", "summary.json", ".lock", "metrics.jsonl", "checkpoints", "logs", "replay"]
+FILES = ["config.json", "summary.json", ".lock", "metrics.jsonl", "checkpoints", "logs", "replay", "open_episodes"]
 
 
 @pytest.mark.parametrize("name", [*FILES, "checkpoints/*/state.json", "checkpoints/*/tensors.safetensors"])

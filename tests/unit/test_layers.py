@@ -23,9 +23,11 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "disk": set(),
     "memory_check": {"errors"},
+    "status_file": {"errors", "disk"},
     "names": {"errors"},
     "fields": {"errors"},
     "sections": {"fields"},
+    "kube": {"errors", "fields"},
     "algorithm_config": {"errors", "fields"},
     "config": {"fields", "sections", "algorithm_config"},
     "config_io": {"errors", "fields", "config"},
@@ -55,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "trust": {"errors", "names", "config", "transport"},
     "engines": {"errors", "disk", "schema", "transport"},
     "world": {"errors", "disk", "schema", "transport", "engines"},
-    "hosts": {"version", "errors", "disk", "memory_check", "transport", "engines", "world"},
+    "hosts": {"version", "errors", "disk", "memory_check", "status_file", "transport", "engines", "world"},
     "replay": {"errors", "disk", "memory_check", "layout", "schema", "config", "transport"},
     "servers": {"errors", "config", "layout", "schema", "transport", "engines", "world", "replay"} | LEARNING,
     "envs": {"errors", "names", "config", "schema"},
@@ -68,7 +70,7 @@ ALLOWED: dict[str, set[str]] = {
     "asynchronous": GROUND
     | LEARNING
     | PLANES
-    | {"replay", "envs", "roles", "presets", "training", "process_state", "trust"},
+    | {"replay", "envs", "roles", "presets", "training", "process_state", "status_file", "trust"},
     "__init__": {"version", "config", "evaluation", "training", "presets", "asynchronous"},
     "bench": GROUND
     | LEARNING
@@ -90,7 +92,7 @@ ALLOWED: dict[str, set[str]] = {
         "training",
         "asynchronous",
         "bench",
-        "fields",
+        "kube",
         "__init__",
     },
 }

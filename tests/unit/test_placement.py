@@ -14,12 +14,19 @@ import pytest
 import torch
 
 import echelon
-from echelon.config import replace
+from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError
 from echelon.presets import preset
 from echelon.roles.placement import MIN_GPU_PARAMETERS, pick_device
 from echelon.roles.plan.layouts import minibatch_samples
-from echelon.roles.plan.placement import MIN_REPLAY_PARAMETERS, have_own_gpus, learner_device, learner_threads
+from echelon.roles.plan.placement import (
+    MIN_REPLAY_PARAMETERS,
+    have_own_gpus,
+    learner_device,
+    learner_threads,
+    server_device,
+)
+from echelon.roles.plan.start import roles_of
 from echelon.training import resume
 
 
@@ -68,6 +75,32 @@ def test_learners_take_the_gpus_in_turns_and_nccl_where_each_has_its_own(
     assert learner_device(replace(config, **{"learner.device": "auto"}), 1, 1) == "cpu"
 
 
+def test_a_gpu_has_at_most_three_learners_and_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    central = {"acting.mode": "central", "acting.servers": 3, "actor.num_actors": 6}
+    config = replace(preset("impala", "CartPole-v1"), **central)
+
+    def devices(config: TrainConfig) -> list[str]:
+        return [server_device(config, MIN_GPU_PARAMETERS, index) for index in range(config.acting.servers)]
+
+    assert devices(config) == ["cuda:0", "cuda:0", "cpu"], "the learner is the third on the GPU"
+    assert devices(replace(config, **{"learner.device": "cpu"})) == ["cuda:0"] * 3
+    fixed = {"acting.device": "cuda"}
+    with pytest.raises(ConfigError, match=r"1 GPUs and acting\.workers_per_gpu=3, so 3 of them fit"):
+        devices(replace(config, **fixed))
+    assert devices(replace(config, **fixed, **{"acting.workers_per_gpu": 4})) == ["cuda:0"] * 3
+    assert devices(replace(config, **{"acting.device": "cuda:0"})) == ["cuda:0"] * 3, "as configured"
+    many = replace(config, **{"learner.num_learners": 6, "acting.servers": 1})
+    assert [learner_device(many, MIN_GPU_PARAMETERS, index) for index in range(6)] == ["cpu"] * 6
+    with pytest.raises(ConfigError, match="at least 4 learners and inference servers"):
+        learner_device(replace(many, **{"learner.device": "cuda"}), MIN_GPU_PARAMETERS)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert devices(config) == ["cuda:1", "cuda:0", "cuda:1"]
+    hosts = replace(config, **{"engine": "hosts", "hosts.count": 3, "acting.servers": 1})
+    assert [server_device(hosts, MIN_GPU_PARAMETERS, number) for number in range(3)] == ["cuda:1", "cuda:0", "cuda:0"]
+
+
 def test_a_learner_does_not_ask_the_kernel_for_every_batch() -> None:
     program = (
         "import resource, torch; from echelon.roles.placement import keep_freed_memory; torch.set_num_threads(1)\n"
@@ -99,6 +132,7 @@ WIDE = {"actor.num_actors": 12, "actor.envs": 512}  # impala: 12 x 512 x 20 samp
         ("impala", WIDE | {"learner.max_lag": 0}, 9_184, 16, 1),  # reproducible
         ("impala", WIDE | {"engine": "inline"}, 9_184, 16, 1),
         ("impala", {}, MIN_GPU_PARAMETERS, 16, 16),  # a large network
+        ("impala", {"engine": "inline"}, MIN_GPU_PARAMETERS, 16, 1),
         ("impala", {"learner.max_lag": 0}, MIN_GPU_PARAMETERS, 16, 16),
         ("sac", {"replay.batch": 8_192, "replay.min_size": 8_192}, 67_344, 16, 2),
         ("sac", {}, 67_344, 16, 1),
@@ -114,19 +148,28 @@ def test_a_learner_has_the_threads_that_pay(
     assert learner_threads(config, num_parameters, minibatch_samples(config)) == threads
 
 
-def test_the_threads_of_a_learner_are_recorded_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_threads_of_a_learner_are_recorded_and_kept(tmp_path: Path, shm_dir: Path) -> None:
     def recorded() -> int:
         threads: int = json.loads((tmp_path / "run" / "config.json").read_text())["config"]["learner"]["threads"]
         return threads
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
-        fields = {"actor.num_actors": 1, "actor.envs": 2, "network.hidden": (512, 512), "stop.steps": 1}
-        fields |= {"run.dir": str(tmp_path / "run"), "evaluation.interval_s": 0.0, "engine": "inline"}
-        echelon.train(
-            replace(preset("impala", "CartPole-v1"), **fields, **{"learner.device": "cpu"}), output=io.StringIO()
-        )
-    assert recorded() == 4
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    fields = {"actor.num_actors": 1, "actor.envs": 2, "network.hidden": (512, 512), "stop.steps": 1}
+    fields |= {"run.dir": str(tmp_path / "run"), "evaluation.interval_s": 0.0, "shm_dir": str(shm_dir)}
+    echelon.train(replace(preset("impala", "CartPole-v1"), **fields, **{"learner.device": "cpu"}), output=io.StringIO())
+    assert recorded() == len(os.sched_getaffinity(0))
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config["config"]["learner"]["threads"] = 3
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     resume(tmp_path / "run", steps=200, output=io.StringIO())
-    assert recorded() == 4, "on a machine with fewer cores too"
+    assert recorded() == 3, "as on the machine where the run began"
+
+
+def test_actors_yield_to_a_learner_that_computes_with_all_cores() -> None:
+    def nices(**changes: Any) -> set[int]:
+        config = replace(preset("mario", "CartPole-v1"), **{"learner.threads": len(os.sched_getaffinity(0)), **changes})
+        return {role.nice for role in roles_of(config) if role.kind == "actor"}
+
+    several = len(os.sched_getaffinity(0)) > 1
+    assert nices() == ({19} if several else {0})
+    assert nices(**{"learner.threads": 0}) == {0}, "on a GPU"
+    assert nices(**{"replay.exact": False}) == {0}

@@ -82,7 +82,7 @@ BAD_JSON: list[tuple[Any, str]] = [
     ({"actor": {"envs": True}}, "actor.envs=True does not fit: expected int"),
     ({"seed": 1.5}, "seed=1.5 does not fit: expected int"),
     ({"seed": None}, "seed=None does not fit: expected int"),
-    ({"engine": "lokal"}, "engine='lokal' does not fit: use inline or local or hosts. Did you mean local?"),
+    ({"engine": "lokal"}, "engine='lokal' does not fit: use inline or local or hosts or ray. Did you mean local?"),
     ({"algorithm": {"discount": 0.9}}, "algorithm.name=None does not fit: use impala or ppo"),
     ({"algorithm": {"name": "pppo"}}, "Did you mean ppo?"),
     ({"network": {"hidden": [1, "a"]}}, r"network.hidden.1='a' does not fit: expected int"),
@@ -359,7 +359,11 @@ def test_folder_round_trip(tmp_path: Path) -> None:
     run.write_summary({"return_mean": float("inf"), "curve": tmp_path, "env_steps": np.int64(3)})
     again = RunFolder.open(run.path)
     assert from_json(again.read_config()) == UNUSUAL
-    assert again.read_summary() == {"return_mean": None, "curve": str(tmp_path), "env_steps": 3}
+    assert json.loads((again.path / "summary.json").read_text()) == {
+        "return_mean": None,
+        "curve": str(tmp_path),
+        "env_steps": 3,
+    }
     assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.json", "logs", "summary.json"]
     record = json.loads((run.path / "config.json").read_text())
     assert set(record["versions"]) == {"python", "torch", "echelon", "gymnasium", "numpy", "git"}
@@ -394,8 +398,6 @@ def test_open_refuses_what_is_no_run(tmp_path: Path) -> None:
         RunFolder.open(tmp_path / "none")
     with pytest.raises(ConfigError, match=r"not a run folder: it has no config\.json"):
         RunFolder.open(tmp_path)
-    with pytest.raises(ConfigError, match=r"summary\.json cannot be read.*echelon resume"):
-        RunFolder.create(tmp_path).read_summary()
 
 
 def test_a_summary_that_fails_to_write_leaves_the_old_one(tmp_path: Path) -> None:
@@ -403,7 +405,7 @@ def test_a_summary_that_fails_to_write_leaves_the_old_one(tmp_path: Path) -> Non
     run.write_summary({"status": "finished"})
     with pytest.raises(TypeError):
         run.write_summary({"status": object()})
-    assert run.read_summary() == {"status": "finished"}
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"status": "finished"}
     assert not list(tmp_path.glob(".*"))
 
 
@@ -544,7 +546,7 @@ BOTTLENECKS = [
             "actor-1": shares(env=0.1, act=0.1, wait=0.8),
         },
         2,
-        "bottleneck: the 2 learners exchange gradients at every optimizer step, 55% of their time (actors wait 80%). "
+        "bottleneck: the learners exchange gradients at every optimizer step, 55% of their time (actors wait 80%). "
         "One learner (--learners 1) or larger minibatches (--learner.batch) would save that. --learner.threads gives",
     ),
     (

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from echelon.errors import ConfigError, Refused, TransportTimeout
+from echelon.status_file import StatusFile
 from echelon.transport.channel import HEADER, Part
 from echelon.transport.channel_client import Client
 from echelon.transport.episode_wire import (
@@ -46,9 +47,17 @@ class RunOver(Exception):
 class LearnerConnection:
     """Sends requests to the gateway of one learner, and receives its replies."""
 
-    def __init__(self, address: str, name: str, patience_s: float, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        patience_s: float,
+        report: Callable[[str], None],
+        status: StatusFile | None = None,
+    ) -> None:
         """`name` is the worker's. Gives up on a learner that is silent for `patience_s`; `report` shows messages to
-        the user."""
+        the user, `status` shows probes that the learner is lost."""
+        self._status = status or StatusFile()
         self.address, self._patience_s, self._report = address, patience_s, report
         self._is_lost, self._report_after_s, self._is_stopped = False, REPORT_AFTER_S, False
         self.last_sent = 0.0  # time of the last message, by the monotonic clock
@@ -91,6 +100,7 @@ class LearnerConnection:
         self.last_sent = time.monotonic()
         request = self._client.ask(EPISODES if number else TASK, lambda: frames, number=number)
         while not self._client.wait(request, WAIT_S):
+            self._status.touch()
             self._take_posts()
             self._check_silence(self._client.silent_s)
         self._take_posts()
@@ -113,12 +123,14 @@ class LearnerConnection:
             )
         if silent_s > self._report_after_s and not self._is_lost:
             self._is_lost = True
+            self._status.report(joined=False)
             self._report(f"no reply from the learner at {self.address}: {self._client.why_silent()} Retrying.")
 
     def _report_stopped(self) -> None:
         """Reports once that the learner was stopped; until it exits, it replies so to every message."""
         if not self._is_stopped:
             self._is_lost = self._is_stopped = True
+            self._status.report(joined=False)
             self._report(f"the learner at {self.address} was stopped; retrying until it is resumed")
 
     def _report_back(self) -> None:

@@ -31,6 +31,7 @@ from echelon.process_state import preserve_settings
 from echelon.roles.frame_stacks import stack_leaves
 from echelon.roles.user_policy import StateLayout, check_policy
 from echelon.schema import action_leaf, space_leaves
+from echelon.status_file import StatusFile
 from echelon.transport.episode_wire import (
     PROTOCOL,
     EpisodePiece,
@@ -70,6 +71,7 @@ class AsyncWorker:
         seed: int | None = None,
         patience_s: float = float("inf"),
         trust_learner: bool = False,
+        status_file: str = "",
         output: TextIO | None = None,
     ) -> None:
         """Creates a worker; it connects in `work`.
@@ -78,7 +80,7 @@ class AsyncWorker:
         environment; `env_wrapper` wraps each single environment; `envs` environments are stepped together. `policy` is
         the user's policy object, if the learner trains one. The worker gives up on a learner that is silent for
         `patience_s`. Only with `trust_learner` does it import a third-party environment, wrapper or network that the
-        learner names.
+        learner names. Health probes read from `status_file` whether the worker has joined (see `StatusFile`).
         """
         if buffer_size < 1 or envs < 1:
             raise ConfigError(f"buffer_size={buffer_size} and envs={envs} must each be at least 1.")
@@ -90,7 +92,8 @@ class AsyncWorker:
         self.num_episodes = 0  # acknowledged by the learner
         self._output = output or sys.stdout
         self._number = 0  # of the last message
-        self.connection = LearnerConnection(address_of(learner_address), self.name, patience_s, self.report)
+        address, self.status = address_of(learner_address), StatusFile(status_file)
+        self.connection = LearnerConnection(address, self.name, patience_s, self.report, self.status)
 
     def report(self, text: str) -> None:
         print(f"worker {self.name}: {escaped_lines(text)}", file=self._output, flush=True)
@@ -123,6 +126,7 @@ class AsyncWorker:
             self.connection.post(Leave(self.name))
             self.report(f"{why}; {self.num_episodes} episodes sent")
             self.connection.close()
+            self.status.remove()
 
     def next_number(self) -> int:
         self._number += 1
@@ -191,6 +195,7 @@ class TaskRunner:
 
     def step(self) -> None:
         """Steps every environment once; sends finished episodes and full pieces."""
+        self.worker.status.report(joined=True)
         episodes, acting = self.episodes, self.acting
         action = acting.act(self.observation, episodes.evaluates, self.env_steps)
         self.group.step(acting.to_env(action), self.rows)

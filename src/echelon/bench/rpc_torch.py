@@ -35,6 +35,7 @@ from echelon.bench.rpc_processes import MEASURE, WARM_UP, BenchCoordinator, Obse
 from echelon.engines.forkserver import die_with_parent, pack_failure
 from echelon.engines.process import Failure, failure_of
 from echelon.errors import ConfigError, EchelonError, RunError
+from echelon.transport.secret import is_loopback
 
 if TYPE_CHECKING:
     from echelon.bench.rpc_agent import CallAgent
@@ -52,6 +53,11 @@ def run(setting: RpcSetting, progress: Progress) -> Raw:
     check_port(setting)
     if not int(setting.master_port):
         setting = dataclasses.replace(setting, master_port=str(free_port(setting.master_addr)))
+    if setting.master_addr != "localhost" and not is_loopback(
+        setting.master_addr
+    ):  # as between hosts: no shared memory
+        raw, transports = rpc_processes.run(setting, progress, TorchCoordinatorOverTcp), "uv"
+        return dataclasses.replace(raw, extra={"tensorpipe_transports": transports})
     try:
         raw, transports = rpc_processes.run(setting, progress, TorchCoordinator), "default"
     except RunError as error:

@@ -86,7 +86,8 @@ class Stages:
     """
 
     def __init__(self, config: TrainConfig, session: Path, device: str, samples_per_step: float = 0.0) -> None:
-        changes = {"replay.samples_per_insert": 0.0, "replay.transport": "shm", "replay.checkpoint": False}
+        changes: dict[str, Any] = {"replay.samples_per_insert": 0.0, "replay.exact": False}
+        changes |= {"replay.transport": "shm", "replay.checkpoint": False, "acting.mode": "local"}
         changes["optimizer.learning_rate"] = RATE
         context = stage_context(replace_fields(config, **changes), session)
         if device != "cpu":
@@ -269,7 +270,7 @@ def make_learning_stage(plan: Plan, views: dict[str, Array], samples_per_step: f
 def _trajectories(plan: Plan, source: QueueSource, views: dict[str, Array]) -> Callable[[], None]:
     """Fills all slots with the same trajectory; returns the feed."""
     ring, board = source.ring, plan.board()
-    for slot in (slot for stream in ring.slots for slot in stream):
+    for slot in (slot for stream in range(ring.num_streams) for slot in ring.slots(stream)):
         for name, array in views.items():
             slot[name][...] = array
 

@@ -1,8 +1,11 @@
-"""`echelon bench train`: environment steps per second of a training, compared with the limit of its machine.
+"""`echelon bench train`: environment steps per second of a training, compared with the limit of its machines.
 
 The limit is the rate of cores that only step environments, act and learn: it follows from the processor time of one
 environment step in each of these stages, measured separately with the run's classes and shapes. The efficiency is the
 training's rate over the limit; the difference to 1 is waiting, data transfer and record keeping.
+
+With several hosts the stages are measured at the head, and the limit is that of the cores of all hosts, as if they were
+equal to those of the head. Processor time is that of the roles at the head.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from echelon.bench.load import loaded_cores
 from echelon.bench.processes import one_thread, session_in
 from echelon.bench.stages import Stages, StepCost, measure
 from echelon.bench.watch import OWN, Usage, UsageWatch, usage
-from echelon.config import TrainConfig, replace
+from echelon.config import HostsConfig, TrainConfig, replace
 from echelon.errors import ConfigError
+from echelon.hosts.cpus import count_cpus
 from echelon.roles.plan.start import is_one_process, num_cores_of
 from echelon.training import RunResult, train
 
@@ -42,10 +46,6 @@ def bench_train(
     """Trains for `seconds` (including the start), measures the stages alone and with loaded cores, and reports both."""
     if seconds <= 0:
         raise ConfigError(f"seconds={seconds:g} must be above 0.")
-    if config.engine == "hosts":
-        raise ConfigError(
-            "bench train measures one machine; use --engine local or inline. For hosts: benchmarks/hosts.py."
-        )
     if config.stop.minutes:
         raise ConfigError("set the time of a benchmark with --seconds S, not with --minutes.")
     out = output or sys.stdout
@@ -57,9 +57,12 @@ def bench_train(
     if is_one_process(config):
         config = replace(config, **{"learner.threads": num_cores})
     print_line(f"training {config.preset} on {_env_text(config)} for {seconds:g} s")
-    result, used = _train(config, seconds, num_cores, print_line)
+    result, used = _train(config, seconds, num_cores, print_line, out if config.has_hosts else io.StringIO())
     device = str(result.summary["device"])
     costs = _costs(config, result, num_cores, {"num_chunks": num_chunks, "chunk_s": chunk_s}, print_line)
+    hosts = [host for host in result.summary.get("hosts", ()) if not host["lost"]]
+    if hosts:
+        num_cores = count_cpus(host["cpus"] for host in hosts)
     rate = float(result.summary["env_steps_per_s"])
     limits = {load: limit(cost, num_cores, on_gpu=device != "cpu") for load, cost in costs.items()}
     report = {
@@ -76,6 +79,7 @@ def bench_train(
         "bottleneck": result.summary["bottleneck"],
         "restarts": result.summary["restarts"],
         "return_mean": result.summary["return_mean"],
+        **({"hosts": result.summary["hosts"]} if hosts else {}),
     }
     return {**report, "rest": _rest(report)}
 
@@ -91,8 +95,10 @@ def limit(costs: Costs, num_cores: int, *, on_gpu: bool) -> float:
     return 1e6 * num_cores / (collect_us + costs["learn"].cpu_us)
 
 
-def _train(config: TrainConfig, seconds: float, num_cores: int, report: Reporter) -> tuple[RunResult, Usage | None]:
-    """Trains without evaluation; the run folder is kept only if `run.dir` is set."""
+def _train(
+    config: TrainConfig, seconds: float, num_cores: int, report: Reporter, output: TextIO
+) -> tuple[RunResult, Usage | None]:
+    """Trains without evaluation; the run folder is kept only if `run.dir` is set. `output` gets the run's messages."""
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
         run_dir = Path(config.run.dir or f"{folder}/run")
         changes = {"evaluation.interval_s": 0.0, "stop.minutes": seconds / 60, "run.dir": str(run_dir)}
@@ -100,7 +106,7 @@ def _train(config: TrainConfig, seconds: float, num_cores: int, report: Reporter
         watch = UsageWatch(run_dir, report)
         watch.start()
         try:
-            result = train(config, output=io.StringIO())
+            result = train(config, output=output)
         finally:
             watch.stop()
     if not result.summary["updates"]:
@@ -118,6 +124,8 @@ def _costs(
 ) -> dict[str, Costs]:
     """Returns the costs of the stages, alone and while the other cores are busy."""
     duration_s = 3 * chunks["num_chunks"] * chunks["chunk_s"]
+    if config.has_hosts:  # the stages of one host are those of a run on it alone
+        config = replace(config, engine="local", hosts=HostsConfig())
     with session_in(config.shm_dir) as session, one_thread():
         stages = Stages(config, session, str(result.summary["device"]), _samples_per_step(result))
         with contextlib.closing(stages):
@@ -150,6 +158,12 @@ def _rest(report: dict[str, Any]) -> str:
     used = report["processor"]
     if used is None:
         return "where the rest goes: unknown, because the run was too short. Raise --seconds."
+    waiting = ", ".join(f"{name} {shares['wait']:.0%}" for name, shares in report["time"].items())
+    waiting = f"Share of time spent waiting: {waiting}."
+    if "hosts" in report:
+        parts = {**used["roles_us"], "other programs": used["others_us"], "idle": used["idle_us"]}
+        total = f"{used['total_us']:.2f} µs of the {report['hardware']['cores']} cores of the head"
+        return f"a step of the run took {total}: {_parts_text(parts)}. {waiting}"
     stages_us = sum(cost["loaded"]["cpu_us"] for cost in report["stages"].values())
     roles = dict(used["roles_us"])
     inline = "learner" not in roles
@@ -160,10 +174,12 @@ def _rest(report: dict[str, Any]) -> str:
         **({} if inline else {"other programs": used["others_us"]}),
         "without a core" if inline else "idle": used["idle_us"],
     }
-    text = ", ".join(f"{name} {us:.2f}" for name, us in sorted(parts.items(), key=lambda part: -part[1]))
-    waiting = ", ".join(f"{name} {shares['wait']:.0%}" for name, shares in report["time"].items())
     total = f"{used['total_us']:.2f} µs of {report['num_cores']} cores"
-    return f"a step took {total}: the stages {stages_us:.2f}, {text}. Share of time spent waiting: {waiting}."
+    return f"a step took {total}: the stages {stages_us:.2f}, {_parts_text(parts)}. {waiting}"
+
+
+def _parts_text(parts: dict[str, float]) -> str:
+    return ", ".join(f"{name} {us:.2f}" for name, us in sorted(parts.items(), key=lambda part: -part[1]))
 
 
 def table(report: dict[str, Any]) -> str:
@@ -177,7 +193,8 @@ def table(report: dict[str, Any]) -> str:
         wall = stages["learn"]
         rows.append(f"  {'learn, by the clock':<28}{wall['alone']['wall_us']:>10.2f}{wall['loaded']['wall_us']:>10.2f}")
     if report["processor"] is not None:
-        rows.append(f"  {'all roles, while training':<38}{sum(report['processor']['roles_us'].values()):>10.2f}")
+        name = "all roles of the head, while training" if "hosts" in report else "all roles, while training"
+        rows.append(f"  {name:<38}{sum(report['processor']['roles_us'].values()):>10.2f}")
     rows.append(f"{'limit, steps/s':<30}{limits['alone']:>10,.0f}{limits['loaded']:>10,.0f}")
     rows.append(f"{'trained, steps/s':<30}{report['env_steps_per_s']:>10,.0f}")
     if report["samples_per_s"] != report["env_steps_per_s"]:
@@ -185,6 +202,10 @@ def table(report: dict[str, Any]) -> str:
     rows.append(f"{'efficiency':<30}{efficiency['alone']:>10.1%}{efficiency['loaded']:>10.1%}")
     hardware = report["hardware"]
     where = f"{report['num_cores']} of {hardware['cores']} cores of {hardware['processor']}"
+    if "hosts" in report:
+        hosts = sum(not host["lost"] for host in report["hosts"])
+        head = f"{hardware['cores']} cores of {hardware['processor']}"
+        where = f"{hosts} hosts with {report['num_cores']} cores in total, taken as equal to those of the head, {head}"
     restarts = f" {report['restarts']} roles were restarted." if report["restarts"] else ""
     rows += ["", f"{where}{', ' + hardware['gpu'] if hardware['gpu'] else ''}.{restarts}", report["rest"]]
     return "\n".join(rows)

@@ -114,9 +114,10 @@ def usage(samples: list[UsageSample], num_cores: int, *, whole_machine: bool) ->
 
 
 def _processes(path: Path) -> dict[str, int]:
-    """Returns the pids of the roles by name; empty for a run in one process."""
+    """Returns the pids of the roles of this host by name; empty for a run in one process."""
     try:
-        return {name: int(entry["pid"]) for name, entry in json.loads(path.read_bytes()).items()}
+        entries = json.loads(path.read_bytes()).items()
+        return {name: int(entry["pid"]) for name, entry in entries if "host" not in entry}
     except FileNotFoundError:
         return {}
 

@@ -18,7 +18,7 @@ from echelon.errors import ConfigError
 
 # The description of each benchmark; its module is imported only when it runs.
 BENCHES = {
-    "train": "steps per second of a training, compared with the machine's limit: echelon bench train PRESET ENV",
+    "train": "steps per second of a training, compared with the limit of its cores: echelon bench train PRESET ENV",
     "rpc": "latency and throughput of act requests over each transport: echelon bench rpc",
     "replay": "inserts, samples, priority updates and memory of the replay: echelon bench replay",
     "world": "calls between two processes, compared with torch.distributed.rpc: echelon bench world",
@@ -105,7 +105,7 @@ def _say(text: str) -> None:
 def run_train(arguments: Sequence[str]) -> int:
     """Runs `echelon bench train PRESET ENV`: the options of `echelon train`, and two more."""
     prog = "echelon bench train"
-    text = "Train for a fixed time, without evaluation, and compare the rate with the limit of this machine."
+    text = "Train for a fixed time, without evaluation, and compare the rate with the limit of its cores."
     own, parser = Parser(prog=prog, add_help=False, allow_abbrev=False), make_train_parser(prog, text, arguments)
     for each in (own, parser):  # `own` parses them first; `parser` shows them in its help
         each.add_argument(

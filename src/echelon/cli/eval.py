@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from echelon.cli.main import Parser, add_trust
+from echelon.cli.main import Parser, add_env, add_trust, parse_env_kwargs
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -13,15 +13,20 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="the run folder")
     parser.add_argument("--episodes", type=int, default=10, metavar="N", help="number of episodes (default 10)")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of the environments (default 1)")
-    parser.add_argument(
-        "--env", metavar="ENV", help="environment in place of the run's: an id, module:factory or envpool:ID"
-    )
+    add_env(parser)
     add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     known = parser.parse_args(list(arguments))
     from echelon.evaluation import evaluate
 
-    score = evaluate(known.run, episodes=known.episodes, seed=known.seed, env=known.env, trust=known.trust)
+    score = evaluate(
+        known.run,
+        episodes=known.episodes,
+        seed=known.seed,
+        env=known.env,
+        env_kwargs=parse_env_kwargs(known.env_kwargs),
+        trust=known.trust,
+    )
     if known.json:
         print(json.dumps(score))
     else:

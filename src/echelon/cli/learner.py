@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from echelon.cli.train import SHORT, make_parser, parse_config
+from echelon.cli.train import SHORT, WORKERS_ADDRESS, make_parser, start
 from echelon.errors import ConfigError
 from echelon.presets import REPLAY_PRESETS
 
 DEFAULT_ADDRESS = "127.0.0.1:4444"
-NOT_HERE = ("actors", "envs-per-actor", "learners", "acting", "engine", "hosts")
+NOT_HERE = ("actors", "min-actors", "max-actors", "envs-per-actor", "learners", "acting", "engine", "hosts", "address")
 OPTIONS = {
-    "address": ("workers.address", "HOST:PORT"),
+    "address": WORKERS_ADDRESS,
     "episodes": ("stop.episodes", "N"),
     "update-steps": ("workers.updates", "N"),
     "batch-size": ("replay.batch", "N"),
@@ -24,18 +24,15 @@ OPTIONS = {
 def run(arguments: Sequence[str]) -> int:
     about = "Learn from the episodes of workers (`echelon worker --learner HOST:PORT`)."
     parser = make_parser("echelon learner", about, arguments, OPTIONS, REPLAY_PRESETS, {"address": DEFAULT_ADDRESS})
-    _refuse_actors(arguments)
-    config = parse_config(parser, with_address(arguments), OPTIONS)
-    from echelon.training import train
-
-    train(config)
-    return 0
+    refuse_actors(arguments)
+    return start(parser, with_address(arguments), OPTIONS)
 
 
-def _refuse_actors(arguments: Sequence[str]) -> None:
+def refuse_actors(arguments: Sequence[str]) -> None:
+    """Raises ConfigError for options of actors and of several learners."""
     for word in arguments:
         name = word.partition("=")[0]
-        if name in ("--actors", "--envs-per-actor") or name.startswith("--actor."):
+        if name in ("--actors", "--min-actors", "--max-actors", "--envs-per-actor") or name.startswith("--actor."):
             raise ConfigError(f"{name}: a learner has no actors; workers send the experience. Remove this option.")
         if name.replace("_", "-") in ("--learners", "--learner.num-learners"):
             raise ConfigError(f"{name}: only one learner can receive workers' episodes. Remove this option.")
@@ -48,7 +45,7 @@ def with_address(arguments: Sequence[str]) -> list[str]:
         words += ["--address", DEFAULT_ADDRESS]
     for place, word in enumerate(words[:-1]):
         if word == "--address":
-            words[place + 1] = _complete(words[place + 1])
+            words[place + 1] = complete_address(words[place + 1])
     return words
 
 
@@ -56,7 +53,8 @@ def _split(word: str) -> list[str]:
     return ["--address", word.removeprefix("--address=")] if word.startswith("--address=") else [word]
 
 
-def _complete(address: str) -> str:
+def complete_address(address: str) -> str:
+    """Returns the address that `--address` names, with its scheme; raises ConfigError if it is none."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
         raise ConfigError(

@@ -27,6 +27,7 @@ COMMANDS = {
     "learner": "learn from the episodes of workers: echelon learner PRESET ENV",
     "worker": "collect episodes for a learner: echelon worker --learner HOST:PORT",
     "host": "run actors of a training on this host: echelon host --join HOST:PORT",
+    "kube": "render Kubernetes objects of a training: echelon kube render --flavour plain|kuberay",
     "eval": "play greedy episodes with a run's newest weights: echelon eval RUN",
     "play": "watch episodes of a run, as mp4 and gif or in a window: echelon play RUN",
     "bench": "run a benchmark: echelon bench train | rpc | act | replay | world | plot",
@@ -52,6 +53,37 @@ def add_trust(parser: Parser) -> None:
         help="import and run code that the run's configuration names, although it was written by somebody else, on "
         "another machine, or edited: environments of other packages or files, wrappers, networks",
     )
+
+
+def add_status_file(parser: Parser) -> None:
+    parser.add_argument(
+        "--status-file",
+        default="",
+        metavar="FILE",
+        help="file for health probes: it holds `joined` while this process takes part in a run, else `waiting`; its "
+        "modification time is that of the last progress",
+    )
+
+
+def add_env(parser: Parser) -> None:
+    parser.add_argument(
+        "--env", metavar="ENV", help="environment in place of the run's: an id, module:factory or envpool:ID"
+    )
+    parser.add_argument(
+        "--env-kwargs",
+        metavar="JSON",
+        default="{}",
+        help="keyword arguments for the environment; they are added to the run's, or replace them, unless --env is "
+        "given",
+    )
+
+
+def parse_env_kwargs(text: str) -> dict[str, Any]:
+    """Returns the value of --env-kwargs; raises ConfigError if it is no JSON object."""
+    from echelon.config import TrainConfig
+    from echelon.config_io import set_fields
+
+    return set_fields(TrainConfig(), {"env.kwargs": text}).env.kwargs
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from echelon.cli.main import Parser, add_trust
+from echelon.cli.main import Parser, add_env, add_trust, parse_env_kwargs
 from echelon.cli.output import progress_bar
 from echelon.errors import escaped_lines
 from echelon.video import VideoConfig
@@ -37,6 +37,7 @@ def run(arguments: Sequence[str]) -> int:
             steps=known.steps,
             checkpoint=known.checkpoint,
             env=known.env,
+            env_kwargs=parse_env_kwargs(known.env_kwargs),
             trust=known.trust,
             report=report,
             progress=lambda num_steps: show(num_steps, None),
@@ -56,9 +57,7 @@ def make_parser() -> Parser:
     choice.add_argument("--greedy", action="store_true", help="play the most likely actions (default)")
     choice.add_argument("--sample", action="store_true", help="sample actions and explore, as at the end of training")
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="cut episodes after N steps (default: never)")
-    parser.add_argument(
-        "--env", metavar="ENV", help="environment in place of the run's: an id, module:factory or envpool:ID"
-    )
+    add_env(parser)
     parser.add_argument(
         "--output",
         default=DEFAULT.output,

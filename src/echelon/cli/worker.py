@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-from echelon.cli.main import Parser
+from echelon.cli.main import Parser, add_status_file
 from echelon.errors import ConfigError
 
 
@@ -43,6 +43,7 @@ def run(arguments: Sequence[str]) -> int:
         metavar="S",
         help="leave if the learner is silent for S seconds (default: never)",
     )
+    add_status_file(parser)
     known = parser.parse_args(list(arguments))
     from echelon.asynchronous.worker import AsyncWorker
     from echelon.names import resolve
@@ -61,6 +62,7 @@ def run(arguments: Sequence[str]) -> int:
         seed=known.seed,
         patience_s=known.patience,
         trust_learner=known.trust_learner,
+        status_file=known.status_file,
     )
     for number in (signal.SIGTERM, signal.SIGHUP):  # sign off from the learner on these, too
         signal.signal(number, signal.default_int_handler)

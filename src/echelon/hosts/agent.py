@@ -14,27 +14,28 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zmq
 
-from echelon.disk import is_private
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import CRASHES, Exit, ProcessSpec
-from echelon.errors import ConfigError, EchelonError, PeerLost, RunError
+from echelon.errors import EchelonError, PeerLost, RunError
 from echelon.hosts.bulk import Bulk
+from echelon.hosts.cpus import own_cpus
+from echelon.hosts.joining import describe_wait, own_address, why_unfit
+from echelon.hosts.logs import LogTails, make_log_folder
 from echelon.hosts.messages import (
     COMMANDS,
     EVENTS,
     GAUGES,
     JOIN,
     MAX_BYTES,
+    STORE,
     Assignment,
     Command,
     Dismiss,
@@ -42,6 +43,8 @@ from echelon.hosts.messages import (
     Event,
     JoinRequest,
     Left,
+    Logged,
+    Release,
     Report,
     Reported,
     Signal,
@@ -51,10 +54,11 @@ from echelon.hosts.messages import (
     unpack,
 )
 from echelon.memory_check import check_fits, check_processes, free_memory
+from echelon.status_file import StatusFile
 from echelon.transport.channel import HEADER
 from echelon.transport.channel_client import Client, PendingRequest
 from echelon.transport.segments import open_segment
-from echelon.transport.session import create_session, start_ticks
+from echelon.transport.session import create_session
 from echelon.version import __version__
 from echelon.world.exits import take_exits
 from echelon.world.node import Node
@@ -62,101 +66,116 @@ from echelon.world.node import Node
 ASK_AGAIN_S = 0.2  # while the run is not ready
 LOOK_S = 0.1
 GAUGES_S = 0.25  # between two posts of the gauges of the roles
-SILENT_S = 5.0  # without a reply of the carrier, before the user is warned
+SILENT_S = 5.0  # without a reply, before the user is warned (of the carrier) and probes see it (of the run)
 GOODBYE_S = 1.0
-LOG_TAIL_BYTES = 6_000
-MAX_LOGS_S = 24 * 3600.0  # how long logs of failed roles are kept
+STORE_S = 4.0  # how long the head may take to reply to a learner that looks for the others
+DRAIN_S = 3.0  # how long complete trajectories may take to be sent when this host leaves
 Reporter = Callable[[str], None]
 
 
 class Agent:
     """Takes part in the run at `address` (tcp://HOST:PORT) until it is over."""
 
-    def __init__(self, address: str, shm_dir: str, report: Reporter, name: str = "") -> None:
+    def __init__(self, address: str, shm_dir: str, report: Reporter, name: str = "", status_file: str = "") -> None:
         self.name, self.address, self.report = name or socket.gethostname(), address, report
         self.over = ""  # why this host leaves
-        self._num_commands, self._event_number = 0, 0
+        self._num_commands, self._event_number, self._num_stored = 0, 0, 0
         self._events: list[Event] = []
         self._reporting: PendingRequest | None = None
         self._roles: dict[str, int | None] = {}
+        self._streams: dict[str, int] = {}  # of actors
         self._gauges: dict[str, np.ndarray[Any, Any]] = {}
-        self._gauges_at = 0.0
+        self._gauges_at = 0.0  # when gauges and logs are sent next
         self._has_failed = self._is_warned = False
         self._failures: dict[str, str] = {}  # of roles that the head has not started again
         self._joining: PendingRequest | None = None
         self._preloading: LocalEngine | None = None  # the engine, from the first reply of the head on
         self._closing = contextlib.ExitStack()  # closes in the reverse order of creation
         try:
-            self._control = self._connect("the run", address, MAX_BYTES, 8)
+            self._status = StatusFile(status_file)
+            self._closing.callback(self._status.remove)
+            self._control = self._connect("the run", address, MAX_BYTES, queued=8)
             self._closing.callback(self._control.close)
             self._session = create_session(shm_dir)
             self._closing.callback(shutil.rmtree, self._session, ignore_errors=True)
             self._logs = make_log_folder()
+            self._tails = LogTails(self._logs)
             self._closing.callback(self._remove_logs)
         except BaseException:
             self._closing.close()
             raise
 
-    def _connect(self, what: str, address: str, max_bytes: int, queued: int) -> Client:
+    def _connect(self, what: str, address: str, max_bytes: int, **options: Any) -> Client:
         name = b"h" + os.urandom(15)  # by this name the head recognizes the agent after a reconnect
-        return Client(what, address, max_bytes, queued=queued, name=name)
+        return Client(what, address, max_bytes, name=name, **options)
 
     def join(self) -> None:
         """Joins the run and waits until it is ready; raises Refused if the run takes no more hosts.
 
         Meanwhile the fork server of this host preloads modules.
         """
-        make = functools.partial(request_frames, JoinRequest(__version__, self.name, len(os.sched_getaffinity(0))))
+        request = JoinRequest(__version__, self.name, len(os.sched_getaffinity(0)), own_cpus())
         state = ""
         while True:
-            self._joining = self._control.ask(JOIN, make)
+            self._joining = self._control.ask(JOIN, functools.partial(request_frames, request))
             while not self._control.wait(self._joining, 1.0):
+                self._status.report(joined=False)
                 if self._control.silent_s > 1.0 and state != "silent":
                     state = "silent"
                     self.report(f"waiting for the run at {self.address}: {self._control.why_silent()}")
             assert self._joining.answer is not None
             assignment: Assignment = unpack(self._joining.answer, Assignment)
+            self._status.report(joined=bool(assignment.name))
             if self._preloading is None:
                 self._preloading = LocalEngine(str(self._session), assignment.preload)
                 self._closing.callback(self._preloading.close, 0.0)
+            if assignment.check and not request.is_checked:
+                self.report(f"checking whether this host can run the actors of {self.address}")
+                check = ProcessSpec(**{**assignment.check, "log": str(self._tails.path("check"))})
+                request.failure = why_unfit(self._preloading, check, lambda: self._status.report(joined=False))
+                request.is_checked = not request.failure
+                continue
             if not assignment.wait:
                 self._make(assignment, self._preloading)
                 return
-            if state != (state := self._describe_wait(assignment)):
+            if state != (state := describe_wait(self.address, assignment)):
                 self.report(state)
             time.sleep(ASK_AGAIN_S)
 
-    def _describe_wait(self, assignment: Assignment) -> str:
-        if not assignment.name:
-            return f"reached {self.address}; the run is being prepared"
-        missing = assignment.missing
-        more = f"; waiting for {missing} more host{'s' * (missing > 1)}" if missing else "; the run is starting"
-        return f"joined {self.address} as {assignment.name}{more}"
-
     def _make(self, assignment: Assignment, engine: LocalEngine) -> None:
-        session, num = self._session, assignment.streams
+        session, num = self._session, assignment.num_actors
         self.name, self._assignment, self._engine = assignment.name, assignment, engine
-        check_processes(num, free_memory())
-        memory = free_memory(session.parent)
-        check_fits(Bulk.size(assignment), "this host's share of the run", memory, "--actors or --envs-per-actor")
+        self._check_memory(num)
         host, port = self.address.rpartition(":")[0], assignment.bulk.rpartition(":")[2]
-        self._bulk = Bulk(session, assignment, f"{host}:{port}", self._connect)
-        self._closing.callback(self._bulk.close)
+        self._bulk: Bulk | None = None
+        self._hostname = "" if assignment.has_bulk else own_address(self.address)  # where other learners reach this one
+        if assignment.has_bulk:
+            self._bulk = Bulk(session, assignment, f"{host}:{port}", self._connect)
+            self._closing.callback(self._bulk.close)
         self._node = Node.host(f"ipc://{session}/world")
         self._closing.callback(self._node.close)
+        self._node.serve("store", self._ask_store)
         self._node.serve("message", functools.partial(self._send_report, "message"))
         self._node.serve("env_restarted", functools.partial(self._send_report, "env_restarted"))
         self._asked_at = self._heard_at = time.monotonic()  # `_heard_at`: send time of the newest answered request
         self._asking = self._ask_commands()
-        actors = f"{num} actor{'s' * (num > 1)}"
+        actors = f"{num} actor{'s' * (num != 1)}"
         self.report(f"{self.name} takes part with {actors}; the logs of its roles are in {self._logs}")
+
+    def _check_memory(self, num_actors: int) -> None:
+        """Raises ConfigError unless so many actors fit into the memory of this host."""
+        check_processes(num_actors + bool(self._assignment.act_bytes), free_memory())
+        memory, what = free_memory(self._session.parent), "this host's share of the run"
+        size = Bulk.size(self._assignment, num_actors) + self._assignment.streams * self._assignment.act_bytes
+        check_fits(size, what, memory, "--actors or --envs-per-actor")
 
     def run(self) -> str:
         """Works until the run is over or this host must leave it; returns the reason."""
         looked_at = time.monotonic()
         while not self.over:
             is_control = self._sleep()
-            self._bulk.work()
+            if self._bulk is not None:
+                self._bulk.work()
             if is_control or time.monotonic() >= looked_at + LOOK_S:  # slots are frequent, everything else is rare
                 before, looked_at = looked_at, time.monotonic()
                 self._node.poll(0.0)
@@ -169,11 +188,12 @@ class Agent:
 
     def _sleep(self) -> bool:
         """Waits for work; returns whether any of it is not bulk traffic (slots, weights and their replies)."""
-        bulk, others = self._bulk.watched, [item for item, _ in self._node.watched]
+        bulk, others = self._bulk.watched if self._bulk else [], [item for item, _ in self._node.watched]
         others += [self._control.socket, *self._engine.descriptors]
         ready = zmq.zmq_poll([(item, zmq.POLLIN) for item in [*bulk, *others]], int(1000 * LOOK_S))
         came = [item for item, _ in ready]
-        self._bulk.clear_doorbell(came)
+        if self._bulk is not None:
+            self._bulk.clear_doorbell(came)
         return any(item in others for item in came)
 
     # Control.
@@ -195,12 +215,21 @@ class Agent:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Start(spec):
+            case Start(spec, stream, slot, token):
+                if self._bulk is not None and stream is not None and slot is not None:
+                    check_processes(1, free_memory())
+                    self._bulk.adopt(stream, slot, token)
+                    self._streams[spec["name"]] = stream
                 self._engine.start(self._local(ProcessSpec(**spec)))
                 self._roles.setdefault(spec["name"], None)
                 self._failures.pop(spec["name"], None)
             case Signal(name, number):
                 self._engine.signal(name, number)
+            case Release(name):
+                self._engine.signal(name, signal.SIGKILL)
+                self._failures.pop(name, None)
+                if self._bulk is not None and name in self._streams:
+                    self._bulk.drop(self._streams.pop(name))
             case Dismiss(why) if self._failures:
                 name, cause = next(iter(self._failures.items()))
                 raise RunError(f"{why}: {name} of this host {cause}")
@@ -213,19 +242,28 @@ class Agent:
             "session": str(self._session),
             "address": self._node.address,
             "run_dir": str(self._logs),
-            "streams": [self._assignment.first, self._assignment.streams],
+            "hostname": self._hostname,
+            "is_at_head": False,
         }
-        return replace(spec, config={**spec.config, **here}, log=str(self._log(spec.name)))
-
-    def _log(self, name: str) -> Path:
-        return self._logs / f"{name}.log"
+        return replace(spec, config={**spec.config, **here}, log=str(self._tails.path(spec.name)))
 
     def _send_report(self, function: Reported, text: str) -> None:
         self._events.append(Report(function, text))
 
+    def _ask_store(self, *operation: Any) -> Any:
+        """Passes an operation of a learner on the store to the head, and waits for the result."""
+        self._num_stored += 1
+        request = self._control.ask(STORE, functools.partial(request_frames, operation), number=self._num_stored)
+        if not self._control.wait(request, STORE_S):
+            self._control.forget(request)
+            raise PeerLost(f"the run at {self.address} has not replied for {STORE_S:g} s.")
+        assert request.answer is not None
+        return unpack(request.answer, Any)
+
     def _look_at_roles(self) -> None:
         for gone in take_exits(self._engine, self._node):
             self._roles[gone.name] = None
+            self._send_log(gone.name)
             self._events.append(self._describe(gone))
         for name, known in self._roles.items():
             pid = self._engine.pid(name)
@@ -239,15 +277,20 @@ class Agent:
                     self._gauges[name] = open_segment(path)
             rows = {name: memory.tobytes() for name, memory in self._gauges.items()}
             self._control.post(GAUGES, request_frames(rows))
+            for name in self._roles if self._reporting is None else ():  # else the link is slow: later
+                self._send_log(name)
+
+    def _send_log(self, name: str) -> None:
+        if text := self._tails.new(name):
+            self._events.append(Logged(name, text))
 
     def _describe(self, gone: Exit) -> Ended:
-        """Returns how a role ended, with the end of its log after a crash."""
-        log, is_crash = "", not gone.failure and (gone.signal in CRASHES or not gone.signal)
+        """Returns how a role ended."""
+        is_finished = not gone.code and gone.name.startswith("learner-")  # with the first learner
+        is_crash = not gone.failure and (gone.signal in CRASHES or not gone.signal) and not is_finished
         if is_crash or gone.failure is not None:
             self._has_failed, self._failures[gone.name] = True, gone.cause.partition("\n")[0]
-        if is_crash and self._log(gone.name).exists():
-            log = self._log(gone.name).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
-        return Ended(gone.name, gone.pid, gone.code, gone.signal, gone.ended_with, log, gone.failure)
+        return Ended(gone.name, gone.pid, gone.code, gone.signal, gone.ended_with, gone.failure)
 
     def _send_events(self) -> None:
         if self._reporting is not None and self._reporting.answer is not None:
@@ -264,6 +307,7 @@ class Agent:
     def _check_links(self, away_s: float) -> None:
         """Raises PeerLost if there was no reply for a lease; `away_s` is the time since the last look."""
         lease_s, silent_s = self._assignment.lease_s, time.monotonic() - self._heard_at
+        self._status.report(joined=silent_s < SILENT_S)
         if silent_s > lease_s:
             self._engine.close(0.0)  # before anything else
             why = (
@@ -276,7 +320,7 @@ class Agent:
                     f"is silent for {lease_s:g} s (--hosts.lease-s)"
                 )
             raise PeerLost(f"{why}. {self.name} has ended its actors, which the run starts elsewhere.")
-        if not self._is_warned and (why := self._bulk.why_unreached(SILENT_S)):
+        if self._bulk is not None and not self._is_warned and (why := self._bulk.why_unreached(SILENT_S)):
             self._is_warned = True
             text = (
                 f"{self.name} reaches the run at {self.address}, but not its second port, {self._bulk.address}, to "
@@ -289,33 +333,43 @@ class Agent:
 
     def interrupt(self) -> str:
         """Leaves because the user asked to; returns what the run does."""
-        num = sum(pid is not None for pid in self._roles.values())
+        num = sum(pid is not None and name.startswith("actor-") for name, pid in self._roles.items())
         actors = f": ending {num} actor{'s' * (num > 1)} (Ctrl-C again: leave immediately)" if num else ""
         self.report(f"leaving{actors}")
-        if self.close("it was stopped"):
+        if self.close("it was stopped", drain_s=DRAIN_S):
             return "the run goes on without this host" if self._roles else "the run waits for another host"
         return "the run did not reply; it gives this host up after the lease" if self._roles else "no run was joined"
 
-    def close(self, why: str) -> bool:
+    def close(self, why: str, drain_s: float = 0.0) -> bool:
         """Ends the roles, reports to the head why this host leaves, and removes everything but the logs of failures.
 
-        Returns whether the head has acknowledged that. A KeyboardInterrupt meanwhile kills the roles, but does not
-        skip the report: without it the head would wait a lease for this host.
+        Before the report, complete trajectories are sent for up to `drain_s`. Returns whether the head has acknowledged
+        the report. A KeyboardInterrupt meanwhile kills the roles, but does not skip it: without it the head would wait
+        a lease for this host.
         """
         self.over = self.over or why
         with self._closing:
             try:
                 if self._preloading is not None:
                     self._preloading.close(0.0)
+                if drain_s and self._streams and self._bulk is not None:
+                    self._drain(self._bulk, drain_s)
             except KeyboardInterrupt:
                 if self._preloading is not None:
                     self._preloading.kill()
             return self._say_goodbye()
 
+    def _drain(self, bulk: Bulk, timeout_s: float) -> None:
+        with contextlib.suppress(EchelonError):  # the carrier refuses this host
+            if left := bulk.drain(timeout_s):
+                self.report(f"{left} trajector{'ies' if left > 1 else 'y'} could not be sent within {timeout_s:g} s")
+
     def _say_goodbye(self) -> bool:
         if self._joining is None:
             return False
         self._control.forget(self._joining)  # a repetition would join again
+        for name in self._roles:
+            self._send_log(name)
         patience_s = GOODBYE_S if self._control.has_heard else 0.0
         try:
             return self._control.wait(self._send([*self._events, Left(self.over)]), patience_s)
@@ -329,27 +383,11 @@ class Agent:
             shutil.rmtree(self._logs, ignore_errors=True)
 
 
-def make_log_folder() -> Path:
-    """Makes a folder for the logs of this agent's roles, and removes those of dead agents that are older than a day."""
-    for folder in Path(tempfile.gettempdir()).glob("echelon-host-*-*"):
-        pid = folder.name.split("-")[2]
-        with contextlib.suppress(OSError):  # another agent has just removed it
-            is_old = time.time() - folder.lstat().st_mtime > MAX_LOGS_S
-            if is_old and is_private(folder) and pid.isdecimal() and start_ticks(int(pid)) is None:
-                shutil.rmtree(folder, ignore_errors=True)
-    try:
-        return Path(tempfile.mkdtemp(prefix=f"echelon-host-{os.getpid()}-"))
-    except OSError as error:
-        raise ConfigError(
-            f"the logs of this host's roles need a folder: {error}. Set TMPDIR to another place."
-        ) from error
-
-
-def take_part(address: str, shm_dir: str, report: Reporter, name: str = "") -> str:
+def take_part(address: str, shm_dir: str, report: Reporter, name: str = "", status_file: str = "") -> str:
     """Joins the run at `address` and works for it until it is over or a signal comes; returns why it left."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    agent = Agent(address, shm_dir, report, name)
+    agent = Agent(address, shm_dir, report, name, status_file)
     try:
         agent.join()
         why = agent.run()

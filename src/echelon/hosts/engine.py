@@ -1,43 +1,50 @@
 """The engine of several hosts: starts roles as processes of this host, the head, and of hosts whose agents have joined.
 
 It listens for agents (`hosts.messages`, control) in the coordinator's own loop. It sends an agent the roles to start;
-`exits` and `reports` return their exits and reports with those of local roles. Fencing: an agent that has received no
-reply for a lease ends its roles. The head gives the host up GRACE_S later, and starts its actors itself once the
-carrier rejects slots from that host.
+`exits` and `reports` return their exits and reports with those of local roles. Agents may join and leave at any time;
+`Places` moves actors between hosts. Fencing: an agent that has received no reply for a lease ends its roles. The head
+gives the host up GRACE_S later, and its actors start elsewhere once the carrier discards slots from that host.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import secrets
+import functools
+import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
-import numpy as np
 
 from echelon.engines.inline import MessageLoop
 from echelon.engines.local import LocalEngine
-from echelon.engines.process import Exit, ProcessSpec
+from echelon.engines.process import Exit, ProcessSpec, Store
 from echelon.errors import Refused, escaped
-from echelon.hosts.members import Host, summarize
+from echelon.hosts.balance import balance, divide_among_learners
+from echelon.hosts.bound import BoundRoles
+from echelon.hosts.gauges import FarGauges
+from echelon.hosts.joining import Reporter, WaitReport, join_command, require_fit
+from echelon.hosts.logs import append
+from echelon.hosts.members import Host, unique_name
 from echelon.hosts.messages import (
     COMMANDS,
     EVENTS,
     GAUGES,
     JOIN,
     MAX_BYTES,
+    STORE,
     Assignment,
     Dismiss,
     Ended,
     Event,
     JoinRequest,
     Left,
+    Logged,
+    Release,
     Report,
     Signal,
     Start,
@@ -45,43 +52,42 @@ from echelon.hosts.messages import (
     pack,
     unpack,
 )
-from echelon.hosts.ownership import HERE, Ownership
+from echelon.hosts.ownership import Ownership
+from echelon.hosts.places import Places, actor_of
+from echelon.hosts.quorum import Quorum
 from echelon.transport.channel import Message
 from echelon.transport.channel_server import Server
-from echelon.transport.secret import REMEDY, SECRET_VARIABLE, is_loopback
-from echelon.transport.segments import open_segment
-from echelon.version import __version__
+from echelon.transport.secret import REMEDY
+from echelon.transport.shared_memory import SlotRing
 
 GRACE_S = 2.0  # beyond the lease, before a silent host is given up
-AWAY_S = 1.0  # a longer gap between two calls of `_look` means that this process was suspended; the excess is ignored
-WAIT_REPORT_S = 30.0  # between two reports that hosts are missing
-SILENT_S = 5.0  # before the user is warned of a silent host
+AWAY_S = 1.0  # a longer gap between two looks at leases means that this process was suspended; the excess is ignored
 BURST = 256
 LOOK_S = 0.05
 STALE_S = 2.0  # gauges of a host that was silent for longer are stale
 GOODBYE_S = 2.0  # how long agents may take to learn that the run is over
 CARRIER = "carrier"
-Array = np.ndarray[Any, Any]
-Reporter = Callable[[str], None]
 
 
 class HostsEngine(LocalEngine):
-    """Starts roles on all hosts. Actors are assigned in order: the head has the first, then each host as it joined."""
+    """Starts roles on all hosts: actors where `Places` has them, inference servers on each, all others at the head."""
 
     def __init__(self, session: str, preload: Sequence[str], address: str, lease_s: float) -> None:
         super().__init__(session, preload)
         self._folder, self._lease_s = Path(session), lease_s
         self._control = Server("hosts", address, MAX_BYTES, report=self._report)
-        self._hosts: dict[bytes, Host] = {}  # by connection, lost ones included
-        self._places: dict[str, Host] = {}  # of roles on other hosts
+        self._head = Host(socket.gethostname(), len(os.sched_getaffinity(0)), is_head=True)
+        self._hosts: dict[bytes, Host] = {}  # the others by connection, lost ones included
         self._assignment: Assignment | None = None
-        self._free: list[range] = []  # the actors of hosts that have not joined
-        self._has_gathered = False
-        self._own_streams, self._own_starts = range(0), list[str]()
+        self._quorum = Quorum(0)  # until `gather`
+        self._places: Places | None = None  # from the start of the first role on
+        self._bound = BoundRoles()
+        self._has_bulk = True  # False: every host has a learner, so no trajectory goes to the head
+        self._changes: list[str] = []  # hosts that came and went since the actors were divided
+        self._waiting: dict[str, ProcessSpec] = {}  # actors to be started when they may
         self._far_exits: list[Exit] = []
         self._reports: list[tuple[str, str]] = []
-        self._fenced: list[Host] = []  # lost, but the carrier may not have seen it yet
-        self._gauges: dict[str, Array] = {}
+        self._gauges = FarGauges(self._folder)
         self._has_reported_handshake = False
         self._over = ""
         self._looked_at = time.monotonic()
@@ -89,95 +95,98 @@ class HostsEngine(LocalEngine):
         self._control.serve(COMMANDS, self._on_asked)
         self._control.serve(EVENTS, self._on_events)
         self._control.serve(GAUGES, self._on_gauges)
+        self._control.serve(STORE, self._on_store)
 
     @property
     def address(self) -> str:
         """The address that agents join."""
         return self._control.address
 
-    def gather(self, assignment: Assignment, streams: Sequence[range], carrier: Path, report: Reporter) -> None:
-        """Waits until every host has joined.
+    @property
+    def _living(self) -> list[Host]:
+        """The hosts that take part, in the order in which they joined."""
+        return [self._head, *(host for host in self._hosts.values() if not host.lost)]
 
-        `streams` are the actors of each host, the head's first; `carrier` is the file to which the carrier will write
-        its address. A host that leaves, or is silent for a lease, is replaced by the next that joins.
+    def gather(
+        self, assignment: Assignment, quorum: Quorum, counts: SlotRing | None, carrier: Path, report: Reporter
+    ) -> None:
+        """Waits until enough hosts have joined, and divides the actors among them.
+
+        `counts` has the numbers of the actors' slots; `carrier` is the file to which the carrier will write its
+        address. Hosts that join later get actors of the others, or actors that have no host yet.
         """
-        self._own_streams, self._free, self._carrier = streams[0], list(streams[1:]), carrier
-        self._ownership = Ownership(self._folder, streams[-1].stop)
-        self._assignment = assignment
-        missing, began, next_report = 0, time.monotonic(), 0.0
-        while self._free:
-            if missing != len(self._free):
-                missing, next_report = len(self._free), time.monotonic() + WAIT_REPORT_S
-                hosts = f"{missing} more host{'s' * (missing > 1)}"
-                report(f"waiting for {hosts}: {self._command}")
-                joined = len(streams) - missing
-                without = f"--hosts {joined}" if joined > 1 else "--engine local"
-                give_up = f"Ctrl-C gives up; {without} trains without {'them' if missing > 1 else 'it'}"
-            elif time.monotonic() >= next_report:
-                next_report += WAIT_REPORT_S
-                report(f"still waiting for {hosts} after {time.monotonic() - began:.0f} s ({give_up})")
+        self._assignment, self._quorum, self._counts, self._carrier = assignment, quorum, counts, carrier
+        self._has_bulk = assignment.has_bulk
+        waiting = WaitReport(self._how_to_join, report)
+        while self._missing:
+            waiting.look(self._missing, quorum.without(self._living))
             self._serve(LOOK_S)
             for _, text in self.reports():
                 report(text)
-        self._has_gathered = True
         self._hosts = {connection: host for connection, host in self._hosts.items() if not host.lost}
+        num_actors, ownership = assignment.streams, Ownership(self._folder, assignment.streams)
+        divide = functools.partial(balance, least=quorum.min_actors or num_actors)
+        self._places = Places(num_actors, ownership, self._end, divide if self._has_bulk else divide_among_learners)
+        self._places.divide(self._living)
+        self._places.settle(has_carrier=False)
         for host in self._hosts.values():
-            report(f"host {host.name} has {host.actors}")
+            self._equip(host)
 
     @property
-    def _command(self) -> str:
-        """The command to run on another host, as far as this host can tell."""
-        name, _, port = self.address.removeprefix("tcp://").rpartition(":")
-        if is_loopback(name):
-            only = "this user on this machine only; --hosts.address tcp://0.0.0.0:PORT admits other machines"
-            return f"echelon host --join {name}:{port} ({only})"
-        known = socket.gethostname() if name == "0.0.0.0" else name
-        return f"echelon host --join {known}:{port} (with the same {SECRET_VARIABLE})"
+    def _how_to_join(self) -> str:
+        return join_command(self.address)
+
+    @property
+    def _missing(self) -> str:
+        """What the start of the run waits for; nothing if it need not wait."""
+        return self._quorum.missing(self._living) if self._places is None else ""
+
+    def placement(self) -> list[Host]:
+        """Returns the hosts that take part, with their actors."""
+        return self._living
 
     # What agents send.
 
     def _on_join(self, message: Message) -> None:
         request: JoinRequest = unpack(message.frames, JoinRequest)
-        if request.version != __version__:
-            versions = f"it has Echelon {request.version} and this run has {__version__}"
-            raise Refused(f"host {request.name}: {versions}; install the same version")
+        require_fit(request)
         if self._over:
             raise Refused(self._over)
         if message.connection in self._hosts:
             self._sender_of(message)
         elif self._assignment is not None:
+            if self._assignment.check and not request.is_checked:
+                check = Assignment(wait=True, preload=self._preload, check=self._assignment.check)
+                self._control.answer(message, pack(check))
+                return
             self._admit(request, message.connection)
         host = self._hosts.get(message.connection)
         name = host.name if host else ""
-        answer = Assignment(wait=True, name=name, missing=len(self._free), preload=self._preload)
-        if host is not None and self._assignment is not None and self._has_gathered and self._carrier.exists():
+        answer = Assignment(wait=True, name=name, missing=self._missing, preload=self._preload)
+        is_divided = self._places is not None and not self._changes and (not self._has_bulk or self._carrier.exists())
+        if host is not None and self._assignment is not None and is_divided:
             answer = msgspec.structs.replace(
                 self._assignment,
                 name=host.name,
-                token=host.token,
-                first=host.streams.start,
-                streams=len(host.streams),
+                num_actors=len(host.actors),
                 lease_s=self._lease_s,
-                bulk=self._carrier.read_text(),
+                bulk=self._carrier.read_text() if self._has_bulk else "",
                 preload=self._preload,
             )
         self._control.answer(message, pack(answer))
 
     def _admit(self, request: JoinRequest, connection: bytes) -> None:
-        if not self._free:
-            full = "the run has all of its hosts already; one that left cannot join again"
-            raise Refused(f"host {request.name}: {full}")
-        token, streams = secrets.randbits(62) + 1, self._free.pop(0)
-        name = self._unique(escaped(request.name))
-        host = self._hosts[connection] = Host(name, token, streams, time.monotonic())
-        self._ownership.give(streams, token)
-        self._places |= {f"actor-{stream}": host for stream in streams}
+        if not self._has_bulk and (self._places is not None or not self._missing):
+            raise Refused(f"host {request.name}: the run has all of its hosts already, with a learner on each")
+        name, cores = unique_name(escaped(request.name), self._living), max(1, request.cores)
+        host = self._hosts[connection] = Host(name, cores, cpus=request.cpus, received_at=time.monotonic())
+        if self._places is not None:
+            self._equip(host)
+            self._changes.append(f"host {name} joined")
 
-    def _unique(self, name: str) -> str:
-        """Returns `name`, or NAME-2, NAME-3 and so on where hosts of that name take part."""
-        names = {socket.gethostname(), *(host.name for host in self._hosts.values() if not host.lost)}
-        others = (f"{name}-{number}" for number in itertools.count(2))
-        return name if name not in names else next(other for other in others if other not in names)
+    def _equip(self, host: Host) -> None:
+        has_server = self._assignment is not None and self._assignment.act_bytes > 0
+        self._bound.equip(host, has_server=has_server, has_learner=not self._has_bulk)
 
     def _sender_of(self, message: Message) -> Host:
         """Returns the host that sent `message`; raises Refused if the host is not, or no longer, in this run."""
@@ -211,15 +220,17 @@ class HostsEngine(LocalEngine):
     def _take_event(self, host: Host, event: Event) -> None:
         """Handles one event; ignores those about roles that the host does not have."""
         match event:
-            case Started(name, pid) if self._places.get(name) is host:
+            case Started(name, pid) if self._host_of(name) is host:
                 host.pids[name] = pid
                 host.asked.discard(name)
-            case Ended(name=name, pid=pid) if self._places.get(name) is host:
+            case Ended(name=name, pid=pid) if self._host_of(name) is host:
                 host.asked.discard(name)
                 if host.pids.get(name) in (None, pid):
                     host.pids.pop(name, None)
                 fields = {one: getattr(event, one) for one in event.__struct_fields__}
-                self._far_exits.append(Exit(**fields))
+                self._far_exits += self._others([Exit(**fields)])
+            case Logged(name, written) if self._host_of(name) is host and name in host.logs:
+                append(Path(host.logs[name]), written)
             case Report(function, text):
                 self._reports.append((function, text))
             case Left() if self._over:
@@ -230,61 +241,58 @@ class HostsEngine(LocalEngine):
     def _on_gauges(self, message: Message) -> None:
         host = self._sender_of(message)
         rows: dict[str, bytes] = unpack(message.frames, dict[str, bytes])
-        for name, row in rows.items():
-            if self._places.get(name) is not host:
-                continue
-            if name not in self._gauges and (path := self._folder / "gauges" / name).exists():
-                self._gauges[name] = open_segment(path)
-            memory = self._gauges.get(name)
-            if memory is not None and len(row) == memory.nbytes:
-                memory[:] = np.frombuffer(row, np.uint8)
+        self._gauges.show({name: row for name, row in rows.items() if self._host_of(name) is host})
+
+    def share_store(self, store: Store) -> None:
+        self._store = store  # before the first role starts
+
+    def _on_store(self, message: Message) -> None:
+        host = self._sender_of(message)
+        operation: list[Any] = unpack(message.frames, list[Any])
+        if message.number > host.num_stored:  # else it is a repetition
+            host.num_stored, host.stored = message.number, pack(self._store(*operation))
+        self._control.answer(message, host.stored)
 
     # Leases.
 
     def _look(self) -> None:
         now = time.monotonic()
-        away_s = now - self._looked_at - AWAY_S
-        self._looked_at = now
         if self._control.num_refused_handshakes and not self._has_reported_handshake:
             self._has_reported_handshake = True
             self._report(f"refused a connection: its secret is not that of this run. {REMEDY}")
-        for host in self._hosts.values():
-            host.received_at = min(now, host.received_at + max(0.0, away_s))
-            if not host.lost:
-                self._check_lease(host, now - host.received_at)
-        for host in list(self._fenced):
-            if self._ownership.is_seen or super().pid(CARRIER) is None:
-                self._fenced.remove(host)
-                for name in [*host.pids, *host.asked - set(host.pids)]:
-                    pid, number = host.pids.get(name, 0), int(signal.SIGKILL)
-                    self._far_exits.append(Exit(name, pid, -1, number, ended_with=host.lost, is_reported=True))
-                for spec in host.postponed:
-                    self._own_starts.append(spec.name)
-                    super().start(spec)
+        if now >= self._looked_at + LOOK_S:  # not after every message: there may be many hosts
+            away_s, self._looked_at = now - self._looked_at - AWAY_S, now
+            for host in self._hosts.values():
+                host.received_at = min(now, host.received_at + max(0.0, away_s))
+                if not host.lost:
+                    self._check_lease(host, now - host.received_at)
+        if self._places is not None:
+            if self._changes:
+                self._report(f"{'; '.join(self._changes)}; {self._places.divide(self._living) or 'no actor moves'}")
+                self._changes.clear()
+            exits = self._places.settle(has_carrier=super().pid(CARRIER) is not None or CARRIER in self._asked)
+            if exits is not None:
+                self._far_exits += exits
+                waiting, self._waiting = self._waiting, {}
+                for spec in waiting.values():
+                    self.start(spec)
 
     def _check_lease(self, host: Host, silent_s: float) -> None:
         left_s = self._lease_s + GRACE_S - silent_s
         if left_s < 0.0:
             self._lose(host, f"is lost (silent for {silent_s:.0f} s)")
-        elif silent_s > SILENT_S and not host.is_silent and self._has_gathered:
-            host.is_silent = True
-            soon = f"this host starts its {host.actors} in {left_s:.0f} s unless it is back"
-            self._report(f"host {host.name} has been silent for {silent_s:.0f} s; {soon}")
-        elif silent_s <= SILENT_S and host.is_silent:
-            host.is_silent = False
-            self._report(f"host {host.name} is back")
+        elif text := host.note_silence(silent_s, left_s):
+            self._report(text)
 
     def _lose(self, host: Host, why: str) -> None:
-        """Gives a host up: refuses its messages, and lets its roles start here once the carrier rejects its slots."""
+        """Gives a host up: refuses its messages, and moves its actors to the others. Its inference server has ended."""
         host.lost = f"host {host.name} {why}"
-        self._ownership.give(host.streams, HERE)
-        self._places = {name: place for name, place in self._places.items() if place is not host}
-        if self._has_gathered:
-            self._report(f"{host.lost}; this host starts its {host.actors}")
-            self._fenced.append(host)
+        host.commands.clear()
+        self._far_exits += self._bound.lose(host)
+        if self._places is not None:
+            self._changes.append(host.lost)
         else:
             self._report(host.lost)
-            self._free.insert(0, host.streams)
 
     def _report(self, text: str) -> None:
         self._reports.append(("message", text))
@@ -297,16 +305,46 @@ class HostsEngine(LocalEngine):
     # What the supervisor asks.
 
     def start(self, spec: ProcessSpec) -> None:
-        host = self._places.get(spec.name)
-        fenced = next((one for one in self._fenced if spec.name in map("actor-{}".format, one.streams)), None)
-        if fenced is not None:
-            fenced.postponed.append(spec)
+        host = self._host_of(spec.name)
+        if self._places is not None and not self._places.may_start(spec.name):
+            self._waiting[spec.name] = spec
         elif host is None:
-            self._own_starts.append(spec.name)
             super().start(spec)
-        else:
-            host.asked.add(spec.name)
-            host.commands.append(Start(dataclasses.asdict(spec)))
+        elif not host.lost:  # an inference server is not started on another host
+            is_new = host.note_start(spec.name)
+            if host is self._head:
+                super().start(spec)
+            else:
+                stream = actor_of(spec.name) if self._has_bulk and spec.name not in host.roles else None
+                slot = int(self._counts.head[stream]) if is_new and stream is not None and self._counts else None
+                host.asked.add(spec.name)
+                host.logs[spec.name] = spec.log
+                token = self._places.token(stream) if self._places is not None and stream is not None else 0
+                host.commands.append(Start(dataclasses.asdict(spec), stream, slot, token))
+
+    def joined(self) -> list[int]:
+        return self._bound.joined()
+
+    def _host_of(self, name: str) -> Host | None:
+        """Returns the host of a role; None for those of the head besides actors."""
+        bound = self._bound.of(name)
+        return self._places.of(name) if bound is None and self._places is not None else bound
+
+    def _is_far(self, host: Host | None) -> TypeGuard[Host]:
+        return host is not None and host is not self._head
+
+    def _end(self, host: Host, name: str) -> bool:
+        """Ends an actor that is to be moved; returns False if it is not running."""
+        if host is self._head:
+            is_running = super().pid(name) is not None or name in self._asked
+            super().signal(name, signal.SIGKILL)
+            return is_running
+        host.commands.append(Release(name))
+        return name in host.pids or name in host.asked
+
+    def _others(self, exits: list[Exit]) -> list[Exit]:
+        """Returns the exits that are not part of a move."""
+        return [gone for gone in exits if self._places is None or not self._places.take_exit(gone)]
 
     def run(self, world: MessageLoop, timeout_s: float) -> None:
         world.poll(timeout_s, [*self.descriptors, *self._control.descriptors])
@@ -317,34 +355,35 @@ class HostsEngine(LocalEngine):
                 pass
             self._look()
         exits, self._far_exits = self._far_exits, []
-        return exits + super().exits()
+        return exits + self._others(super().exits())
 
     def reports(self) -> list[tuple[str, str]]:
         reports, self._reports = self._reports, []
         return reports
 
     def hosts(self) -> list[dict[str, Any]]:
-        head = summarize(socket.gethostname(), self._own_streams, self._own_starts)
-        return [head, *(host.summary for host in self._hosts.values())]
+        return [host.summary for host in (self._head, *self._hosts.values())]
 
     def place(self, name: str) -> str:
-        host = self._places.get(name)
-        return host.name if host else ""
+        host = self._host_of(name)
+        return host.name if self._is_far(host) else ""
 
     def has_current_gauge(self, name: str) -> bool:
-        host = self._places.get(name)
-        return host is None or time.monotonic() - host.received_at < STALE_S
+        host = self._host_of(name)
+        if name in self._waiting:
+            return False
+        return not self._is_far(host) or time.monotonic() - host.received_at < STALE_S
 
     def pid(self, name: str) -> int | None:
-        host = self._places.get(name)
-        return super().pid(name) if host is None else host.pids.get(name)
+        host = self._host_of(name)
+        return host.pids.get(name) if self._is_far(host) else super().pid(name)
 
     def signal(self, name: str, number: int) -> None:
-        host = self._places.get(name)
-        if host is None:
-            super().signal(name, number)
-        else:
+        host = self._host_of(name)
+        if self._is_far(host):
             host.commands.append(Signal(name, number))
+        else:
+            super().signal(name, number)
 
     def close(self, timeout_s: float) -> None:
         """Dismisses the agents, waiting up to GOODBYE_S for them to leave, then closes the local engine."""
@@ -358,9 +397,3 @@ class HostsEngine(LocalEngine):
                 self._serve(LOOK_S)
             self._control.close()
         super().close(timeout_s)
-
-
-def streams_of_hosts(num_actors: int, num_hosts: int) -> list[range]:
-    """Returns the actors of each host, divided as evenly as possible; those of the head come first."""
-    bounds = [host * num_actors // num_hosts for host in range(num_hosts + 1)]
-    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]

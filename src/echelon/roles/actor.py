@@ -28,10 +28,12 @@ from echelon.roles.context import Context, Station
 from echelon.roles.experience import SlotRows, Team
 from echelon.roles.plan.layouts import num_groups
 from echelon.roles.plan.parts import Plan
+from echelon.roles.saved_episodes import SavedEpisodes
 from echelon.schema import action_leaf, space_choices
 from echelon.transport.shared_memory import WeightsBoard
 
 Array = np.ndarray[Any, Any]
+MAX_RESTORE_S = 600.0  # how long environments may take to continue their episodes, which may replay them
 
 
 class LocalActing:
@@ -103,6 +105,10 @@ class Actor:
             np.random.seed(seeds[-1])
             torch.manual_seed(seeds[-1])
         self.teams = self._make_teams(seeds[:-1])
+        self.is_stepping = False  # also if a step has failed: then the open episodes are not saved
+        self.saved = SavedEpisodes(context, self.teams, lambda text: self.station.report("message", text))
+        if context.generation and not context.incarnation:
+            self._continue_episodes()
         self.turn = 0
         self.opened = self.experience.head  # number of trajectories that at least one team has entered
 
@@ -115,10 +121,28 @@ class Actor:
             group = self._guarded(make_group, self.config.env, seeds[columns])
             group.tick = self._tick
             team = Team(index, group, columns, self.experience.pages(index, columns), head)
-            self._guarded(group.reset, team.observation)
+            self._guarded(team.reset)
             self._check_choices(team, team.observation)
             teams.append(team)
         return teams
+
+    def _continue_episodes(self) -> None:
+        """Continues the episodes that were open when the run ended, or starts new ones if that is not possible.
+
+        A replacement of an actor that died always starts new ones: the saved episodes may be the cause of the death.
+        """
+        try:
+            with self.station.working(MAX_RESTORE_S):
+                self.saved.restore()
+            for team in self.teams:
+                self._check_choices(team, team.observation)
+        except Exception as error:  # of an environment, too, which may raise anything on a state that does not fit
+            why = f"{type(error).__name__}: {error}"
+            text = f"actor {self.index} starts new episodes: those in {self.saved.path} cannot be continued"
+            self.station.report("message", f"{text} ({why:.300})")
+            for team in self.teams:
+                self._guarded(team.reset)
+                self._check_choices(team, team.observation)
 
     @property
     def seeds(self) -> list[int]:
@@ -186,6 +210,7 @@ class Actor:
         reply = self.acting.collect(team.index)
         if reply is None:
             return False
+        self.is_stepping = True
         row.action[...] = reply.action
         row.log_prob[...] = reply.log_prob
         if reply.version < row.version[0]:  # teams share the field: record the oldest version
@@ -215,6 +240,9 @@ class Actor:
         self.station.progress += 1
         if team.t == self.num_steps:
             self._leave(team)
+        self.is_stepping = False
+        if now >= self.saved.due_at:
+            self.saved.save()
         self.station.tick(now)
         return True
 
@@ -254,6 +282,8 @@ class Actor:
         team.group.failures.clear()
 
     def close(self) -> None:
+        if not self.is_stepping:
+            self.saved.save()
         for team in self.teams:
             team.group.close()
         self.acting.close()

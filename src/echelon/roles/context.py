@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,8 @@ class Context:
     run_dir: Path
     started_at: float  # monotonic clock, shared by all processes of a host; minus the past seconds of a resumed run
     shares_process: bool = False  # all roles run in one process and share its threads and random generators
-    streams: tuple[int, int] | None = None  # the first actor and the number of actors of this host, with several hosts
+    hostname: str = "127.0.0.1"  # the address of this host at which learners of other hosts reach it
+    is_at_head: bool = True  # False on another host than that of the coordinator
     user_objects: UserObjects | None = None  # objects of the caller's program; only for roles in the caller's process
 
     def to_config(self, *, keep_objects: bool) -> dict[str, Any]:
@@ -62,7 +65,8 @@ class Context:
             "run_dir": str(self.run_dir),
             "started_at": self.started_at,
             "shares_process": self.shares_process,
-            "streams": self.streams,
+            "hostname": self.hostname,
+            "is_at_head": self.is_at_head,
             **({"user_objects": self.user_objects} if keep_objects else {}),
         }
 
@@ -82,7 +86,8 @@ class Context:
             run_dir=Path(config["run_dir"]),
             started_at=config["started_at"],
             shares_process=config["shares_process"],
-            streams=tuple(config["streams"]) if config.get("streams") else None,
+            hostname=config["hostname"],
+            is_at_head=config["is_at_head"],
             user_objects=config.get("user_objects"),
         )
 
@@ -98,8 +103,11 @@ class Context:
 
     @property
     def schema(self) -> TrajectorySchema:
-        actor = self.train.actor
-        return TrajectorySchema(self.spaces, actor.trajectory, actor.envs, self.state_shapes)
+        train, actor = self.train, self.train.actor
+        is_replayed = train.has_hosts and train.experience == "replay"
+        # The head computes the priorities of other hosts from the values of actors that act by themselves.
+        with_values = is_replayed and train.replay.prioritized and train.acting.mode != "central"
+        return TrajectorySchema(self.spaces, actor.trajectory, actor.envs, self.state_shapes, with_values)
 
 
 class Station:
@@ -145,6 +153,25 @@ class Station:
         self.phases["wait"] += now - start
         self.progress += 1
         self.tick(now)
+
+    @contextlib.contextmanager
+    def working(self, limit_s: float) -> Iterator[None]:
+        """Counts a call that takes long as progress, for at most `limit_s`."""
+        is_over = threading.Event()
+
+        def show_progress() -> None:
+            deadline = time.monotonic() + limit_s
+            while not is_over.wait(TICK_S) and time.monotonic() < deadline:
+                self.progress += 1
+                self.gauge.show(self.progress, self.phases)
+
+        thread = threading.Thread(target=show_progress, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def report(self, function: str, *args: Any) -> None:
         self.world.post(COORDINATOR, function, *args)

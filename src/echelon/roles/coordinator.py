@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from echelon.engines.inline import InlineEngine
@@ -16,9 +17,10 @@ from echelon.engines.local import LocalEngine
 from echelon.errors import EchelonError
 from echelon.roles.context import Context
 from echelon.roles.interrupts import Interrupts
-from echelon.roles.plan.start import num_evaluations, restored_text, roles_of
+from echelon.roles.plan.start import RoleSpec, num_evaluations, ranks_of, restored_text, roles_of, roles_of_host
 from echelon.roles.supervisor import Supervisor
 from echelon.runs.console import Console, Status
+from echelon.runs.episode_log import EpisodeLog
 from echelon.runs.metrics import MetricsWriter
 from echelon.runs.outage import Outage
 from echelon.world.exits import take_exits
@@ -43,9 +45,11 @@ class Coordinator:
         console: Console,
         metrics: MetricsWriter,
         interrupts: Interrupts,
+        log: EpisodeLog | None = None,
     ) -> None:
         self.context, self.config, self.interrupts = context, context.train, interrupts
         self.engine, self.world, self.console, self.metrics = engine, world, console, metrics
+        self.log, self.ranks = log, ranks_of(context.train)  # ranks of the roles that have not started yet
         self.supervisor = Supervisor(context, engine, world, console.message)
         self.outage = Outage(context.run_dir, console.message)
         self.first = self.config.learner_names[0]  # the learner that reports
@@ -55,7 +59,7 @@ class Coordinator:
         self.evaluations = collections.deque[float](maxlen=num_evaluations(self.config))
         self.env_restarts = 0
         self.stopping = False
-        self.next_console = 0.0
+        self.next_console = self.next_look = 0.0
         self.newest_evaluation = 0  # number of the last worker evaluation that is in the metrics
         world.serve("train", self._on_train)
         world.serve("evaluation", self._on_evaluation)
@@ -66,14 +70,20 @@ class Coordinator:
         world.serve("restored", self._on_restored)
         world.serve("env_restarted", self._on_env_restarted)
         world.serve("finished", self._on_finished)
-        world.serve("store", StoreTable())  # through which several learners find each other
+        store = StoreTable()  # through which several learners find each other
+        world.serve("store", store)
+        engine.share_store(store)
 
     # Reports of the roles.
 
     def _on_train(self, row: dict[str, Any]) -> None:
+        if self.log is not None and not self.row and self._filling(row):
+            self.console.message(f"learning starts at {self.config.replay.min_size:,} transitions")
         self.row = row
         shown = {name: figures for name, figures in self.figures().items() if figures}
         self._write({"kind": "train", **row, "time": self.shares(), **shown})
+        if self.log is not None and (line := self.log.note(row)) is not None:
+            self.console.message(line.text())
 
     def _on_evaluation(self, score: dict[str, Any]) -> None:
         self.evaluations.append(score["return_mean"])
@@ -122,7 +132,7 @@ class Coordinator:
         """Trains until the learner reports that it has finished; returns the summary."""
         timeout_s = 0.0  # after a second interrupt the user does not wait
         try:
-            self._start()
+            self._start(roles_of(self.config))
             self._loop()
             self._end_gateway()
             timeout_s = STOP_TIMEOUT_S
@@ -139,23 +149,34 @@ class Coordinator:
         if self.summary is not None and self.summary["reason"] != "stopped" and "gateway" in self.world.members:
             self.world.post("gateway", "over")
 
-    def _start(self) -> None:
-        for role in roles_of(self.config):
+    def _start(self, roles: Sequence[RoleSpec]) -> None:
+        for role in roles:
             self.supervisor.start(role.name, role.kind, role.index, nice=role.nice)
 
     def _loop(self) -> None:
         while self.summary is None:
+            for number in self.engine.joined():
+                self._start(roles_of_host(self.config, number))
             self.engine.run(self.world, LOOP_S)
             for function, text in self.engine.reports():
                 self.reported[function](text)
             for gone in take_exits(self.engine, self.world):
                 if self.summary is None:  # otherwise the learner exited normally
                     self.supervisor.replace(gone)
-            self.supervisor.look()
+            if (now := time.monotonic()) >= self.next_look:  # not after every message: it visits every role
+                self.next_look = now + LOOP_S
+                self.supervisor.look()
             if self.interrupts.came or self.console.is_unread:
                 self._ask_to_stop()
             self._show()
+            if self.ranks:
+                self._show_started()
         self._show(force=True)
+
+    def _show_started(self) -> None:
+        members = self.world.members
+        for name in [name for name in self.ranks if name in members]:
+            self.console.message(f"Rank {self.ranks.pop(name)} start")
 
     def _ask_to_stop(self) -> None:
         """Asks the learner to stop; called repeatedly, so that a learner that is being replaced receives it, too."""
@@ -181,9 +202,9 @@ class Coordinator:
     def _workers(self) -> dict[str, float]:
         return self.supervisor.figures("gateway").get("gateway", {})
 
-    def _filling(self) -> tuple[int, int] | None:
+    def _filling(self, row: dict[str, Any]) -> tuple[int, int] | None:
         """Returns the transitions in the replay and the required number, while learning has not begun; else None."""
-        replay, least = self.row.get("replay"), self.config.replay.min_size
+        replay, least = row.get("replay"), self.config.replay.min_size
         return (replay["inserted"], least) if replay and replay["inserted"] < least else None
 
     def _show(self, *, force: bool = False) -> None:
@@ -212,6 +233,6 @@ class Coordinator:
                 experience=self.config.algorithm.slots,
                 roles=self.shares(),
                 workers=self._workers,
-                filling=self._filling(),
+                filling=self._filling(row),
             )
         )

@@ -1,7 +1,8 @@
 """The experience interface of an actor: where the steps of its teams are stored, and when a team may continue.
 
 `SlotExperience` writes trajectories directly into the slots of the ring, from which the learner reads them in order.
-`ReplayExperience` writes transitions into the actor's replay shard; `GradientExperience` computes gradients from
+`ReplayExperience` writes transitions into the actor's replay shard, at the head; an actor on another host writes
+trajectories into slots also there, from which the carrier fills its shard. `GradientExperience` computes gradients from
 rollouts and writes those into slots.
 
 Shapes: T steps of a trajectory, K environments of an actor.
@@ -16,12 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from echelon.envs.vector import EnvGroup, StepRows
-from echelon.roles.acting import ActReply, ActRequest
+from echelon.roles.acting import ActReply, ActRequest, Values
 from echelon.roles.context import Station
 from echelon.schema import TrajectorySchema
 from echelon.transport.shared_memory import SlotRing
 
 Array = np.ndarray[Any, Any]
+EPISODE_FIELDS = ("reward", "valid", "terminated", "truncated", "episode_return", "episode_length")
 UNSTAMPED = np.iinfo(np.int64).max  # the version of a step whose actions have not been chosen yet
 
 
@@ -35,6 +37,23 @@ class Row:
     version: Array  # (1,), shared by all teams
     step: StepRows
     next_first: Array
+    values: Array | None = None  # (2, K): of the chosen and of the best action
+    valued: Array | None = None  # (1,): whether `values` is set
+
+    def keep_values(self, values: Values | None) -> None:
+        """Stores the action values of a reply, if trajectories carry them."""
+        if self.values is not None and self.valued is not None:
+            self.valued[0] = values is not None
+            if values is not None:
+                self.values[0], self.values[1] = values
+
+    @property
+    def reply(self) -> ActReply:
+        """The reply that the step was made with."""
+        values = None
+        if self.values is not None and self.valued is not None and self.valued[0]:
+            values = Values(*self.values)
+        return ActReply(self.action, self.log_prob, int(self.version[0]), values)
 
 
 class SlotRows:
@@ -43,6 +62,7 @@ class SlotRows:
     def __init__(self, schema: TrajectorySchema, views: dict[str, Array], columns: slice) -> None:
         names, space = schema.observation_names, schema.spaces.observation
         T = schema.num_steps
+        self.episodes = {name: views[name][:, columns] for name in EPISODE_FIELDS}
         self.observations = [[views[name][t, columns] for name in names] for t in range(T + 1)]
         self.firsts = [views["first"][t, columns] for t in range(T + 1)]
         self.state = [views[f"state.{i}"][columns] for i in range(len(schema.state_shapes))]
@@ -60,6 +80,8 @@ class SlotRows:
                     valid=views["valid"][t, columns],
                 ),
                 next_first=self.firsts[t + 1],
+                values=views["values"][t, :, columns] if schema.with_values else None,
+                valued=views["valued"][t : t + 1] if schema.with_values else None,
             )
             for t in range(T)
         ]
@@ -80,6 +102,13 @@ class Team:
         # The first row of the next trajectory is the last row of the previous one.
         self.observation = [np.zeros_like(leaf) for leaf in pages[0].observations[0]]
         self.first = np.ones(group.num_envs, np.bool_)
+        self.ledger = EpisodeLedger(group.num_envs)
+
+    def reset(self) -> None:
+        """Starts a new episode in every environment; called between two trajectories."""
+        self.group.reset(self.observation)
+        self.first[:] = True
+        self.ledger = EpisodeLedger(self.group.num_envs)
 
     def enter(self) -> SlotRows:
         """Begins the next trajectory and returns its page."""
@@ -91,8 +120,9 @@ class Team:
         return page
 
     def leave(self) -> None:
-        """Ends the trajectory and keeps a copy of its last row."""
+        """Ends the trajectory, fills in its episodes that ended and keeps a copy of its last row."""
         assert self.page is not None
+        self.ledger.record(self.page.episodes)
         for target, source in zip(self.observation, self.page.observations[-1], strict=True):
             target[...] = source
         self.first[...] = self.page.firsts[-1]
@@ -126,6 +156,14 @@ class EpisodeLedger:
                 episode_length[t, k] = lengths[t, k] - past_length[k]
             past_return[k], past_length[k] = returns[t, k], lengths[t, k]
         self.returns, self.lengths = returns[-1] - past_return, lengths[-1] - past_length
+
+    def after(self, views: dict[str, Array], num_steps: int) -> EpisodeLedger:
+        """Returns a copy that includes the first `num_steps` steps of an incomplete trajectory."""
+        ledger = EpisodeLedger(len(self.returns))
+        ledger.returns, ledger.lengths = self.returns, self.lengths
+        if num_steps:
+            ledger.record({name: view[:num_steps].copy() for name, view in views.items()})
+        return ledger
 
 
 class Experience(Protocol):
@@ -161,7 +199,6 @@ class SlotExperience:
 
     def __init__(self, ring: SlotRing, schema: TrajectorySchema, stream: int, station: Station) -> None:
         self.ring, self.schema, self.stream, self.station = ring, schema, stream, station
-        self.ledger = EpisodeLedger(schema.num_envs)
 
     @property
     def head(self) -> int:
@@ -169,21 +206,21 @@ class SlotExperience:
 
     def pages(self, index: int, columns: slice) -> list[SlotRows]:
         del index
-        return [SlotRows(self.schema, views, columns) for views in self.ring.slots[self.stream]]
+        return [SlotRows(self.schema, views, columns) for views in self.ring.slots(self.stream)]
 
     def admits(self, trajectory: int) -> bool:
         return bool(trajectory < self.ring.granted[self.stream])
 
     def open(self, trajectory: int) -> None:
-        self.ring.slots[self.stream][trajectory % self.ring.num_slots]["version"].fill(UNSTAMPED)
+        self.ring.slots(self.stream)[trajectory % self.ring.num_slots]["version"].fill(UNSTAMPED)
 
     def stepped(self, team: Team, row: Row, reply: ActReply) -> None:
-        """Does nothing: the page is the slot itself."""
+        """Adds the action values; the page is the slot itself, which holds everything else."""
+        row.keep_values(reply.values)
 
     def left(self, team: Team, teams: Sequence[Team]) -> None:
         """Commits the trajectory when the last team leaves it."""
         if min(other.trajectory for other in teams) > self.head:
-            self.ledger.record(self.ring.writable(self.stream))
             self.ring.commit(self.stream)
 
     def wait(self, teams: Sequence[Team], timeout_s: float) -> None:

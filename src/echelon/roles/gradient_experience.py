@@ -20,7 +20,7 @@ from echelon.algorithms.a3c import A3c
 from echelon.algorithms.model import Model
 from echelon.roles.acting import ActReply
 from echelon.roles.context import Station
-from echelon.roles.experience import UNSTAMPED, EpisodeLedger, Row, SlotRows, Team
+from echelon.roles.experience import UNSTAMPED, Row, SlotRows, Team
 from echelon.roles.gradient_slots import write
 from echelon.roles.queue_source import Staging
 
@@ -36,14 +36,13 @@ class GradientExperience:
 
     def __init__(self, plan: Plan, model: Model, station: Station) -> None:
         """The model of `plan` acts and follows the weights board; gradients are computed with its copy `model`."""
-        self.ring, self.actor, self.station, self.schema = plan.ring(), plan.context.index, station, plan.schema
+        self.ring, self.stream, self.station, self.schema = plan.ring(), plan.stream, station, plan.schema
         self.acting = plan.model
         self.rule = A3c(cast("A3cConfig", plan.context.train.algorithm), model)
         self.columns = self.rule.columns(self.schema.num_envs)
         self.rollout = Staging(self.schema, 1, torch.device("cpu"))
-        self.rollout.place(0, self.actor)
+        self.rollout.place(0, plan.context.index)
         self.views = {**self.rollout.arrays, "version": self.rollout.arrays["version"][:, 0]}
-        self.ledger = EpisodeLedger(self.schema.num_envs)
 
     @property
     def head(self) -> int:
@@ -55,7 +54,7 @@ class GradientExperience:
 
     def admits(self, trajectory: int) -> bool:
         del trajectory
-        return bool(self.ring.head[self.actor] + len(self.columns) <= self.ring.granted[self.actor])
+        return bool(self.ring.head[self.stream] + len(self.columns) <= self.ring.granted[self.stream])
 
     def open(self, trajectory: int) -> None:
         del trajectory
@@ -67,7 +66,6 @@ class GradientExperience:
     def left(self, team: Team, teams: Sequence[Team]) -> None:
         """Computes and commits the gradients of the complete rollout one by one. There is only one team."""
         del team, teams
-        self.ledger.record(self.views)
         self.rollout.check()
         with torch.no_grad():
             for mine, acting in zip(self.rule.model.tensors(), self.acting.tensors(), strict=True):
@@ -75,8 +73,8 @@ class GradientExperience:
         start = time.perf_counter()
         for columns, gradient in zip(self.columns, self.rule.gradients(self.rollout.batch), strict=True):
             self._count_learning(start)
-            write(self.ring.writable(self.actor), gradient, self.views, columns)
-            self.ring.commit(self.actor)
+            write(self.ring.writable(self.stream), gradient, self.views, columns)
+            self.ring.commit(self.stream)
             self.station.progress += 1
             start = time.perf_counter()
 
@@ -87,7 +85,7 @@ class GradientExperience:
         self.station.phases["transfer"] -= seconds
 
     def wait(self, teams: Sequence[Team], timeout_s: float) -> None:
-        doorbell = self.ring.free[self.actor]
+        doorbell = self.ring.free[self.stream]
         doorbell.clear()
         if not self.admits(teams[0].trajectory):
             self.station.wait(timeout_s, [doorbell.descriptor])

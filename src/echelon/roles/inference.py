@@ -12,8 +12,9 @@ import torch
 
 from echelon.envs.make import env_seeds
 from echelon.roles.context import Context
-from echelon.roles.placement import pick_device, server_threads
+from echelon.roles.placement import server_threads
 from echelon.roles.plan.parts import Plan
+from echelon.roles.plan.placement import server_device
 from echelon.roles.serving import Serving
 from echelon.servers.inference import InferenceServer, PolicyAnswerer
 from echelon.transport.batcher import Batcher, BatchRule
@@ -34,14 +35,15 @@ class Inference(Serving):
         # In a shared process no request can arrive while the server waits, and timing would change the rounds.
         wait_us = 0.0 if context.shares_process else config.acting.max_wait_us
         rule = BatchRule(config.acting.batch, config.acting.max_batch, wait_us, config.acting.spin_us)
-        self.server = self._make_server(context, plan, Batcher(plan.act_board(), context.index, rule))
+        server = context.index % config.acting.servers  # on the board of this host
+        self.server = self._make_server(context, plan, Batcher(plan.act_board(), server, rule))
 
     def _make_server(self, context: Context, plan: Plan, batcher: Batcher) -> InferenceServer:
         """Returns a server on the configured device."""
         config, weights = context.train, plan.board()
         start = (context.generation << 16) + context.incarnation  # unique for every start of this server
         seed = env_seeds(config.seed, INFERENCE_SEED + context.index, start, 1)[0]
-        device = pick_device(config.acting.device, plan.model.parameters.numel(), "--acting.device")
+        device = server_device(config, plan.model.parameters.numel(), context.index)
         if device == "cpu":
             if not context.shares_process:  # otherwise the setting would apply to the other roles, too
                 torch.set_num_threads(server_threads(config, plan.model))
@@ -52,6 +54,8 @@ class Inference(Serving):
         def report(text: str) -> None:
             self.station.report("message", f"{context.name}: {text}")
 
+        if not context.shares_process:  # streams, graphs and page-locked memory use the current device
+            torch.cuda.set_device(device)
         model = Plan(context, device=device).model
         answerer_on_gpu = CudaAnswerer(
             model, batcher.board, weights, seed, groups=batcher.groups, report=report, with_value=config.acting.value

@@ -12,9 +12,11 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import torch
 
 from echelon.errors import DivergedError, TransportError, diverged
@@ -23,11 +25,13 @@ from echelon.roles.learner_record import LearnerRecord
 from echelon.roles.meeting import Meeting
 from echelon.roles.plan.parts import Plan
 from echelon.roles.source import Counters, Offer, SharedSource
-from echelon.roles.stopping import progress, stop_reason
+from echelon.roles.stopping import num_episodes, progress, stop_reason
 from echelon.roles.update import AnyBatch, LossAccount
 from echelon.runs.checkpoint import UNDECODABLE, find_weights, load_checkpoint, newest_intact
+from echelon.runs.packing import decode, encode
 from echelon.runs.progress import Progress, misfit
 
+AT_COUNTS = ("steps", "episodes")  # the stop conditions at which actors stop, too, if the replay is exact
 WARM_UP_S = 2.0  # after the first batch; excluded from the steady-state rate
 
 
@@ -87,23 +91,34 @@ class Learner:
         self.record = LearnerRecord(self)
         try:
             self._restore()
+            if context.train.is_spread:
+                self._adopt_first()
         except BaseException:  # with the inline engine, nothing else would close the sockets
             self.close()
             raise
+        self.record.begin()
         self.meeting = self._make_meeting() if self.peers.size > 1 else None
         self.fresh_lag = self.source.fresh_lag if self.meeting is None else self.meeting.fresh_lag
         self._publish()
 
     def _restore(self) -> None:
         """Restores the newest checkpoint. If there is none, starts from the weights in `run.init_from`, if set."""
-        found = newest_intact(self.record.checkpoints)
+        found = newest_intact(self.record.checkpoints) if self.is_first or not self.context.train.is_spread else None
         if found is None:
-            if source := self.context.train.run.init_from:
+            if (source := self.context.train.run.init_from) and self.context.is_at_head:
                 self.trainable.load_weights(find_weights(source), source)
+            self._repeat_updates()
             self.record.report_place("")
             return
         path, message = found
-        tree = load_checkpoint(path)
+        self._load(load_checkpoint(path), path)
+        self._repeat_updates()
+        if message and self.is_first:
+            self.station.report("message", message)
+        self.record.report_place(path.name)
+
+    def _load(self, tree: Any, path: Path) -> None:
+        """Loads the state in the checkpoint `path`."""
         past = Progress.read(tree, path)
         try:
             self.trainable.load_state_dict(tree, str(path))
@@ -117,9 +132,23 @@ class Learner:
             raise misfit(path, f"{type(error).__name__}: {error}") from error
         self.counters.load_state_dict(msgspec.structs.asdict(past.counters))
         self.past_version = past.version
-        if message and self.is_first:
-            self.station.report("message", message)
-        self.record.report_place(path.name)
+
+    def _adopt_first(self) -> None:
+        """Loads the state of the first learner: those of other hosts have no run folder."""
+        raw = encode(self.record.tree()) if self.is_first else b""
+        size = torch.tensor([len(raw)])
+        self.peers.take_first(size)
+        content = torch.zeros(int(size), dtype=torch.uint8)
+        if raw:
+            content.numpy()[:] = np.frombuffer(raw, np.uint8)
+        self.peers.take_first(content)
+        if not self.is_first:
+            self._load(decode(content.numpy().tobytes()), Path("of the first learner"))
+
+    def _repeat_updates(self) -> None:
+        """Makes the updates due again that were lost since the checkpoint, where their number must be exact."""
+        if self.is_first:
+            self.source.repeat_from(self.counters.updates)
 
     def _make_meeting(self) -> Meeting:
         """Returns the meeting of the learners. The counts from before a resume are assigned to the first learner."""
@@ -131,7 +160,7 @@ class Learner:
     def step(self, timeout_s: float) -> bool:
         """Learns from one batch and publishes; waits up to `timeout_s` if no batch is ready."""
         start, env_steps = time.perf_counter(), self.counters.env_steps
-        is_over = self.station.stop_requested or (self.is_first and bool(self.stop_reason()))
+        is_over = self.station.stop_requested or (self.is_first and self._is_done())
         self.elapsed_s, offers = self.context.elapsed_s, None
         if self.meeting is not None:
             offers = self._meet(self.meeting, is_over, timeout_s)
@@ -209,7 +238,7 @@ class Learner:
         self.station.tick(published)
 
     def _report_if_due(self, now: float) -> None:
-        if now >= self.record.next_report:
+        if self.record.is_report_due(now):
             self.record.report(now)
 
     def _learn(self, batch: AnyBatch) -> None:
@@ -237,22 +266,24 @@ class Learner:
     def _publish(self) -> None:
         """Publishes the weights and grants slots to the actors. This is the only place where the version increases.
 
-        Several learners admit actors only after the first one has published.
+        Several learners admit actors only after the first one has published. On another host than the head, the learner
+        publishes its weights, which are the same, for that host.
         """
         is_new, spent_s = self.version == 0, self.peers.spent_s
         self.version += 1
-        if self.is_first:
+        if is_new:
             self.version = max(self.board.version, self.past_version) + 1
+            if self.peers.size > 1:
+                self._agree()
+        if self.is_first or not self.context.is_at_head:
             self.board.publish(self.trainable.parts(), self.version)
-        if self.peers.size > 1 and is_new:
-            self._agree()
-        elif self.peers.size > 1 and self.context.train.learner.max_lag is not None:
+        if self.peers.size > 1 and (is_new or self.context.train.learner.max_lag is not None):
             self.peers.gather(torch.zeros(1))
             self._count_exchange("transfer", spent_s)
         self.source.admit()
 
     def _agree(self) -> None:
-        """Adopts the version of the first learner, and checks that all learners start from the same weights."""
+        """Adopts the highest version of all learners, and checks that all learners start from the same weights."""
         weights = sum(float(tensor.double().sum()) for tensor in self.trainable.weights().values())
         each = self.peers.gather(torch.tensor([self.version, self.counters.updates, weights], dtype=torch.float64))
         if not torch.equal(each[:, 1:], each[:1, 1:].expand(len(each), 2)):
@@ -260,7 +291,7 @@ class Learner:
                 f"the learners {', '.join(self.context.train.learner_names)} start from different weights (updates and "
                 f"sums of weights: {each[:, 1:].tolist()}). Check that all of them read {self.record.checkpoints}."
             )
-        self.version = int(each[0, 0])
+        self.version = int(each[:, 0].max())
 
     def _count_exchange(self, phase: str, before_s: float) -> None:
         """Moves the time spent in `peers` since `peers.spent_s` was `before_s` from `phase` to `exchange`."""
@@ -282,12 +313,17 @@ class Learner:
 
     @property
     def num_episodes(self) -> int:
-        """The number of episodes for which all updates have been made, in a run with workers; 0 in other runs."""
-        return self.counters.updates // self.source.publish_every if self.source.counts_episodes else 0
+        """The number of episodes by which the run may be stopped."""
+        return num_episodes(self.context.train, self.counters.episodes, self.counters.updates)
 
     def stop_reason(self) -> str:
         counters = self.counters
         return stop_reason(self.stop, counters.env_steps, counters.returns, self.context.elapsed_s, self.num_episodes)
+
+    def _is_done(self) -> bool:
+        """Whether a stop condition is met, and with it everything that is due."""
+        reason = self.stop_reason()
+        return bool(reason) and not (reason in AT_COUNTS and self.source.has_due_batch())
 
     def _finish(self) -> None:
         if self.is_first:

@@ -28,7 +28,8 @@ class LearnerRecord:
         run = self.context.train.run
         self.checkpoints = self.context.run_dir / "checkpoints"
         self.writer = CheckpointWriter(self.checkpoints, run.keep_checkpoints, learner.tick)
-        self.born, self.next_report = time.perf_counter(), 0.0
+        self.born, self.past_steps, self.next_report = time.perf_counter(), 0, 0.0
+        self.log_interval, self.num_logged = run.log_interval, -1  # the newest line of the log that was reported
         self.interval_s = run.checkpoint_interval_s
         self.next_checkpoint = time.monotonic() + self.interval_s
         self.noted: dict[str, str] = {}  # by part of the run folder: the last reported error, or ""
@@ -39,8 +40,28 @@ class LearnerRecord:
         if self.context.incarnation > 0 and self.learner.is_first:
             self.station.report("restored", checkpoint, counters.env_steps, counters.updates)
 
+    def begin(self) -> None:
+        """Called when the learner is restored: the rate of steps is measured from here on."""
+        self.born, self.past_steps = time.perf_counter(), self.learner.counters.env_steps
+
+    @property
+    def mean_rate(self) -> float:
+        """Environment steps per second since the start, also before the first update."""
+        return (self.learner.counters.env_steps - self.past_steps) / max(time.perf_counter() - self.born, 1e-9)
+
+    def is_report_due(self, now: float) -> bool:
+        """Whether a row of metrics is due: after some time, and when the log gets a line."""
+        return now >= self.next_report or (self.log_interval > 0 and self._line != self.num_logged)
+
+    @property
+    def _line(self) -> int:
+        """The number of the newest line of the log that is due; the first is that of the first episode."""
+        return (self.learner.counters.episodes - 1) // self.log_interval
+
     def report(self, now: float) -> None:
         self.next_report = now + min(max(0.02 * (now - self.born), MIN_REPORT_S), MAX_REPORT_S)
+        if self.log_interval:
+            self.num_logged = self._line
         if self.learner.is_first:
             if self.learner.source.counts_episodes:  # workers send steps even when no batch is due
                 self.learner.rate.note(now, self.learner.counters.env_steps)
@@ -81,7 +102,7 @@ class LearnerRecord:
             "updates": counters.updates,
             "version": learner.version,
             "wall_s": self.context.elapsed_s,
-            "env_steps_per_s": learner.rate.recent(time.perf_counter()),
+            "env_steps_per_s": learner.rate.recent(time.perf_counter()) if counters.updates > 1 else self.mean_rate,
             "return_mean": counters.return_mean,
             "return_max": counters.return_max,
             "length_mean": sum(counters.lengths) / len(counters.lengths) if counters.lengths else None,
@@ -95,6 +116,8 @@ class LearnerRecord:
             row["learned_episodes"] = row["epoch"] = learner.num_episodes  # epoch: the old key, for one release
         if learner.source.content is not None:
             row["replay"] = learner.source.content.figures()
+        if (epsilon := self.context.train.algorithm.epsilon(counters.env_steps)) is not None:
+            row["epsilon"] = epsilon
         row["loss"] = learner.account.take()
         lags.clear()
         return row
@@ -103,13 +126,13 @@ class LearnerRecord:
         """Starts to write a checkpoint, which is atomic. A full disk is reported but does not end the training."""
         self._end_write()
         content = self.learner.source.content
-        path = self.writer.save(self._tree(), step=self.learner.counters.env_steps)
+        path = self.writer.save(self.tree(), step=self.learner.counters.env_steps)
         if self.context.shares_process:  # such a run must not depend on the speed of the disk
             self._end_write()
         if content is not None:
             content.save(path.name)
 
-    def _tree(self) -> dict[str, Any]:
+    def tree(self) -> dict[str, Any]:
         """Returns the content of a checkpoint. Raises DivergedError if a weight is NaN or infinite."""
         learner, content = self.learner, self.learner.source.content
         if not learner.trainable.is_finite():
@@ -132,7 +155,7 @@ class LearnerRecord:
         if content is not None:
             content.finish(learner.tick)  # finish the earlier snapshot, so that the final one is not skipped
         self._end_write()
-        tree, fallback = self._tree(), self.context.fallback
+        tree, fallback = self.tree(), self.context.fallback
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in learner.trainable.weights().items()}
 
         def write(folder: Path) -> Path:
@@ -158,7 +181,7 @@ class LearnerRecord:
                 "env_steps": counters.env_steps,
                 "episodes": counters.episodes,
                 "updates": counters.updates,
-                "env_steps_per_s": learner.rate.steady_state(now, counters.env_steps),
+                "env_steps_per_s": learner.rate.steady_state(now, counters.env_steps) or self.mean_rate,
                 "return_mean": counters.return_mean,
                 "return_max": counters.return_max,
                 "lag_mean": counters.lag_mean,

@@ -78,7 +78,10 @@ def join_learners(context: Context, node: Node, device: torch.device) -> Peers:
 
     def make(backend: str) -> Any:
         name = f"learners-{context.incarnation}-{backend}"
-        return make_process_group(store, name, context.index, names, backend=backend, timeout_s=wait_s)
+        hostname = context.hostname
+        return make_process_group(
+            store, name, context.index, names, backend=backend, hostname=hostname, timeout_s=wait_s
+        )
 
-    own = have_own_gpus(config.learner, device)
+    own = not config.is_spread and have_own_gpus(config.learner, device)  # one host does not know the GPUs of another
     return Learners(names, context.index, make("gloo"), make("nccl") if own else None)

@@ -53,7 +53,7 @@ def server_threads(config: TrainConfig, model: Model) -> int:
     A forward pass on several cores takes more CPU time in total, so it pays off only on cores that actors and learner
     leave idle. Measured with 8 to 64 rows of an Atari network on two threads: 5 to 45 % more CPU time.
     """
-    spare = len(os.sched_getaffinity(0)) - config.actor.num_actors - 1
+    spare = len(os.sched_getaffinity(0)) - config.actors_per_host - 1
     return max(1, spare // config.acting.servers) if _is_shared(model) else 1
 
 

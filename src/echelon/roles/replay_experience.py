@@ -3,7 +3,7 @@
 A transition is stored one step after it is complete, because its initial priority depends on the policy's values for
 its last observation (Horgan et al., 2018). Trajectories are not admitted one by one; the limiter decides when the actor
 may continue, and wakes it. If the actor dies, its successor continues at the shard's head; only transitions that were
-not stored yet are lost.
+not stored yet are lost. For an actor on another host, the carrier does the same from the trajectories that it receives.
 
 Shapes: K environments of a team, M transitions that a step completes, S frames of a stack.
 """
@@ -26,8 +26,9 @@ from echelon.replay.shard import ShardWriter
 from echelon.replay.sum_tree import MAX_PRIORITY
 from echelon.roles.acting import ActReply
 from echelon.roles.context import Station
-from echelon.roles.experience import EpisodeLedger, Row, SlotRows, Team
+from echelon.roles.experience import Row, SlotRows, Team
 from echelon.roles.frame_stacks import stack_leaves
+from echelon.roles.stopping import stop_reason
 from echelon.schema import TrajectorySchema
 
 if TYPE_CHECKING:
@@ -39,13 +40,23 @@ START_POLL_S = 0.02  # interval at which the actor checks whether the learner ha
 
 @dataclass(slots=True)
 class Window:
-    """The incomplete transitions and episodes of one team."""
+    """The incomplete transitions of one team."""
 
     nstep: NStep
-    ledger: EpisodeLedger
-    views: dict[str, Array]  # the team's columns of the page
+    page: SlotRows
+    first_env: int  # of the team
     frames: dict[str, FrameWriter] = field(default_factory=dict)  # by leaf
     complete: Transitions | None = None  # completed by the last step, to be stored with the next one
+
+    def begin(self) -> None:
+        """Drops what is incomplete of environments that begin an episode with the first row of the page.
+
+        Nothing is incomplete after a step that only resets; so this matters only if their actor was replaced.
+        """
+        first = self.page.firsts[0]
+        if first.any():
+            self.nstep.clear(first)
+            self.complete = self.complete and self.complete.without(first)
 
 
 class ReplayExperience:
@@ -58,11 +69,14 @@ class ReplayExperience:
         self.clip, self.prioritized = config.algorithm.reward_clip, config.replay.prioritized
         self.writer, self.limiter, self.tally = ShardWriter(plan.shard(actor)), plan.limiter(), plan.tally()
         self.limiter.note_inserted(actor, self.writer.head)  # a predecessor may have died before it noted the append
+        self.stop, self.exact = config.stop, config.replay.exact
+        self.tally.rest(actor, False)
         self.chunk, self.learning_rate = plan.rule.chunk, config.optimizer.learning_rate
         self.paths = schema.observation_names
         self.kept = (*self.paths, "action", "version")  # fields stored from the first step of a transition
         self.stacks = [leaf.path for leaf in stack_leaves(config, schema.spaces)]
-        self.views = schema.views(np.zeros(schema.nbytes, np.uint8))
+        self.memory = np.zeros(schema.nbytes, np.uint8)
+        self.views = schema.views(self.memory)
         self.windows: dict[int, Window] = {}
 
     @property
@@ -70,23 +84,37 @@ class ReplayExperience:
         return 0
 
     def pages(self, index: int, columns: slice) -> list[SlotRows]:
-        views = {name: view[:, columns] for name, view in self.views.items() if view.ndim > 1}
+        page = SlotRows(self.schema, self.views, columns)
         num_envs = columns.stop - columns.start
         nstep = NStep(num_envs, self.n_step, self.discount)
         frames = {path: FrameWriter(self.writer, path, num_envs) for path in self.stacks}
-        self.windows[index] = Window(nstep, EpisodeLedger(num_envs), views, frames)
-        return [SlotRows(self.schema, self.views, columns)]
+        self.windows[index] = Window(nstep, page, columns.start, frames)
+        return [page]
 
     def admits(self, trajectory: int) -> bool:
         del trajectory
-        return self.tally.is_open and self.limiter.may_insert(self.chunk)
+        return self.may_store()
+
+    def may_store(self, num: int = 1) -> bool:
+        """Returns whether `num` trajectories may be stored."""
+        return self.tally.is_open and not self._is_over and self.limiter.may_insert(num * self.chunk)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the run has its steps or episodes: then the learner catches up, and nothing more may become due."""
+        if not self.exact:
+            return False
+        return stop_reason(self.stop, self.tally.env_steps, (), 0.0, self.tally.episodes) != ""
 
     def open(self, trajectory: int) -> None:
         """Does nothing: every transition carries its own version."""
 
     def stepped(self, team: Team, row: Row, reply: ActReply) -> None:
-        window = self.windows[team.index]
-        self._check(team, row)
+        self.store(self.windows[team.index], row, reply)
+
+    def store(self, window: Window, row: Row, reply: ActReply) -> None:
+        """Adds one step, and stores the transitions that the step before it has completed."""
+        self._check(window, row)
         seen = dict(zip(self.paths, row.request.leaves, strict=True))
         seen |= {path: frames.store(seen[path]) for path, frames in window.frames.items()}
         if window.complete is not None and len(window.complete.envs):
@@ -97,7 +125,7 @@ class ReplayExperience:
         step = row.step
         reward = np.clip(step.reward, -self.clip, self.clip) if self.clip else step.reward
         window.complete = window.nstep.push(start, reward, (step.terminated, step.truncated), step.valid)
-        self._check_sums(team, window.complete)
+        self._check_sums(window, window.complete)
 
     def _append(self, done: Transitions, seen: dict[str, Array], reply: ActReply) -> None:
         """Stores complete transitions. `seen` holds their last observation, to which `reply` is the reply."""
@@ -119,7 +147,7 @@ class ReplayExperience:
         head = self.writer.append(fields, priorities)
         self.limiter.note_inserted(self.actor, head + len(priorities))
 
-    def _check(self, team: Team, row: Row) -> None:
+    def _check(self, window: Window, row: Row) -> None:
         """Raises DivergedError if a reward or an observation is NaN or infinite."""
         step = row.step
         names = ("reward", *self.paths)
@@ -132,31 +160,36 @@ class ReplayExperience:
                 env = int(bad[0][0])
                 raise DivergedError(
                     f"{name} is {array[tuple(bad[0])]} after a step of actor {self.actor}, environment "
-                    f"{team.columns.start + env} (index {bad[0][1:].tolist()} of the value). The environment must "
+                    f"{window.first_env + env} (index {bad[0][1:].tolist()} of the value). The environment must "
                     "return finite numbers: check it, or wrap it to clip them."
                 )
 
-    def _check_sums(self, team: Team, done: Transitions) -> None:
+    def _check_sums(self, window: Window, done: Transitions) -> None:
         """Raises DivergedError if the sum of finite rewards is not finite."""
         beyond = np.flatnonzero(~np.isfinite(done.reward))
         if len(beyond):
             raise DivergedError(
                 f"the sum of rewards over {self.n_step} steps is {done.reward[beyond[0]]} after a step of actor "
-                f"{self.actor}, environment {team.columns.start + int(done.envs[beyond[0]])}: it overflows float32. "
+                f"{self.actor}, environment {window.first_env + int(done.envs[beyond[0]])}: it overflows float32. "
                 "Scale the rewards in the environment, or clip them (--algorithm.reward-clip)."
             )
 
     def left(self, team: Team, teams: Sequence[Team]) -> None:
         del teams
-        window = self.windows[team.index]
-        window.ledger.record(window.views)
-        ended = window.views["episode_length"].nonzero()
-        returns, lengths = (window.views[name][ended] for name in ("episode_return", "episode_length"))
-        self.tally.note(self.actor, int(window.views["valid"].sum()), returns, lengths)
+        self.count(self.windows[team.index])
+
+    def count(self, window: Window, before: tuple[int, int] | None = None) -> None:
+        """Counts the steps and episodes of a complete trajectory; `before` as in `Tally.note`."""
+        episodes = window.page.episodes
+        ended = episodes["episode_length"].nonzero()
+        returns, lengths = (episodes[name][ended] for name in ("episode_return", "episode_length"))
+        self.tally.note(self.actor, int(episodes["valid"].sum()), returns, lengths, before)
 
     def wait(self, teams: Sequence[Team], timeout_s: float) -> None:
         del teams
-        if not self.tally.is_open:
+        if self._is_over:
+            self.tally.rest(self.actor, True)
+        if not self.tally.is_open or self._is_over:
             self.station.wait(min(timeout_s, START_POLL_S), [])
             return
         start = time.perf_counter()

@@ -178,6 +178,13 @@ class ReplaySource(Source):
         self.replay.advance()
         return self.replay.size >= self.batch_size
 
+    def has_due_batch(self) -> bool:
+        """Whether a batch is due, or may become due by a step that an actor has begun."""
+        if not self.config.exact:
+            return False
+        is_drawn = self.prefetched is not None or bool(self.drafts)
+        return is_drawn or not self.tally.all_rest or self.limiter.may_sample(self.batch_size)
+
     def admit(self) -> None:
         """Opens the run to the actors, with the current counters as its start. Only the first call has an effect."""
         self.tally.open(self.counters.env_steps, self.counters.episodes)
@@ -266,6 +273,10 @@ class ReplaySource(Source):
                 raise ValueError(f"source.top_priority={top} and source.progress={progress}")
             self.tally.raise_top(top, self.learner)
             self.progress = progress
+
+    def repeat_from(self, updates: int) -> None:
+        if self.config.exact and self.limiter.inserted:
+            self.limiter.restart(self.learner, updates * self.batch_size)
 
     def save(self, name: str) -> None:
         """Starts to write a snapshot of the replay, unless an earlier snapshot is still being written.

@@ -104,7 +104,7 @@ class Source(ABC):
 
     publish_every = 1  # batches from one version of the weights to the next
     rate_window_s = 1.0  # time covered by the recent rate of steps
-    counts_episodes = False  # whether a run may be stopped by its number of episodes
+    counts_episodes = False  # whether updates belong to episodes of workers
     progress = 0.0  # completed fraction (0 to 1) of the run; the learner sets it after every batch it takes
     content: Content | None = None  # None if every item is learned from once
     acknowledge: Acknowledge | None = None  # receives the new priorities of the items of a batch
@@ -132,6 +132,14 @@ class Source(ABC):
     @abstractmethod
     def admit(self) -> None:
         """Lets the actors continue. Called after new weights are published."""
+
+    def has_due_batch(self) -> bool:
+        """Whether the run must not end yet, although its steps are made."""
+        return False
+
+    def repeat_from(self, updates: int) -> None:
+        """Prepares a source, whose content is kept, for a learner that was restored with this number of updates."""
+        del updates
 
     @abstractmethod
     def close(self) -> None: ...

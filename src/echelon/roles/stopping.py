@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from echelon.config import StopConfig
+from echelon.config import StopConfig, TrainConfig
 
 RETURN_WINDOW = 100  # episodes in the mean return
 
@@ -22,6 +22,14 @@ def stop_reason(
     target = stop.until_return
     solved = target is not None and len(returns) >= RETURN_WINDOW and sum(returns) / len(returns) >= target
     return "return" if solved else ""
+
+
+def num_episodes(config: TrainConfig, episodes: int, updates: int) -> int:
+    """Returns the number of episodes by which a run may be stopped, given how many ended and the number of updates.
+
+    With workers these are the episodes for which all updates have been made.
+    """
+    return updates // config.workers.updates if config.has_workers else episodes
 
 
 def progress(stop: StopConfig, env_steps: int, elapsed_s: float, episodes: int = 0) -> float:

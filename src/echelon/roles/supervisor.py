@@ -108,7 +108,12 @@ class Supervisor:
 
     def replace(self, gone: Exit) -> None:
         """Restarts a role that exited, or all learners if it is one of several; raises if a restart cannot help."""
-        if gone.name in self.together:
+        if gone.is_final:
+            self.members.pop(gone.name, None)
+            self._due = [one for one in self._due if one[1] != gone.name]
+        elif gone.is_move:
+            self._restart(gone.name)
+        elif gone.name in self.together:
             self._lose(gone)
         else:
             self._judge_exit(gone)
@@ -117,7 +122,7 @@ class Supervisor:
     def _begin_again(self, gone: Exit, names: Sequence[str], whom: str) -> None:
         """Restarts the roles; after a delay if `gone` was killed by outside signals repeatedly."""
         member, now, often = self.members[gone.name], time.monotonic(), ""
-        if not gone.failure and gone.signal and gone.signal not in CRASHES and not member.doomed:
+        if not gone.failure and gone.signal and gone.signal not in CRASHES and not (member.doomed or gone.is_reported):
             member.deaths.append(now)
             count = sum(now - then <= DEATH_WINDOW_S for then in member.deaths)
             often = f", {count} times within {DEATH_WINDOW_S / 60:g} minutes" if count > 1 else ""
@@ -165,7 +170,7 @@ class Supervisor:
     def _judge_exit(self, gone: Exit) -> None:
         failure = gone.failure
         if failure is None and (gone.signal in CRASHES or not gone.signal):
-            text = gone.log or _tail(self._log(gone.name), 0)
+            text = _tail(self._log(gone.name), 0)
             failure = Failure(gone.cause, "the end of its log follows", text, expected=False)
         if failure is not None:
             if place := self.engine.place(gone.name):
@@ -247,11 +252,12 @@ class Supervisor:
 
     def _end_hung(self, names: Sequence[str], silent_s: float, stacks: dict[str, str]) -> None:
         """Kills hung roles; of several learners, only those that the others wait for."""
-        hung = [name for name in names if not stacks.get(name)]  # suspended, or stuck in the kernel
-        hung = hung or [name for name in names if EXCHANGE not in stacks[name]] or list(names)
+        shown = {name: stacks[name] for name in names if name in stacks}  # of this host
+        hung = [name for name, stack in shown.items() if not stack]  # suspended, or stuck in the kernel
+        hung = hung or [name for name, stack in shown.items() if EXCHANGE not in stack] or list(names)
         for name in hung:
             place = self.engine.place(name)
-            unknown = f"(in its log on host {place})" if place else "(none: it is suspended, or stuck in the kernel)"
+            unknown = f"(in logs/{name}.log)" if place else "(none: it is suspended, or stuck in the kernel)"
             stack = stacks.get(name) or unknown
             self.report(f"{name} made no progress for {silent_s:.1f} s; killing it. Its stack:\n{stack}")
         self._kill(hung)

@@ -21,6 +21,7 @@ Array = np.ndarray[Any, Any]
 NUM_KEPT = 256  # newest episodes of each actor
 ENV_STEPS, EPISODES = 0, 1
 OPENED = 2  # only in the row of counts from which the run starts
+RESTS = 2  # in the row of an actor: whether it makes no more steps
 
 
 class Tally:
@@ -63,6 +64,10 @@ class Tally:
             self._past[ENV_STEPS], self._past[EPISODES] = env_steps, episodes
             self._past[OPENED] = 1
 
+    @property
+    def all_rest(self) -> bool:
+        return bool(self._counts[:, RESTS].all())
+
     def episodes_of(self, actor: int) -> int:
         """Returns the number of this actor's episodes that have ended."""
         return int(self._counts[actor, EPISODES])
@@ -96,14 +101,24 @@ class Tally:
         """The initial priority of a transition whose TD error is not known: the largest so far, or 1."""
         return self.known_top or 1.0
 
-    def note(self, actor: int, env_steps: int, returns: Array, lengths: Array) -> None:
-        """Adds steps of an actor, and the returns and lengths of the episodes that ended in them."""
-        count = int(self._counts[actor, EPISODES])
+    def rest(self, actor: int, rests: bool) -> None:
+        """Notes whether an actor makes no more steps, as the run has all of them."""
+        self._counts[actor, RESTS] = rests
+
+    def note(
+        self, actor: int, env_steps: int, returns: Array, lengths: Array, before: tuple[int, int] | None = None
+    ) -> None:
+        """Adds steps of an actor, and the returns and lengths of the episodes that ended in them.
+
+        `before` are its counts before these steps, if a predecessor may have added some of them: then a repetition
+        has no effect.
+        """
+        steps, count = before or self.counts_of(actor)
         for value, length in zip(returns.tolist(), lengths.tolist(), strict=True):
             self._kept[actor, count % NUM_KEPT] = value, length
             count += 1
-            self._counts[actor, EPISODES] = count
-        self._counts[actor, ENV_STEPS] += env_steps
+            self._counts[actor, EPISODES] = max(count, self.episodes_of(actor))
+        self._counts[actor, ENV_STEPS] = steps + env_steps
 
     def settle(self, actor: int, counts: tuple[int, int], ended: tuple[float, int] | None) -> None:
         """Sets the counts (steps, episodes) of an actor, and the return and length of its last episode if one ended.

@@ -78,7 +78,7 @@ def _exchanging(learners: list[Shares], actors_wait: float, replayed: bool, on_g
     larger = f"larger minibatches ({'--replay.batch' if replayed else '--learner.batch'})"
     threads = "" if on_gpu else " --learner.threads gives one learner more cores without it."
     return (
-        f"bottleneck: the {len(learners)} learners exchange gradients at every optimizer step, "
+        f"bottleneck: the learners exchange gradients at every optimizer step, "
         f"{_mean(learners, 'exchange'):.0%} of their time (actors wait {actors_wait:.0%}). One learner (--learners 1) "
         f"or {larger} would save that.{threads}"
     )

@@ -101,18 +101,6 @@ class CheckpointWriter:
         self._pool.shutdown()
 
 
-def save_checkpoint(folder: Path, tree: Any, *, step: int, keep: int) -> Path:
-    """Writes `tree` as the checkpoint of `step` and removes all but the newest `keep`; returns its path.
-
-    Checkpoints beyond `step` are removed, too: the run was resumed from an earlier one, or they were damaged. The
-    checkpoint with the highest step is therefore always the most recent.
-    """
-    with contextlib.closing(CheckpointWriter(folder, keep)) as writer:
-        path = writer.save(tree, step=step)
-        writer.wait()
-    return path
-
-
 @dataclass(frozen=True, slots=True)
 class _Content:
     """A serialized tree."""
@@ -256,15 +244,6 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
         raise misfit(path, "it has no weights")
     return dict(tree["model"])
-
-
-def weights_metadata(path: Path) -> dict[str, str]:
-    """Returns the metadata that `save_weights` wrote."""
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            return dict(file.metadata() or {})
-    except (OSError, safetensors.SafetensorError) as error:
-        raise _unreadable_weights(path, error) from error
 
 
 def _tensor_files() -> Any:

@@ -70,7 +70,10 @@ class _Terminal(Terminal):
 
 
 class Console:
-    """Shows the status and messages of a run on `output`; nothing else may print to it until `close`."""
+    """Shows the status and messages of a run on `output`; nothing else may print to it until `close`.
+
+    Without `lines`, the status is shown only as a panel.
+    """
 
     def __init__(
         self,
@@ -79,10 +82,11 @@ class Console:
         output: TextIO | None = None,
         *,
         live: bool | None = None,
+        lines: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._output = output or sys.stdout
-        self._clock = clock
+        self._clock, self._lines = clock, lines
         self._head = escaped_lines(f"{title} -> {run_dir}")
         self._silent = False
         self._is_unread = False
@@ -114,7 +118,8 @@ class Console:
             return
         if self._live is None:
             self._next_s = now + LINE_INTERVAL_S
-            self._write(plain_line(status))
+            if self._lines:
+                self._write(plain_line(status))
         elif not self._silent:
             self._next_s = now + 1 / REFRESH_HZ
             with self._guard():

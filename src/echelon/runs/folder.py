@@ -1,6 +1,7 @@
 """The run folder: all files of one training, sufficient to repeat, resume, evaluate and report it.
 
-`config.json`, `metrics.jsonl`, TensorBoard events, `checkpoints/`, `logs/`, and at the end `summary.json`, `curve.png`.
+`config.json`, `metrics.jsonl`, TensorBoard events, `checkpoints/`, `replay/`, `open_episodes/`, `logs/`, and at the end
+`summary.json`, `curve.png`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from echelon import config_io
 from echelon.config import TrainConfig
 from echelon.disk import check_regular, open_regular, put_file, read_json
 from echelon.errors import ConfigError
+from echelon.runs.episode_log import LOG, PICTURE
 from echelon.runs.metrics import METRICS, plain
 from echelon.trust import check_names, has_mark, mark, run_folder
 
 FORMAT = 1
 CONFIG, SUMMARY, LOCK = "config.json", "summary.json", ".lock"
-FILES = (CONFIG, SUMMARY, LOCK, METRICS, "weights.safetensors", "curve.png", "processes.json")
-FOLDERS = ("checkpoints", "replay", "logs", "videos")
+FILES = (CONFIG, SUMMARY, LOCK, METRICS, "weights.safetensors", "curve.png", "processes.json", LOG, PICTURE)
+OPEN_EPISODES = "open_episodes"
+FOLDERS = ("checkpoints", "replay", OPEN_EPISODES, "logs", "videos")
 GIT_TIMEOUT_S = 2.0
 
 
@@ -201,10 +204,6 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         _write_json(self.path / SUMMARY, plain(summary))
-
-    def read_summary(self) -> dict[str, Any]:
-        """Returns the summary of a run that has ended; raises ConfigError if there is none yet."""
-        return _read_json(self.path / SUMMARY, f"A run writes it when it ends: `echelon resume {self.path}`.")
 
 
 def default_run_dir(preset: str, env_id: str) -> Path:

@@ -6,6 +6,7 @@ dict whose keys are not all plain strings), $float (nan, inf), $tensor and $arra
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,23 @@ def pack(tree: Any) -> Packed:
 def unpack(packed: Packed) -> Any:
     """Returns the tree that `pack` packed, with the same types, keys, order and bits."""
     return _unpack(packed.structure, packed.tensors)
+
+
+def encode(tree: Any) -> bytes:
+    """Returns `tree` as one message: the length of its structure, the structure, and the tensors."""
+    import safetensors.torch
+
+    packed = pack(tree)
+    structure = json.dumps(packed.structure).encode()
+    return len(structure).to_bytes(8, "little") + structure + safetensors.torch.save(packed.tensors)
+
+
+def decode(raw: bytes) -> Any:
+    """Returns the tree in a message of `encode`, with tensors on the CPU."""
+    import safetensors.torch
+
+    size = 8 + int.from_bytes(raw[:8], "little")
+    return unpack(Packed(json.loads(raw[8:size]), safetensors.torch.load(raw[size:])))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

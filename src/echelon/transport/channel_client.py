@@ -49,11 +49,11 @@ class PendingRequest:
 
     __slots__ = ("answer", "make", "number", "overdue_at", "overdue_s", "own", "service")
 
-    def __init__(self, service: Service, make: Make, number: int, own: Own, now: float) -> None:
+    def __init__(self, service: Service, make: Make, number: int, own: Own, now: float, overdue_s: float) -> None:
         self.service, self.make, self.number, self.own = service, make, number, own
         self.answer: list[memoryview] | None = None  # the first frame starts with the header; its words replace `own`
-        self.overdue_s = OVERDUE_S
-        self.overdue_at = now + OVERDUE_S  # then it is repeated, even if others are answered
+        self.overdue_s = overdue_s
+        self.overdue_at = now + overdue_s  # then it is repeated, even if others are answered
 
 
 class Client:
@@ -68,16 +68,19 @@ class Client:
         queued: int = QUEUED_MESSAGES,
         name: bytes = b"",
         repeat_s: tuple[float, float] = (FIRST_REPEAT_S, MAX_REPEAT_S),
+        longest_s: float = 0.0,
     ) -> None:
         """Connects in the background to `what`; replies have frames of at most `max_bytes`.
 
         The server recognizes a client by its `name` after a reconnect or a restart of either side; without `name`,
-        libzmq assigns one.
+        libzmq assigns one. Requests are repeated `longest_s` later than those with short replies: the time that the
+        longest reply may take on the link, since a repeated request is answered again.
         """
         self.what, self.address = what, numeric(address)
         self.has_heard = False
         self.num_tries = 0  # since the last message from the server
-        self._secret, self._first_s, self._max_s = secret_for(address), *repeat_s
+        self._secret, self._overdue_s = secret_for(address), OVERDUE_S + longest_s
+        self._first_s, self._max_s = (one_s + longest_s for one_s in repeat_s)
         self.posts = collections.deque[list[memoryview]](maxlen=NUM_POSTS)  # posts of the server, the oldest first
         self._requests: dict[tuple[int, int], PendingRequest] = {}  # in flight, the oldest first
         self._last_number = 0
@@ -101,7 +104,9 @@ class Client:
             self._last_number += 1
             number = self._last_number
         now = time.monotonic()
-        request = self._requests[service.digest, number] = PendingRequest(service, make, number, own, now)
+        request = self._requests[service.digest, number] = PendingRequest(
+            service, make, number, own, now, self._overdue_s
+        )
         if len(self._requests) == 1:
             self._repeat_s, self.repeat_at = self._first_s, now + self._first_s
         self._send(request, copy=False)

@@ -12,6 +12,7 @@ Imports nothing heavier than pyzmq.
 
 from __future__ import annotations
 
+import itertools
 import select
 import time
 import traceback
@@ -48,6 +49,14 @@ NUM_REPORTED, REPORT_EVERY = 5, 100  # of refused messages, the first few are re
 Handler = Callable[[Message], None]
 
 
+class _Offer(NamedTuple):
+    """A service of this server."""
+
+    service: Service
+    handler: Handler
+    has_changed: Callable[[], bool]
+
+
 class _Held(NamedTuple):
     """A held request for newer state."""
 
@@ -75,8 +84,8 @@ class Server:
         secret = secret_for(address)
         self.num_refused_messages = 0
         self._what, self._report = what, report
-        self._offers: dict[int, tuple[Service, Handler]] = {}
-        self._held: dict[tuple[bytes, str], _Held] = {}
+        self._offers: dict[int, _Offer] = {}
+        self._held: dict[tuple[bytes, int], _Held] = {}  # by connection and service, the oldest first
         self._ignored: dict[bytes, None] = {}
         self._context: zmq.Context[Socket] = zmq.Context()
         self._socket = make_socket(self._context, zmq.ROUTER, max_bytes, queued)
@@ -85,6 +94,7 @@ class Server:
         self._socket.setsockopt(zmq.BACKLOG, 1024)
         self._gate = secure_server(self._socket, secret, (queued + 1) * max_bytes)
         self._heard, self._gate_at = self._gate.connections.heard, 0.0
+        self._poller = select.epoll()
         try:
             self._socket.bind(numeric(address))
         except zmq.ZMQError as error:
@@ -105,10 +115,15 @@ class Server:
     def is_open(self) -> bool:
         return not self._socket.closed
 
-    def serve(self, service: Service, handler: Handler) -> None:
-        """Registers `handler` for the messages of `service`; it calls `answer`, now or later, or `hold`."""
+    def serve(self, service: Service, handler: Handler, has_changed: Callable[[], bool] | None = None) -> None:
+        """Registers `handler` for the messages of `service`; it calls `answer`, now or later, or `hold`.
+
+        `has_changed` returns whether the state may have changed since its last call: only then are held requests looked
+        at. Without it, each `take` looks at all of them.
+        """
         assert service.delivery is not Delivery.CALL, "clients repeat requests, but calls run at most once"
-        self._offers[service.digest] = service, handler
+        always = service.delivery is Delivery.STATE
+        self._offers[service.digest] = _Offer(service, handler, has_changed or (lambda: always))
 
     @property
     def num_refused(self) -> int:
@@ -160,7 +175,7 @@ class Server:
         if offered is None:
             self.refuse(connection, "this server does not offer that service: it is another server's address")
             return
-        known, handler = offered
+        known, handler, _ = offered
         if layout != known.layout:
             what = f"it was made for another layout of {known.name}; give both sides the same configuration"
             self.refuse(connection, what)
@@ -182,15 +197,18 @@ class Server:
     def hold(self, message: Message, is_due: Callable[[], bool], answer: Callable[[], None]) -> None:
         """Calls `answer` as soon as `take` finds `is_due()` True, or after `HOLD_S`."""
         assert message.service.delivery is Delivery.STATE
-        self._held[message.connection, message.service.name] = _Held(is_due, answer, time.monotonic() + HOLD_S)
+        key = message.connection, message.service.digest
+        self._held.pop(key, None)  # the oldest come first
+        self._held[key] = _Held(is_due, answer, time.monotonic() + HOLD_S)
 
     def _release(self) -> int:
         """Answers the held requests that are due."""
         now = time.monotonic()
+        changed = {digest for digest, offer in self._offers.items() if offer.has_changed()}
         num = 0
-        for key, held in list(self._held.items()):
+        for key, held in list(self._held.items()) if changed else self._expired(now):
             try:
-                if now >= held.until or held.is_due():
+                if now >= held.until or (key[1] in changed and held.is_due()):
                     del self._held[key]
                     num += 1
                     held.answer()
@@ -198,6 +216,9 @@ class Server:
                 self._held.pop(key, None)
                 self._fail(key[0], error)
         return num
+
+    def _expired(self, now: float) -> list[tuple[tuple[bytes, int], _Held]]:
+        return list(itertools.takewhile(lambda item: now >= item[1].until, self._held.items()))
 
     @property
     def is_holding(self) -> bool:
@@ -208,20 +229,21 @@ class Server:
         """Sleeps up to `timeout_s` until a message arrives; returns those of `descriptors` that are readable."""
         timeout_s = min(timeout_s, LOOK_S)
         if self._held:
-            until = min(held.until for held in self._held.values())
+            until = next(iter(self._held.values())).until
             timeout_s = min(timeout_s, max(0.0, until - time.monotonic()))
         if descriptors != self._watched:
             self._watch(descriptors)
-        ready = [descriptor for descriptor, _ in self._poller.poll(1000 * timeout_s)]
+        ready = [descriptor for descriptor, _ in self._poller.poll(timeout_s)]
         if not set(self._gate.descriptors).isdisjoint(ready):
             self._serve_gate()
         return [descriptor for descriptor in ready if descriptor in descriptors] if descriptors else []
 
     def _watch(self, descriptors: Sequence[int]) -> None:
         """Makes `sleep` poll these descriptors too."""
-        self._poller, self._watched = select.poll(), descriptors
+        self._poller.close()
+        self._poller, self._watched = select.epoll(), descriptors  # not poll, which visits all of them at each call
         for descriptor in (*self._descriptors, *descriptors):
-            self._poller.register(descriptor, select.POLLIN)
+            self._poller.register(descriptor, select.EPOLLIN)
 
     def _look_at_gate(self) -> None:
         """Serves the gate every `GATE_S`, for an owner that hardly sleeps."""
@@ -277,6 +299,7 @@ class Server:
             self._report(f"one of the {self._what} was refused: {reason} ({self.num_refused_messages} so far{more})")
 
     def close(self) -> None:
+        self._poller.close()
         self._gate.close()
         self._socket.close(linger=LINGER_MS)
         self._context.term()

@@ -43,17 +43,37 @@ def check_platform() -> None:
         )
 
 
-def create_segment(path: Path, nbytes: int) -> Array:
-    """Creates a segment of `nbytes` zeros at `path`. Its pages are allocated now, so later writes cannot fail."""
+def create_segment(path: Path, nbytes: int, reserved: int | None = None) -> Array:
+    """Creates a segment of `nbytes` zeros at `path`. Its pages are allocated now, so later writes cannot fail.
+
+    With `reserved`, only so many bytes are; call `reserve` before writing to others.
+    """
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)
+        _allocate(descriptor, path, 0, nbytes if reserved is None else reserved)
+        os.truncate(descriptor, nbytes)
         return _map(descriptor, nbytes)
-    except OSError as error:
+    except BaseException:
         os.unlink(path)
-        raise TransportError(f"cannot reserve {nbytes / 2**20:.1f} MiB at {path}: {error.strerror}") from error
+        raise
     finally:
         os.close(descriptor)
+
+
+def reserve(path: Path, start: int, nbytes: int) -> None:
+    """Allocates `nbytes` of a segment from `start` on."""
+    descriptor = open_own(path, os.O_RDWR)
+    try:
+        _allocate(descriptor, path, start, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _allocate(descriptor: int, path: Path, start: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, start, nbytes)
+    except OSError as error:
+        raise TransportError(f"cannot reserve {nbytes / 2**20:.1f} MiB at {path}: {error.strerror}") from error
 
 
 def open_segment(path: Path) -> Array:
@@ -70,12 +90,12 @@ def open_segment(path: Path) -> Array:
         os.close(descriptor)
 
 
-def join_segment(path: Path, nbytes: int) -> Array:
-    """Opens the segment at `path`, or creates it with `nbytes`; processes that call this concurrently get the same."""
+def join_segment(path: Path, nbytes: int, reserved: int | None = None) -> Array:
+    """Opens the segment at `path`, or creates it; processes that call this concurrently get the same."""
     if path.exists():
         return open_segment(path)
     own = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    memory = create_segment(own, nbytes)
+    memory = create_segment(own, nbytes, reserved)
     try:
         os.link(own, path)  # atomic: under its final name the segment is complete
     except FileExistsError:

@@ -19,7 +19,7 @@ import numpy as np
 from echelon.disk import open_own
 from echelon.errors import Refused, TransportError
 from echelon.layout import ALIGNMENT
-from echelon.transport.segments import join_segment
+from echelon.transport.segments import join_segment, reserve
 
 Array = np.ndarray[Any, Any]
 WORDS_PER_LINE = ALIGNMENT // 8
@@ -101,17 +101,20 @@ class SlotRing:
     learner has read that slot. If the learner dies, the words remain, and its successor continues at `released`.
     """
 
-    def __init__(self, folder: Path, schema: SlotLayout, num_streams: int, num_slots: int) -> None:
+    def __init__(
+        self, folder: Path, schema: SlotLayout, num_streams: int, num_slots: int, *, is_sparse: bool = False
+    ) -> None:
+        """With `is_sparse`, the ring has no memory for slots but those of streams that are reserved (`reserve`)."""
         self.schema, self.num_streams, self.num_slots = schema, num_streams, num_slots
-        path = folder / "trajectories"
+        self._path = path = folder / "trajectories"
         nbytes = self.size(schema, num_streams, num_slots)
-        memory = join_segment(path, nbytes)
+        memory = join_segment(path, nbytes, self._words_size(num_streams) if is_sparse else None)
         if memory.nbytes != nbytes:
             raise TransportError(f"segment {path} has {memory.nbytes} bytes where {nbytes} are expected")
         words = memory[: self._words_size(num_streams)].view(np.int64).reshape(3, num_streams, WORDS_PER_LINE)
         self.head, self.released, self.granted = words[0, :, 0], words[1, :, 0], words[2, :, 0]
-        slots = memory[self._words_size(num_streams) :].reshape(num_streams, num_slots, schema.nbytes)
-        self.slots = [[schema.views(slots[s, i]) for i in range(num_slots)] for s in range(num_streams)]
+        self._slots = memory[self._words_size(num_streams) :].reshape(num_streams, num_slots, schema.nbytes)
+        self._views: dict[int, list[dict[str, Array]]] = {}  # by stream, made on first use: an actor needs only its own
         self.ready = Doorbell(folder / "ready")
         self.free = Doorbells(folder, "free")
 
@@ -123,6 +126,17 @@ class SlotRing:
     def size(cls, schema: SlotLayout, num_streams: int, num_slots: int) -> int:
         return cls._words_size(num_streams) + num_streams * num_slots * schema.nbytes
 
+    def reserve(self, stream: int) -> None:
+        """Allocates the memory of a stream's slots in a sparse ring."""
+        nbytes = self.num_slots * self.schema.nbytes
+        reserve(self._path, self._words_size(self.num_streams) + stream * nbytes, nbytes)
+
+    def slots(self, stream: int) -> list[dict[str, Array]]:
+        """Returns the slots of a stream."""
+        if (views := self._views.get(stream)) is None:
+            views = self._views[stream] = [self.schema.views(slot) for slot in self._slots[stream]]
+        return views
+
     # The writer's side.
 
     def may_begin(self, stream: int) -> bool:
@@ -130,7 +144,7 @@ class SlotRing:
 
     def writable(self, stream: int) -> dict[str, Array]:
         """Returns the slot that `stream` writes next; call it only if `may_begin`."""
-        return self.slots[stream][int(self.head[stream]) % self.num_slots]
+        return self.slots(stream)[int(self.head[stream]) % self.num_slots]
 
     def commit(self, stream: int) -> None:
         """Makes the written slot visible to the learner."""
@@ -144,7 +158,7 @@ class SlotRing:
 
     def readable(self, stream: int, ahead: int = 0) -> dict[str, Array]:
         """Returns the oldest unread slot of `stream`, or the slot `ahead` positions after it."""
-        return self.slots[stream][(int(self.released[stream]) + ahead) % self.num_slots]
+        return self.slots(stream)[(int(self.released[stream]) + ahead) % self.num_slots]
 
     def release(self, stream: int, count: int = 1) -> None:
         self.released[stream] += count

@@ -81,7 +81,7 @@ class Shape:
         actor = config.actor
         return cls(
             cores=cores,
-            actors=actor.num_actors,
+            actors=config.actors_per_host,
             envs=actor.envs,
             groups=num_groups(config),
             servers=config.acting.servers,
@@ -149,8 +149,6 @@ def settled(config: TrainConfig) -> Choice | None:
         return Choice("local", "every worker chooses its own actions")
     if config.experience == "gradients":
         return Choice("local", "actors compute gradients and need the policy themselves")
-    if config.engine == "hosts":
-        return Choice("local", "with several hosts every actor chooses its own actions")
     if config.acting.mode != "auto":
         return Choice(config.acting.mode, "as configured")
     if config.experience == "replay" and config.replay.prioritized:
@@ -159,7 +157,7 @@ def settled(config: TrainConfig) -> Choice | None:
 
 
 def choose_acting(context: Context, engine: InlineEngine | LocalEngine, prepared: Prepared) -> Choice:
-    """Returns the acting mode: the configured one or, for `auto`, the one that suits the run.
+    """Returns the acting mode: the configured one or, for `auto`, the one that suits the run, or its head.
 
     With `auto`, raises ConfigError if the settings of central acting are invalid, even if local acting would be chosen.
     """

@@ -20,6 +20,7 @@ class Prepared:
     spaces: Spaces
     address: str  # to which workers connect, in a run with workers
     threads: int  # of the learner
+    device: str = "cpu"  # of the learner
     on_cpu: bool = True  # False if the learner or an inference server would use a GPU
     state_shapes: tuple[tuple[int, ...], ...] = ()
     weights_bytes: int = 0  # of the published weights

@@ -26,7 +26,7 @@ def window(config: TrainConfig) -> int:
         num_gradients(config),
     )
     if lag is None:
-        return max(actor.slots * count, -(-batch // actor.num_actors) + count)
+        return max(actor.slots * count, -(-batch // (config.hosts.min_actors or actor.num_actors)) + count)
     if batch % actor.num_actors:
         raise ConfigError(
             f"learner.batch={batch} is not a multiple of the {actor.num_actors} actors, but learner.max_lag={lag} "
@@ -80,7 +80,7 @@ def round_rows(config: TrainConfig) -> int:
     rows = actor.envs // num_groups(config)
     if not acting.batch:
         return rows
-    most = rows * -(-actor.num_actors // acting.servers)
+    most = rows * -(-config.actors_per_host // acting.servers)
     return max(rows, min(most, acting.max_batch // rows * rows)) if acting.max_batch else most
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from echelon import config_io
+from echelon.engines.process import ProcessSpec
 from echelon.hosts.messages import Assignment
 from echelon.hosts.ownership import Ownership
 from echelon.roles.context import Context
@@ -50,14 +54,22 @@ class Memory(ABC):
             folder.mkdir(exist_ok=True)
         return SlotRing(folder, self.slots, self._num_streams(learner), window(train))
 
+    @property
+    def stream(self) -> int:
+        """The stream of this actor in its ring, which holds the actors of one learner."""
+        context, train = self.context, self.context.train
+        return context.index - train.actors_of(train.learner_of(context.index)).start
+
     def _num_streams(self, learner: int = 0) -> int:
-        return self.context.streams[1] if self.context.streams else len(self.context.train.actors_of(learner))
+        return len(self.context.train.actors_of(learner))
 
     # Other hosts.
 
     @cached_property
     def slot_bytes(self) -> SlotBytes:
         """The encoding of a slot that is sent between hosts."""
+        if self.context.train.algorithm.slots == "gradients":
+            return SlotBytes(self.slots.nbytes)
         stacks, actor = [], self.context.train.actor
         for leaf in image_stacks(self.context.spaces):
             place = next(field for field in self.schema.fields if field.name == leaf.path)
@@ -68,6 +80,12 @@ class Memory(ABC):
     def raw_ring(self) -> SlotRing:
         """Opens the ring with slots as raw bytes."""
         return SlotRing(self.context.session, self.slot_bytes, self._num_streams(), window(self.context.train))
+
+    def slot_counts(self) -> SlotRing:
+        """Opens the counts of slots and grants; with replay, those of a ring whose slots are empty."""
+        if self.context.train.algorithm.experience != "replay":
+            return self.raw_ring()
+        return SlotRing(self.context.session, SlotBytes(0), self._num_streams(), window(self.context.train))
 
     def ownership(self) -> Ownership:
         return Ownership(self.context.session, self._num_streams())
@@ -80,11 +98,21 @@ class Memory(ABC):
     def assignment(self) -> Assignment:
         """Returns the sizes and modules that a host needs before its first role starts."""
         return Assignment(
+            streams=self.context.train.actor.num_actors,
             slots=window(self.context.train),
             slot=self.slot_bytes.to_wire(),
             weights=self.weights_bytes,
+            has_bulk=not self.context.train.is_spread,
+            act_bytes=self._act_bytes // self.context.train.actor.num_actors,
             preload=list(PRELOAD),
+            check=asdict(ProcessSpec("check", "echelon.roles.plan.host_check:host_check", self._checked)),
         )
+
+    @property
+    def _checked(self) -> dict[str, Any]:
+        """What a host must be able to create."""
+        train, spaces = config_io.to_json(self.context.train), self.context.spaces.to_json()
+        return {"train": train, "spaces": spaces, "weights_bytes": self.weights_bytes}
 
     def board(self) -> WeightsBoard:
         return WeightsBoard(self.context.session, self.weights_bytes)
@@ -105,11 +133,15 @@ class Memory(ABC):
         """Returns the file in which an inference server writes its TCP address."""
         return self.context.session / f"act-{server}.address"
 
+    @property
+    def _act_bytes(self) -> int:
+        """Bytes of the board of act requests, which has seats for all actors of the run on every host."""
+        return act_layout(self.context).nbytes if self.context.train.acting.mode == "central" else 0
+
     def shared_bytes(self) -> int:
         """Returns the bytes of shared memory that the run needs."""
         config = self.context.train
-        acting = act_layout(self.context).nbytes if config.acting.mode == "central" else 0
-        shared = WeightsBoard.size(self.weights_bytes) + acting
+        shared = WeightsBoard.size(self.weights_bytes) + self._act_bytes
         shared += Journal.size() if config.has_workers else 0
         if config.algorithm.experience == "replay":
             return shared + self.replay.nbytes

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from echelon.roles.acting import Acting, Exploring
     from echelon.roles.actor import LocalActing
     from echelon.roles.experience import Experience
+    from echelon.roles.ring_sink import SlotSink
     from echelon.roles.source import Source
     from echelon.roles.update import Trainable
     from echelon.transport.act_listener import ActListener
@@ -122,7 +123,7 @@ class Plan(Memory):
     def experience(self, station: Station) -> Experience:
         """Returns the object that receives the steps of the actor."""
         config, index = self.context.train, self.context.index
-        if config.algorithm.experience == "replay":
+        if config.algorithm.experience == "replay" and self.context.is_at_head:
             from echelon.roles.replay_experience import ReplayExperience
 
             return ReplayExperience(self.replay, self.schema, index, station)
@@ -132,10 +133,17 @@ class Plan(Memory):
             return GradientExperience(self, Plan(self.context).model, station)
         from echelon.roles.experience import SlotExperience
 
-        learner = config.learner_of(index)
-        first = self.context.streams[0] if self.context.streams else config.actors_of(learner).start
-        stream = index - first
-        return SlotExperience(self.ring(learner), self.schema, stream, station)
+        return SlotExperience(self.ring(config.learner_of(index)), self.schema, self.stream, station)
+
+    def slot_sink(self, station: Station) -> SlotSink:
+        """Returns the object that receives the slots of other hosts."""
+        if self.context.train.algorithm.experience == "replay":
+            from echelon.roles.shard_sink import ShardSink
+
+            return ShardSink(self, station)
+        from echelon.roles.ring_sink import RingSink
+
+        return RingSink(self.raw_ring(), self.slot_bytes)
 
     def acting(self, distribution: Distribution, seed: int) -> Acting:
         """Returns the object that chooses the actions of the actor."""

@@ -1,4 +1,4 @@
-"""Chooses the device and the number of threads of a learner, by its experience and its network."""
+"""Chooses the devices of learners and inference servers, and the number of threads of a learner."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import torch
 
 from echelon.config import LearnerConfig, TrainConfig
+from echelon.errors import ConfigError
 from echelon.roles.placement import MIN_GPU_PARAMETERS, pick_device
 
 # With replay, where the GPU runs a recorded CUDA graph, a smaller network is worth a GPU: two layers of 256 units are
@@ -22,19 +23,55 @@ def learner_device(config: TrainConfig, num_parameters: int, index: int = 0) -> 
     """Returns the device of learner `index` for a network of `num_parameters` parameters.
 
     With `auto`, gradients that actors computed are summed on the CPU, where they are stored. Several learners are
-    assigned to the GPUs round robin.
+    assigned to the GPUs round robin; with `auto`, all of them use the CPU if they are too many for the GPUs.
     """
     if config.algorithm.slots == "gradients" and config.learner.device == "auto":
         return "cpu"
     least = MIN_REPLAY_PARAMETERS if config.algorithm.experience == "replay" else MIN_GPU_PARAMETERS
     device = pick_device(config.learner.device, num_parameters, least=least)
-    if config.learner.num_learners == 1 or device != "cuda":
+    if config.learners_per_host == 1 or device != "cuda":
         return device
-    return f"cuda:{index % torch.cuda.device_count()}"
+    found = [_gpu_of(place, config.learner.device, config) for place in range(config.learner.num_learners)]
+    return found[index] if "cpu" not in found else "cpu"
+
+
+def server_device(config: TrainConfig, num_parameters: int, index: int) -> str:
+    """Returns the device of inference server `index` for a network of `num_parameters` parameters.
+
+    The learners and servers of a host are assigned to its GPUs round robin, the learners first.
+    """
+    acting = config.acting
+    device = pick_device(acting.device, num_parameters, "--acting.device")
+    if device != "cuda":
+        return device
+    is_learning = config.is_spread or index < acting.servers  # this host has learners, as the head has
+    on_gpu = is_learning and learner_device(config, num_parameters).startswith("cuda")
+    place = index % acting.servers + on_gpu * config.learners_per_host
+    return _gpu_of(place, acting.device, config)
+
+
+def _gpu_of(place: int, device: str, config: TrainConfig) -> str:
+    """Returns the GPU of the learner or server number `place` of a host; if it is one too many, the CPU for `auto`.
+
+    Raises ConfigError for a configured `device` that would have more than `acting.workers_per_gpu` of them.
+    """
+    num_gpus, most = torch.cuda.device_count(), config.acting.workers_per_gpu
+    if place < num_gpus * most:
+        return f"cuda:{place % num_gpus}"
+    if device == "auto":
+        return "cpu"
+    raise ConfigError(
+        f"device={device} for at least {place + 1} learners and inference servers, but this host has {num_gpus} GPUs "
+        f"and acting.workers_per_gpu={most}, so {num_gpus * most} of them fit. Use fewer (--learners, "
+        "--acting.servers), another device (--device, --acting.device), or raise --acting.workers-per-gpu."
+    )
 
 
 def have_own_gpus(config: LearnerConfig, device: torch.device) -> bool:
-    """Returns whether each of several learners, one of which is on `device`, has its own GPU, as NCCL requires."""
+    """Returns whether each of several learners of this host, one of which is on `device`, has its own GPU.
+
+    NCCL requires it.
+    """
     is_spread = config.device in ("auto", "cuda")
     return device.type == "cuda" and is_spread and torch.cuda.device_count() >= config.num_learners
 
@@ -46,16 +83,18 @@ def learner_threads(config: TrainConfig, num_parameters: int, num_samples: int) 
     it waits for them. With a small network the batch decides: each thread needs at least THREAD_WORK, and there are at
     most as many threads as cores that the actors leave free. Example: IMPALA with two towers of 64 units and 12 actors
     of 512 environments has 9,184 parameters x 122,880 samples = 1.1e9, so five threads would pay off, and 16 cores
-    leave four. Reproducible runs (inline, max_lag=0) always use one thread, because the order of summation changes the
-    result.
+    leave four. A run in one process uses one thread, and so does a small network with max_lag=0: the order of summation
+    changes the result, and such runs are reproducible.
     """
     learner, cores = config.learner, len(os.sched_getaffinity(0))
     device = learner_device(config, num_parameters)  # raises ConfigError if the device does not exist
     if learner.threads or device != "cpu":
         return learner.threads  # 0 on a GPU: a run that is resumed without its GPU chooses then
+    if config.engine == "inline":
+        return 1
     if num_parameters >= MIN_GPU_PARAMETERS:
-        return max(1, cores // learner.num_learners)
-    if config.engine == "inline" or learner.max_lag == 0:
+        return max(1, cores // config.learners_per_host)
+    if learner.max_lag == 0:
         return 1
     work = num_parameters * num_samples // learner.num_learners
-    return max(1, min(work // THREAD_WORK, (cores - config.actor.num_actors) // learner.num_learners))
+    return max(1, min(work // THREAD_WORK, (cores - config.actors_per_host) // config.learners_per_host))

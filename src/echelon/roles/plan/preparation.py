@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import CRASHES, INHERITED, ProcessSpec
 from echelon.errors import ConfigError, RunError
-from echelon.hosts.engine import HostsEngine, streams_of_hosts
+from echelon.hosts.engine import HostsEngine
+from echelon.hosts.members import Host, actors_text
+from echelon.hosts.quorum import Quorum
 from echelon.memory_check import check_fits, check_processes, free_memory
 from echelon.names import absolute, describe_callable, text_of
 from echelon.roles.context import Context
@@ -24,7 +26,7 @@ from echelon.roles.plan.choice import Choice, choose_acting
 from echelon.roles.plan.findings import PREPARED, USER_LAYOUT, Prepared
 from echelon.roles.plan.memory import PreparedMemory
 from echelon.roles.plan.replay import ReplayPlan
-from echelon.roles.plan.start import PREPARATION, roles_of
+from echelon.roles.plan.start import PREPARATION, roles_of, with_nodes
 from echelon.roles.user_objects import UserObjects
 from echelon.runs.folder import check_new, default_run_dir
 from echelon.transport.secret import secret_for
@@ -47,7 +49,7 @@ def prepare(
     user_objects: UserObjects | None = None,
 ) -> tuple[Context, Choice]:
     """Checks a run and creates its shared memory. Returns its context and the chosen acting mode."""
-    config = _with_whole_paths(config)
+    config = with_nodes(_with_whole_paths(config), engine)
     text = text_of(config.env.id) or "workers"
     if config.engine != "inline" and not isinstance(config.env.id, str):
         config = replace(config, env=replace(config.env, id=describe_callable(config.env.id)))
@@ -79,6 +81,7 @@ def prepare(
         run_dir=run_dir.absolute(),
         started_at=started_at,
         shares_process=config.engine == "inline",
+        hostname=config.hosts.hostname if config.is_spread else "127.0.0.1",
         user_objects=user_objects,
     )
     if config.experience == "replay":
@@ -88,9 +91,11 @@ def prepare(
     memory = PreparedMemory(context, prepared)
     _make(memory, report)
     if isinstance(engine, HostsEngine):
-        streams = streams_of_hosts(config.actor.num_actors, config.hosts.count)
         began = time.monotonic()
-        engine.gather(memory.assignment(), streams, memory.carrier_file, report)
+        quorum = Quorum(config.hosts.count, config.hosts.min_actors)
+        counts = memory.slot_counts() if not config.is_spread else None
+        engine.gather(memory.assignment(), quorum, counts, memory.carrier_file, report)
+        report(placement_table(context.train, engine.placement(), prepared.device))
         waited_s = time.monotonic() - began  # does not count towards --minutes
         context = replace_fields(context, started_at=context.started_at + waited_s)
     return context, choice
@@ -170,17 +175,32 @@ def _choose(context: Context, engine: AnyEngine, prepared: Prepared, report: Cal
 def _make(memory: PreparedMemory, report: Callable[[str], None]) -> None:
     context = memory.context
     if not context.shares_process:
-        elsewhere = context.train.actor.num_actors - actors_at_head(context.train)
-        check_processes(len(roles_of(context.train)) - elsewhere, free_memory())
+        num_actors, hosts = context.train.actor.num_actors, context.train.hosts
+        at_head = num_actors // hosts.count
+        if hosts.min_actors:
+            at_head = min(at_head, len(os.sched_getaffinity(0)))
+        check_processes(len(roles_of(context.train)) - num_actors + at_head, free_memory())
     sizes = "--envs-per-actor, --actor.trajectory or --actor.slots"
     check_fits(memory.shared_bytes(), "the run's shared memory", free_memory(context.session.parent), sizes)
     for text in memory.make():
         report(text)
 
 
-def actors_at_head(config: TrainConfig) -> int:
-    """Returns the number of actors on this host."""
-    return len(streams_of_hosts(config.actor.num_actors, config.hosts.count)[0])
+def placement_table(config: TrainConfig, hosts: Sequence[Host], device: str) -> str:
+    """Returns which roles each host runs, as a table; `device` is that of the learner."""
+    rows = [("host", "cores", "roles")]
+    elsewhere = {name for host in hosts for name in host.roles}
+    others = [role for role in roles_of(config) if role.kind != "actor" and role.name not in elsewhere]
+    for host in hosts:
+        roles = [*host.roles]
+        if host is hosts[0]:
+            roles = [f"{role.name} on {device}" if role.kind == "learner" else role.name for role in others]
+        roles += [actors_text(host.actors)] if host.actors else []
+        rows.append((host.name, str(host.cores), ", ".join(roles)))
+    if idle := sorted(set(range(config.actor.num_actors)).difference(*(host.actors for host in hosts))):
+        rows.append(("none yet", "", actors_text(idle)))
+    width = max(len(name) for name, _, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {cores:>5}  {roles}" for name, cores, roles in rows)
 
 
 def _with_whole_paths(config: TrainConfig) -> TrainConfig:

@@ -13,6 +13,7 @@ import numpy as np
 
 from echelon.config import TrainConfig
 from echelon.errors import ConfigError
+from echelon.hosts.run_steps import RunSteps
 from echelon.memory_check import check_fits, free_memory
 from echelon.replay.archive import Archive
 from echelon.replay.layout import ShardLayout, item_layout
@@ -96,6 +97,7 @@ def limiter_rule(config: TrainConfig) -> LimiterRule:
         batch=replay.batch,
         chunk=_chunk(config),
         num_shards=shards,
+        exact=replay.exact,
     )
     if config.learner.num_learners == 1:
         return rule
@@ -190,7 +192,9 @@ class ReplayPlan:
         return Tally.at(self.folder, self.config.num_shards, self.config.learner.num_learners)
 
     def tally_steps(self) -> Callable[[], int]:
-        """Returns a function that returns the environment steps of the run so far."""
+        """Returns a function that returns the environment steps of the run so far, as this host knows them."""
+        if not self.context.is_at_head:
+            return RunSteps(self.folder).get
         tally = self.tally()
         return lambda: tally.env_steps
 

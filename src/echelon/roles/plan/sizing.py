@@ -19,11 +19,10 @@ from echelon.config import TrainConfig
 from echelon.envs.make import probe_spaces
 from echelon.roles.context import COORDINATOR
 from echelon.roles.gradient_slots import GradientSchema
-from echelon.roles.placement import pick_device
 from echelon.roles.plan.choice import settled
 from echelon.roles.plan.findings import PREPARED, USER_LAYOUT, Prepared
 from echelon.roles.plan.layouts import minibatch_samples, num_gradients
-from echelon.roles.plan.placement import learner_device, learner_threads
+from echelon.roles.plan.placement import learner_device, learner_threads, server_device
 from echelon.roles.user_policy import StateLayout
 from echelon.runs.checkpoint import find_weights
 from echelon.schema import Spaces, TrajectorySchema
@@ -58,10 +57,11 @@ class Preparation:
         model = Model(train.network, spaces, train.algorithm, seed=train.seed)
         num_parameters, shapes = model.parameters.numel(), model.network.state_shapes
         threads = learner_threads(train, num_parameters, minibatch_samples(train))
-        devices = {learner_device(train, num_parameters)}
+        device = learner_device(train, num_parameters)
+        devices = {device}
         choice = settled(train)
         if choice is None or choice.mode == "central":
-            devices.add(pick_device(train.acting.device, num_parameters, "--acting.device"))
+            devices |= {server_device(train, num_parameters, index) for index in range(train.acting.servers)}
         if train.run.init_from and self.generation == 0:
             model.load_weights(find_weights(train.run.init_from), train.run.init_from)
         slots: TrajectorySchema | GradientSchema = TrajectorySchema(
@@ -69,8 +69,7 @@ class Preparation:
         )
         if train.algorithm.slots == "gradients":
             slots = GradientSchema.of(train.actor, num_gradients(train), model)
-        on_cpu = devices == {"cpu"}
-        return Prepared(spaces, address, threads, on_cpu, shapes, model.nbytes, slots.nbytes)
+        return Prepared(spaces, address, threads, device, devices == {"cpu"}, shapes, model.nbytes, slots.nbytes)
 
     def _find_spaces(self, layout: StateLayout | None) -> tuple[Spaces, str]:
         """Returns the spaces, and the address to which workers connect."""

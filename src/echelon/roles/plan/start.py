@@ -6,12 +6,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.config import TrainConfig
+from echelon.config import TrainConfig, replace
 from echelon.engines.hosted import HostedEngine
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import COMPILER, LocalEngine
+from echelon.engines.ray_cluster import RayCluster
 from echelon.errors import ConfigError
 from echelon.hosts.engine import HostsEngine
+from echelon.hosts.ray_engine import RayEngine, make_address
 from echelon.names import text_of
 
 PREPARATION = "preparation"
@@ -40,6 +42,7 @@ PRELOAD_WITH_WORKERS = (
 )
 
 EVALUATOR_NICE = 10
+YIELDING_NICE = 19  # of actors that share their cores with the threads of the learner; with 15 it has no effect
 NUM_EVALUATIONS = 10  # evaluations of workers in the shown mean, as each of them is a single episode
 
 
@@ -58,16 +61,40 @@ def roles_of(config: TrainConfig) -> list[RoleSpec]:
     roles = [RoleSpec(name, "learner", index) for index, name in enumerate(config.learner_names)]
     if config.has_workers:
         return [*roles, RoleSpec("gateway", "gateway")]
-    if config.engine == "hosts":
+    if config.has_hosts and not config.is_spread:  # otherwise no trajectory leaves its host
         roles.append(RoleSpec("carrier", "carrier"))
     if config.algorithm.experience == "replay" and config.replay.transport == "tcp":
         roles.append(RoleSpec("shards-0", "shards"))
     if config.acting.mode == "central":
         roles += [RoleSpec(f"inference-{index}", "inference", index) for index in range(config.acting.servers)]
-    roles += [RoleSpec(f"actor-{index}", "actor", index) for index in range(config.actor.num_actors)]
+    nice = YIELDING_NICE if _yields(config) else 0
+    roles += [RoleSpec(f"actor-{index}", "actor", index, nice) for index in range(config.actor.num_actors)]
     if config.evaluation.interval_s > 0:
         roles.append(RoleSpec("evaluator", "evaluator", nice=EVALUATOR_NICE))
     return roles
+
+
+def roles_of_host(config: TrainConfig, number: int) -> list[RoleSpec]:
+    """Returns the roles that another host has besides its actors: an inference server near them."""
+    is_central = config.acting.mode == "central"
+    return [RoleSpec(f"inference-{number}", "inference", number)] if is_central else []
+
+
+def _yields(config: TrainConfig) -> bool:
+    """Returns whether actors yield to the learner: if it computes with all cores, and waits for them in between.
+
+    Its threads wait for each other, so an actor on one of the cores stops all of them. The actors run when the learner
+    waits for them. Super Mario Bros on two cores is a quarter faster.
+    """
+    return config.replay.exact and config.learner.threads >= len(os.sched_getaffinity(0)) > 1
+
+
+def ranks_of(config: TrainConfig) -> dict[str, int]:
+    """Returns the ranks by role that a run with a log of its episodes reports: the learners first, then the actors."""
+    if not config.run.log_interval:
+        return {}
+    ranked = [role.name for role in roles_of(config) if role.kind in ("learner", "actor")]
+    return {name: rank for rank, name in enumerate(ranked)}
 
 
 def num_evaluations(config: TrainConfig) -> int:
@@ -93,13 +120,34 @@ def make_engine(config: TrainConfig, session: Path, *, has_objects: bool) -> Inl
     if config.engine == "inline":
         return InlineEngine()
     preload = PRELOAD_WITH_WORKERS if config.has_workers else PRELOAD
-    if config.engine == "hosts":
-        hosts = config.hosts
-        return HostsEngine(str(session), (*preload, "echelon.roles.carrier"), hosts.address, hosts.lease_s)
+    if config.has_hosts:
+        return _make_hosts_engine(config, session, (*preload, "echelon.roles.carrier"))
     if not has_objects:
         return LocalEngine(str(session), preload)
     here = ["learner"] if config.workers.spaces == "worker" else ["learner", PREPARATION]
     return HostedEngine(str(session), preload, here)
+
+
+def _make_hosts_engine(config: TrainConfig, session: Path, preload: tuple[str, ...]) -> HostsEngine:
+    hosts = config.hosts
+    if config.engine == "hosts":
+        return HostsEngine(str(session), preload, hosts.address, hosts.lease_s)
+    cluster = RayCluster(hosts.ray_address, session / "ray.log")
+    address = make_address(hosts.address, cluster) if hosts.ray_address else hosts.address
+    return RayEngine(str(session), preload, cluster, address, hosts.lease_s, config.shm_dir)
+
+
+def with_nodes(config: TrainConfig, engine: InlineEngine | LocalEngine) -> TrainConfig:
+    """Returns `config` with the address of the head, and the number of hosts, that follow from a Ray cluster.
+
+    The run waits for all nodes, but not for more than it has actors, unless `hosts.count` or `hosts.min_actors` say
+    how many suffice.
+    """
+    if not isinstance(engine, RayEngine):
+        return config
+    hosts, num = config.hosts, min(engine.num_nodes, config.actor.num_actors)
+    count = hosts.count if hosts.count > 1 or hosts.min_actors else num
+    return replace(config, hosts=replace(hosts, address=engine.address, count=count))
 
 
 def title(config: TrainConfig) -> str:
@@ -111,13 +159,7 @@ def check_stop(config: TrainConfig) -> None:
     """Raises ConfigError if the run has no stop condition."""
     stop = config.stop
     if not (stop.steps or stop.minutes or stop.episodes or stop.until_return is not None):
-        episodes = "--episodes E, " if config.has_workers else ""
-        raise ConfigError(f"the run would never end: give {episodes}--steps N, --minutes M or --until-return R.")
-
-
-def episodes_option(config: TrainConfig) -> str:
-    """Returns the additional stop option of runs with workers, for messages; "" for other runs."""
-    return "--episodes, " if config.has_workers else ""
+        raise ConfigError("the run would never end: give --steps N, --minutes M, --episodes E or --until-return R.")
 
 
 def num_cores_of(config: TrainConfig) -> int:

@@ -1,0 +1,88 @@
+"""--auto-resume: the same command starts a run, continues it, and leaves a finished one alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import echelon.training as training
+from echelon.cli.main import main
+from echelon.config_io import set_fields
+from echelon.presets import preset
+from echelon.runs.folder import RunFolder
+
+INLINE = ["--engine", "inline", "--actors", "1", "--envs-per-actor", "2", "--network.hidden", "16"]
+INLINE += ["--evaluation.interval-s", "0", "--learner.threads", "1", "--actor.trajectory", "5"]
+
+
+@pytest.fixture
+def command(tmp_path: Path, shm_dir: Path) -> list[str]:
+    places = ["--shm-dir", str(shm_dir), "--run-dir", str(tmp_path / "run")]
+    return ["train", "impala", "CartPole-v1", *INLINE, *places, "--auto-resume"]
+
+
+def steps_of(run: Path) -> int:
+    steps: int = json.loads((run / "summary.json").read_text())["env_steps"]
+    return steps
+
+
+def test_one_command_starts_continues_and_ends(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main([*command, "--steps", "100"]) == 0 and 100 <= (steps := steps_of(run)) < 120
+    record = (run / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert main([*command, "--steps", "100"]) == 0
+    assert "has reached its end" in capsys.readouterr().out
+    assert (run / "metrics.jsonl").read_bytes() == record and steps_of(run) == steps
+    assert main([*command, "--steps", "200"]) == 0, "a larger total goes on"
+    assert "resuming from" in capsys.readouterr().out and 200 <= steps_of(run) < 220
+
+
+@pytest.mark.parametrize("content", [("logs/", "checkpoints/"), ("logs/", "checkpoints/", "config.json", ".lock")])
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
+    command: list[str], tmp_path: Path, content: tuple[str, ...]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in content:
+        (run / name).mkdir() if name.endswith("/") else (run / name).write_text("{}")
+    assert main([*command, "--steps", "100"]) == 0 and 100 <= steps_of(run) < 120
+    assert {entry.name for entry in (tmp_path / "run.incomplete").iterdir()} >= {"logs", "checkpoints"}
+
+
+def test_other_folders_and_runs_that_have_just_started_are_refused(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with RunFolder(run).held():
+        assert main([*command, "--steps", "100"]) == 2
+    (run / "letter.txt").write_text("dear")
+    assert main([*command, "--steps", "100"]) == 2
+    assert main(["train", "impala", "CartPole-v1", "--steps", "1", "--auto-resume"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    for line, text in zip(errors, ("is still running", "is not empty", "--run-dir"), strict=True):
+        assert text in line
+    assert (run / "letter.txt").read_text() == "dear"
+
+
+def test_a_resumed_run_takes_its_end_and_its_hosts_from_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, given = tmp_path / "run", dict[str, Any]()
+    (run / "checkpoints" / "step").mkdir(parents=True)
+    (run / "config.json").write_text("{}")
+    monkeypatch.setattr(training, "resume", lambda path, **options: given.update(path=path, **options))
+    words = ["train", "impala", "CartPole-v1", "--actors", "6", "--minutes", "5", "--run-dir", str(run)]
+    assert main([*words, "--hosts", "3", "--hosts.address", "tcp://0.0.0.0:7000", "--auto-resume"]) == 0
+    assert (given["path"], given["minutes"], given["steps"], given["hosts"]) == (run, 5.0, 0, 3)
+    assert given["fields"]["hosts.address"] == "tcp://0.0.0.0:7000"
+    several = {"actor.num_actors": "6", "hosts.count": "3", "engine": "hosts"}
+    config = set_fields(preset("impala", "CartPole-v1"), {**several, **given["fields"]})
+    assert config.hosts.lease_s == 30.0, "texts that a resumed run can read"
+    assert main([*words, "--auto-resume"]) == 0 and given["hosts"] is None and not given["fields"]
