@@ -1,10 +1,12 @@
 """Compares a run on two hosts with the same run on one, on the same cores: steps/s, processor time, bytes on the link.
 
-    python benchmarks/hosts.py [PRESET ENV] [--pairs 4] [--seconds 15] [--loopback] [-- --actors 2 --envs-per-actor 32]
+    python benchmarks/hosts.py [PRESET ENV] [--pairs 4] [--seconds 15] [--loopback] [--mbit 1000]
+        [-- --actors 2 --envs-per-actor 32]
+    python benchmarks/hosts.py --acting [PRESET ENV] ...       # central with local acting, both on two hosts
 
-The two hosts are network namespaces connected by a veth pair. Each run is measured while it trains, and runs on one and
-two hosts alternate (A-B-B-A). This needs unshare, nsenter and ip, and a kernel that allows users to create namespaces.
-With --loopback both hosts are this machine.
+The two hosts are network namespaces connected by a veth pair, limited to `--mbit` in each direction. Each run is
+measured while it trains, and the compared runs alternate (A-B-B-A). This needs unshare, nsenter and ip, and a kernel
+that allows users to create namespaces. With --loopback both hosts are this machine.
 """
 
 from __future__ import annotations
@@ -42,9 +44,18 @@ class Reading:
     link_bytes: int
 
 
+@dataclass(frozen=True)
+class Case:
+    """One of the two kinds of runs that are compared."""
+
+    name: str
+    acting: str
+    num_hosts: int
+
+
 @contextmanager
-def two_hosts() -> Iterator[tuple[Words, Words]]:
-    """Yields the command prefixes that run a command on either host."""
+def two_hosts(mbit: int = 0) -> Iterator[tuple[Words, Words]]:
+    """Yields the command prefixes that run a command on either host; `mbit` limits their link, 0 does not."""
     holders = [subprocess.Popen(["unshare", "-rn", "sleep", "3600"])]
     try:
         head = _entered(holders[0])
@@ -56,6 +67,9 @@ def two_hosts() -> Iterator[tuple[Words, Words]]:
             _run(*words, "ip", "addr", "add", f"{address}/24", "dev", device)
             _run(*words, "ip", "link", "set", device, "up")
             _run(*words, "ip", "link", "set", "lo", "up")
+            if mbit:
+                limit = ("rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms")
+                _run(*words, "tc", "qdisc", "add", "dev", device, "root", "tbf", *limit)
         yield head, other
     finally:
         for holder in holders:
@@ -167,32 +181,42 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--loopback", action="store_true")
+    parser.add_argument("--mbit", type=int, default=0, help="rate of the link in Mbit/s (default: not limited)")
+    parser.add_argument("--acting", action="store_true", help="compare central with local acting, on two hosts")
     given = sys.argv[1:]
     own, more = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     arguments = parser.parse_args(own)
     more = more or ["--actors=2", "--envs-per-actor=32"]
-    options = [*arguments.task, "--minutes=10", "--evaluation.interval-s=0", "--acting=local", *more]
-    rates: dict[int, list[float]] = {1: [], 2: []}
-    costs: dict[int, list[float]] = {1: [], 2: []}
-    with loopback() if arguments.loopback else two_hosts() as hosts:
+    options = [*arguments.task, "--minutes=10", "--evaluation.interval-s=0"]
+    if arguments.acting:
+        before, after = Case("local acting", "local", 2), Case("central acting", "central", 2)
+    else:
+        before, after = Case("1 host", "local", 1), Case("2 hosts", "local", 2)
+    rates: dict[Case, list[float]] = {before: [], after: []}
+    costs: dict[Case, list[float]] = {before: [], after: []}
+    with loopback() if arguments.loopback else two_hosts(arguments.mbit) as hosts:
         for pair in range(arguments.pairs):
-            for count in (1, 2) if pair % 2 == 0 else (2, 1):
-                first, last = measure(options, hosts if count == 2 else None, arguments.seconds)
+            for case in (before, after) if pair % 2 == 0 else (after, before):
+                words = [*options, f"--acting={case.acting}", *more]
+                first, last = measure(words, hosts if case.num_hosts == 2 else None, arguments.seconds)
                 steps, wall_s = last.env_steps - first.env_steps, last.at - first.at
                 used = {role: last.used_s[role] - first.used_s.get(role, 0.0) for role in last.used_s}
-                rates[count].append(steps / wall_s)
-                costs[count].append(1e6 * sum(used.values()) / steps)
+                rates[case].append(steps / wall_s)
+                costs[case].append(1e6 * sum(used.values()) / steps)
                 shares = ", ".join(f"{r} {1e6 * s / steps:.2f}" for r, s in sorted(used.items()) if s > 0)
                 link = (last.link_bytes - first.link_bytes) / wall_s / 1e6
                 print(
-                    f"{count} host{'s' * (count > 1)}: {rates[count][-1]:>9,.0f} steps/s, {costs[count][-1]:.2f} us of "
-                    f"processor time per step ({shares})" + (f", {link:.1f} MB/s on the link" if count > 1 else ""),
+                    f"{case.name}: {rates[case][-1]:>9,.0f} steps/s, {costs[case][-1]:.2f} us of processor time per "
+                    f"step ({shares})" + (f", {link:.1f} MB/s on the link" if case.num_hosts > 1 else ""),
                     flush=True,
                 )
-    paired = [two / one for one, two in zip(rates[1], rates[2], strict=True)]
-    paid = [one / two for one, two in zip(costs[1], costs[2], strict=True)]
-    print(f"steps/s on two hosts / on one: median {statistics.median(paired):.3f} of {[round(r, 3) for r in paired]}")
-    print(f"processor time on one / on two: median {statistics.median(paid):.3f} of {[round(r, 3) for r in paid]}")
+    paired = [two / one for one, two in zip(rates[before], rates[after], strict=True)]
+    paid = [one / two for one, two in zip(costs[before], costs[after], strict=True)]
+    for what, ratios in (
+        (f"steps/s, {after.name} / {before.name}", paired),
+        (f"processor time, {before.name} / {after.name}", paid),
+    ):
+        print(f"{what}: median {statistics.median(ratios):.3f} of {[round(ratio, 3) for ratio in ratios]}")
 
 
 if __name__ == "__main__":
