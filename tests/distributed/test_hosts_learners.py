@@ -59,6 +59,18 @@ def test_a_learner_of_another_host_is_replaced_there_and_at_the_head_if_the_host
     head.stop()
 
 
+def test_a_host_with_a_learner_that_is_stopped_costs_no_update(site: Site) -> None:
+    head = site.head("impala", **LEARNERS, **{"run.checkpoint-interval-s": 600.0})
+    agent = site.agent(head)
+    learns(head)
+    assert not list((head.run_dir / "checkpoints").glob("step_*"))
+    agent.process.send_signal(signal.SIGTERM)
+    head.until(lambda: "the learners resume from step_" in head.text(), "the learners start from a checkpoint")
+    learns(head)
+    head.stop()
+    gone(agent)
+
+
 @pytest.mark.full
 def test_learners_find_each_other_over_a_link(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_SECRET", SECRET)

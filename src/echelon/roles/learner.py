@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from echelon.errors import DivergedError, TransportError, diverged
+from echelon.errors import DivergedError, PeerLost, TransportError, diverged
 from echelon.roles.context import Context, Station
 from echelon.roles.learner_record import LearnerRecord
 from echelon.roles.meeting import Meeting
@@ -158,7 +158,21 @@ class Learner:
         return Meeting(self.peers, cast(SharedSource, self.source), self.counters)
 
     def step(self, timeout_s: float) -> bool:
-        """Learns from one batch and publishes; waits up to `timeout_s` if no batch is ready."""
+        """Learns from one batch and publishes; waits up to `timeout_s` if no batch is ready.
+
+        If another learner is lost, perhaps with its host, the first one saves a checkpoint, and all restart from it.
+        """
+        if self.meeting is None or not self.is_first:
+            return self._step(timeout_s)
+        before = self.counters.state_dict()
+        try:
+            return self._step(timeout_s)
+        except PeerLost:
+            self.counters.load_state_dict(before)  # the trajectories of an unfinished batch are learned from again
+            self.record.checkpoint(wait=True)
+            raise
+
+    def _step(self, timeout_s: float) -> bool:
         start, env_steps = time.perf_counter(), self.counters.env_steps
         is_over = self.station.stop_requested or (self.is_first and self._is_done())
         self.elapsed_s, offers = self.context.elapsed_s, None

@@ -122,12 +122,12 @@ class LearnerRecord:
         lags.clear()
         return row
 
-    def checkpoint(self) -> None:
+    def checkpoint(self, *, wait: bool = False) -> None:
         """Starts to write a checkpoint, which is atomic. A full disk is reported but does not end the training."""
         self._end_write()
         content = self.learner.source.content
         path = self.writer.save(self.tree(), step=self.learner.counters.env_steps)
-        if self.context.shares_process:  # such a run must not depend on the speed of the disk
+        if wait or self.context.shares_process:  # a run in one process must not depend on the speed of the disk
             self._end_write()
         if content is not None:
             content.save(path.name)

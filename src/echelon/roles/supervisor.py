@@ -32,7 +32,7 @@ PROCESSES = "processes.json"
 COMPILE_S = 120.0  # hang timeout of a learner that compiles, at least
 AWAY_S = 1.0  # the part of a gap between two calls of `look` beyond this is taken for a suspension and ignored
 STACK_TIMEOUT_S = 2.0  # a hung role prints its stack within this time, unless it is suspended or stuck in the kernel
-LEAVE_S = 0.5  # how long the other learners may take to exit and report why, after one of them has exited
+LEAVE_S = 2.0  # how long the other learners may take to save a checkpoint and exit, after one of them has exited
 LOG_TAIL_BYTES = 6_000
 EXCHANGE = "roles/learners.py"  # appears in the stack of a learner that waits for the others
 FATAL = {"ConfigError": ConfigError, "EnvError": EnvError, "DivergedError": DivergedError}
@@ -71,8 +71,8 @@ class Supervisor:
     """Keeps every role of a run alive.
 
     Several learners are restarted together: they wait for each other in the middle of a batch, so when one exits the
-    work of the others is lost. The others are killed unless they exit within LEAVE_S; when all have exited, all are
-    started again. Progress of one learner counts for all, because a learner that waits for another makes none. Failures
+    others cannot finish theirs. They exit, the first one after it has saved a checkpoint, and are killed unless they do
+    within LEAVE_S; when all have exited, all are started again. Progress of one learner counts for all, because a learner that waits for another makes none. Failures
     are also counted together.
     """
 
