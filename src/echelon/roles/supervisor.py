@@ -72,8 +72,8 @@ class Supervisor:
 
     Several learners are restarted together: they wait for each other in the middle of a batch, so when one exits the
     others cannot finish theirs. They exit, the first one after it has saved a checkpoint, and are killed unless they do
-    within LEAVE_S; when all have exited, all are started again. Progress of one learner counts for all, because a learner that waits for another makes none. Failures
-    are also counted together.
+    within LEAVE_S; when all have exited, all are started again. Progress of one learner counts for all, because a
+    learner that waits for another makes none. Failures are also counted together.
     """
 
     def __init__(
