@@ -248,6 +248,13 @@ def test_pong_runs_as_single_environments_too() -> None:
     assert probe_spaces(config).observation.shape == (210, 160, 3)
 
 
+@pytest.mark.parametrize("id", ["ale_py:ALE/Pong-v5", "PongNoFrameskip-v4"])
+def test_other_spellings_of_an_atari_game_are_preprocessed_too(id: str) -> None:
+    group = make_group(EnvConfig(id=id), [1])
+    assert group.spaces.observation.shape == (4, 84, 84)
+    group.close()
+
+
 def test_atari_refuses_to_step_a_part_of_its_group() -> None:
     with pytest.raises(ConfigError, match="batch_size=2"):
         make_group(EnvConfig(id="ALE/Pong-v5", kwargs={"batch_size": 2}), [1, 2, 3])

@@ -13,7 +13,7 @@ ROOT = Path(echelon.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 MAX_LINES = 400
 
-GROUND = {"names", "errors", "memory_check", "config", "config_io", "layout", "schema"}
+GROUND = {"names", "families", "errors", "memory_check", "config", "config_io", "layout", "schema"}
 LEARNING = {"objectives", "layers", "networks", "custom_network", "algorithms"}
 PLANES = {"transport", "engines", "world", "hosts"}
 
@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "memory_check": {"errors"},
     "status_file": {"errors", "disk"},
     "names": {"errors"},
+    "families": set(),
     "fields": {"errors"},
     "sections": {"fields"},
     "kube": {"errors", "fields"},
@@ -33,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "config_io": {"errors", "fields", "config"},
     "config_page": {"fields", "config"},
     "video": {"errors"},
-    "presets": {"errors", "fields", "algorithm_config", "config"},
+    "presets": {"errors", "families", "fields", "algorithm_config", "config"},
     "layout": set(),
     "schema": {"errors", "layout"},
     "objectives": {"errors", "schema"},
@@ -60,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "hosts": {"version", "errors", "disk", "memory_check", "status_file", "transport", "engines", "world"},
     "replay": {"errors", "disk", "memory_check", "layout", "schema", "config", "transport"},
     "servers": {"errors", "config", "layout", "schema", "transport", "engines", "world", "replay"} | LEARNING,
-    "envs": {"errors", "names", "config", "schema"},
+    "envs": {"errors", "names", "families", "config", "schema"},
     "runs": {"errors", "disk", "memory_check", "config", "config_io", "schema", "trust"},
     "frames": {"errors", "names", "objectives", "replay", "servers", "world", "runs"},
     "roles": GROUND | LEARNING | PLANES | {"disk", "replay", "servers", "envs", "runs"},

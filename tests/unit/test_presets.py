@@ -20,6 +20,7 @@ from echelon.presets import DEFAULT_ENVS, PRESETS, preset
 from echelon.roles.plan.layouts import window
 
 ENVS = ["CartPole-v1", "ALE/Pong-v5", "SuperMarioBros-1-1", "Pendulum-v1", "module:factory"]
+OTHER_PONGS = ["ale_py:ALE/Pong-v5", "PongNoFrameskip-v4", "PongDeterministic-v0", "Pong-v4", "envpool:Pong-v5"]
 NEW_RULE = """
 from typing import Annotated, Literal
 
@@ -148,3 +149,16 @@ def test_a_bounded_lag_needs_equal_shares() -> None:
     config = replace(TrainConfig(), **{"actor.num_actors": 2, "learner.batch": 3, "learner.max_lag": 1})
     with pytest.raises(ConfigError, match=r"learner\.batch=3 is not a multiple of the 2 actors"):
         window(config)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("env", OTHER_PONGS)
+def test_an_atari_game_has_the_same_values_however_it_is_spelled(name: str, env: str) -> None:
+    usual = preset(name, "ALE/Pong-v5")
+    assert preset(name, env) == replace(usual, env=replace(usual.env, id=env))
+
+
+@pytest.mark.parametrize("env", ["Blackjack-v1", "envpool:Ant-v5", "envpool:Blackjack-v1", "Pong-v4.py:make", "x:Pong"])
+def test_other_environments_are_not_taken_for_atari(env: str) -> None:
+    usual = preset("ppo", "CartPole-v1")
+    assert preset("ppo", env) == replace(usual, env=replace(usual.env, id=env))

@@ -22,6 +22,7 @@ from echelon.envs.loop import LoopGroup
 from echelon.envs.mario import check_mario_id, is_mario, mario_group
 from echelon.envs.vector import EnvFailed, EnvGroup, VectorGroup
 from echelon.errors import ConfigError
+from echelon.families import is_atari
 from echelon.names import describe_callable, import_module, resolve
 from echelon.schema import Spaces
 
@@ -46,7 +47,7 @@ def make_group(config: EnvConfig, seeds: list[int], wrapper: Wrapper | None = No
             raise ConfigError(f'env.id="{id}" is {factory!r:.80}; an environment factory must be callable.')
         return _factory_group(config, factory, seeds, wrapper)
     spec = _find_spec(id, module, name)
-    vector_group = atari_group if spec.namespace == "ALE" else mario_group if is_mario(spec) else None
+    vector_group = atari_group if is_atari(name) else mario_group if is_mario(spec) else None
     if config.vector == "loop" or (config.vector == "auto" and vector_group is None):
         return LoopGroup(wrap(lambda: _make_single(spec, config.kwargs)), seeds, config.on_error)
     _refuse_wrappers(config, wrapper)
@@ -91,7 +92,7 @@ def _find_spec(id: str, module: str, name: str) -> EnvSpec:
             import_module(module)
         except ModuleNotFoundError as error:
             raise ConfigError(f'env.id="{id}" cannot import "{error.name}"; install its package.') from error
-    if name.startswith("ALE/"):
+    if is_atari(name):
         import_ale(id)
     elif not module:
         check_mario_id(id)

@@ -12,7 +12,7 @@ from pkgutil import iter_modules
 
 from echelon.config import TrainConfig
 from echelon.errors import ConfigError
-from echelon.presets.registry import DEFAULT_ENVS, PRESETS, REPLAY_PRESETS, is_atari
+from echelon.presets.registry import DEFAULT_ENVS, PRESETS, REPLAY_PRESETS
 
 FIRST = ("impala", "ppo", "a3c", "dqn", "ddpg", "sac")  # order of the help; other presets follow by name
 
@@ -60,7 +60,6 @@ __all__ = [
     "ddpg",
     "dqn",
     "impala",
-    "is_atari",
     "ppo",
     "preset",
     "sac",

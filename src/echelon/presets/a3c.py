@@ -19,8 +19,9 @@ from echelon.config import (
     OptimizerConfig,
     TrainConfig,
 )
+from echelon.families import is_atari
 from echelon.fields import doc
-from echelon.presets.registry import is_atari, register
+from echelon.presets.registry import register
 
 
 class A3cConfig(AlgorithmConfig, frozen=True):

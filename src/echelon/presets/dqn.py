@@ -14,8 +14,9 @@ from echelon.config import (
     TrainConfig,
     replace,
 )
+from echelon.families import is_atari
 from echelon.fields import doc, require
-from echelon.presets.registry import is_atari, register
+from echelon.presets.registry import register
 
 
 class DqnConfig(AlgorithmConfig, frozen=True):

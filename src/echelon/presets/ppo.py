@@ -22,8 +22,9 @@ from echelon.config import (
     TrainConfig,
     replace,
 )
+from echelon.families import is_atari
 from echelon.fields import doc
-from echelon.presets.registry import is_atari, is_mario, register
+from echelon.presets.registry import is_mario, register
 
 
 class PpoConfig(AlgorithmConfig, frozen=True):

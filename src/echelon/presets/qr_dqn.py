@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from echelon.config import TrainConfig, replace
+from echelon.families import is_atari
 from echelon.fields import doc
 from echelon.presets.dqn import DqnConfig, dqn
-from echelon.presets.registry import is_atari, register
+from echelon.presets.registry import register
 
 
 class QrDqnConfig(DqnConfig, frozen=True):

@@ -34,9 +34,5 @@ def register(algorithm: type[AlgorithmConfig], env: str = "") -> Callable[[Funct
     return add
 
 
-def is_atari(env: str) -> bool:
-    return env.startswith("ALE/")
-
-
 def is_mario(env: str) -> bool:
     return env.split("-")[0] == "SuperMarioBros"

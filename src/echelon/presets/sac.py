@@ -13,8 +13,9 @@ from echelon.config import (
     ReplayConfig,
     TrainConfig,
 )
+from echelon.families import is_atari
 from echelon.fields import doc
-from echelon.presets.registry import is_atari, register
+from echelon.presets.registry import register
 
 
 class SacConfig(AlgorithmConfig, frozen=True):

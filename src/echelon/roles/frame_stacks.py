@@ -7,6 +7,7 @@ import numpy as np
 from echelon.config import EnvConfig, TrainConfig
 from echelon.envs.mario import NAME as MARIO
 from echelon.errors import ConfigError
+from echelon.families import is_atari
 from echelon.layout import Leaf
 from echelon.schema import Spaces, space_leaves
 
@@ -49,6 +50,6 @@ def _num_stacked(env: EnvConfig) -> int:
     if id in OUR_STACKS or id.startswith(MARIO):
         return int(env.kwargs.get("stack", 4))
     is_grey = env.kwargs.get("gray_scale", True)  # EnvPool merges the colour channels of all frames into one axis
-    if id.startswith("ALE/") or (id.startswith("envpool:") and is_grey):
+    if is_grey if id.startswith("envpool:") else is_atari(id):
         return int(env.kwargs.get("stack_num", 4))
     return 0
