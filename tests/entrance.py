@@ -18,7 +18,6 @@ from echelon.transport.channel import HEADER, Service
 from echelon.transport.channel_client import Client, PendingRequest
 from echelon.transport.episode_wire import (
     EPISODES,
-    PROTOCOL,
     TASK,
     EpisodePiece,
     Heartbeat,
@@ -29,6 +28,7 @@ from echelon.transport.episode_wire import (
     pack,
     socket_name,
 )
+from echelon.version import __version__
 from running import wait_until
 from stage import Stage
 
@@ -105,7 +105,7 @@ class Entrance:
         return self.finish(self.begin(service, list(pack(message)), getattr(message, "number", 0)), timeout_s)
 
     def arrive(self, name: str = "w", spaces: Spaces | None = None) -> Any:
-        return self.ask(Register(PROTOCOL, name, (spaces or self.stage.context.spaces).to_json(), False))
+        return self.ask(Register(__version__, name, (spaces or self.stage.context.spaces).to_json(), False))
 
     def items(self) -> dict[str, Array]:
         return items_of(self.stage)

@@ -21,7 +21,8 @@ from echelon.cli.main import main
 from echelon.errors import EchelonError
 from echelon.transport.channel import Kind, header
 from echelon.transport.curve import secure_client
-from echelon.transport.episode_wire import PROTOCOL, TASK, TaskRequest, pack
+from echelon.transport.episode_wire import TASK, TaskRequest, pack
+from echelon.version import __version__
 from echelon.world import World
 
 NOBODY = 65534
@@ -53,7 +54,7 @@ def speak(address: str) -> int:
     for socket in sockets:
         socket.connect(address)
         with contextlib.suppress(zmq.Again):  # it was refused before it could send
-            socket.send_multipart([header(Kind.ASK, TASK, 1), *pack(TaskRequest(PROTOCOL))], zmq.NOBLOCK)
+            socket.send_multipart([header(Kind.ASK, TASK, 1), *pack(TaskRequest(__version__))], zmq.NOBLOCK)
     end, num = time.monotonic() + 0.5, 0
     while time.monotonic() < end:
         num += sum(bool(socket.poll(20)) and bool(socket.recv_multipart()) for socket in sockets)

@@ -9,8 +9,19 @@ from pathlib import Path
 
 import pytest
 
-import echelon
-from hosts import FAR, NEAR, SECRET, Site, Words, as_another_host, bad_cable, far_actors_act, made_hosts, when_quiet
+from hosts import (
+    FAR,
+    NEAR,
+    SECRET,
+    Site,
+    Words,
+    as_another_host,
+    bad_cable,
+    far_actors_act,
+    made_hosts,
+    when_quiet,
+    with_version,
+)
 from running import Running
 
 LISTENS = "0A"
@@ -111,17 +122,6 @@ def uncounted(head: Running) -> int:
     """
     row = head.rows()[-1]
     return sum(head.heads(4)) * 20 * 8 - int(row["env_steps"]) - int(row["episodes"])
-
-
-def with_version(folder: Path, version: str) -> Path:
-    """A folder to import from, where Echelon has another version."""
-    package = folder / "echelon"
-    package.mkdir(parents=True)
-    for part in Path(echelon.__file__).parent.iterdir():
-        if part.name != "version.py":
-            (package / part.name).symlink_to(part)
-    (package / "version.py").write_text(f'__version__ = "{version}"\n')
-    return folder
 
 
 def assert_refused(agent: Running, head: Running, before: str, why: str) -> None:

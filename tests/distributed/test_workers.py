@@ -18,7 +18,8 @@ import pytest
 
 import warm
 from echelon.runs.metrics import read_metrics
-from hosts import NEAR, as_another_host
+from echelon.version import __version__
+from hosts import NEAR, as_another_host, with_version
 from running import DEADLINE_S, MARK, TESTS, Running, Runs, processes_marked, wait_until
 
 FIELDS = {"network.hidden": 16, "replay.min-size": 50, "batch-size": 16, "buffer-size": 20_000, "update-steps": 4}
@@ -215,13 +216,15 @@ def test_nothing_is_lost_or_doubled_when_a_process_is_killed(site: Site, role: s
 
 
 def test_strangers_are_refused_and_the_rest_goes_on(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another secret, none at all, and other spaces."""
+    """Another secret, none at all, other spaces, and another version."""
     monkeypatch.setenv("ECHELON_SECRET", secrets.token_hex(16))
     run = site.learner(episodes=10**6)
     address = site.address(run)
     wrong = site.worker(address, ECHELON_SECRET=secrets.token_hex(16))
     none = site.worker(address, ECHELON_SECRET="")
     other = site.worker(address, "--env", "Acrobot-v1")
+    path = f"PYTHONPATH={with_version(site.runs.folder / 'older', '0.0.7')}"
+    older = site.worker(address, before=("env", path))
     good = site.worker(address)
     for worker in (wrong, none):
         assert worker.code() == 1
@@ -230,12 +233,14 @@ def test_strangers_are_refused_and_the_rest_goes_on(site: Site, monkeypatch: pyt
     text = other.text()
     assert "(6,)" in text and "Discrete(3)" in text and "(4,)" in text and "Discrete(2)" in text and "Give both" in text
     until_episodes(run, 2)
-    run.until(
-        lambda: "one of the workers was refused" in run.text() and "a connection was refused" in run.text(),
-        "both are reported",
-    )
+    reports = ("Give both", "Echelon 0.0.7", "a connection was refused")
+    run.until(lambda: all(report in run.text() for report in reports), "all are reported")
     summary = finish(run)
-    assert good.episodes() == summary["workers"]["episodes"] and summary["workers"]["refused"] >= 3
+    assert older.code() == 1, older.text()
+    for text in (run.text(), older.text()):
+        [line] = [line for line in text.splitlines() if "0.0.7" in line]
+        assert f"the worker has Echelon 0.0.7 and the learner has {__version__}; install the same version" in line
+    assert good.episodes() == summary["workers"]["episodes"] and summary["workers"]["refused"] >= 4
 
 
 def run_own(site: Site, epochs: int, how: str) -> str:

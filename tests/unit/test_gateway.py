@@ -23,7 +23,6 @@ from echelon.replay.pieces import fold
 from echelon.schema import Spaces, action_leaf, space_leaves
 from echelon.transport.codec import encode
 from echelon.transport.episode_wire import (
-    PROTOCOL,
     TASK,
     EpisodePiece,
     Next,
@@ -36,6 +35,7 @@ from echelon.transport.episode_wire import (
     Welcome,
     from_gateway,
 )
+from echelon.version import __version__
 from entrance import items_of, piece
 from stage import Stage
 
@@ -64,7 +64,7 @@ class BoundedEnv(toy.CounterEnv):
 
 def test_an_episode_becomes_transitions_and_is_answered_with_new_weights(make_entrance: Any) -> None:
     entrance = make_entrance()
-    task = entrance.ask(TaskRequest(PROTOCOL))
+    task = entrance.ask(TaskRequest(__version__))
     assert isinstance(task, Task) and task.train["algorithm"]["name"] == "dqn" and task.own is None
     welcome = entrance.arrive()
     assert isinstance(welcome, Welcome) and (welcome.version, welcome.place, welcome.env_steps) == (1, 0, 0)
@@ -146,13 +146,16 @@ SPACE = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (TaskRequest(PROTOCOL + 1), f"speaks protocol {PROTOCOL + 1}, the learner {PROTOCOL}"),
-        (Register(PROTOCOL, "w", Spaces(SPACE, gym.spaces.Discrete(2)).to_json(), False), r"\(4,\).*\(3,\).*Give both"),
-        (Register(PROTOCOL, "w", {"observation": {"kind": "dict"}, "action": {}}, False), "spaces cannot be read"),
-        (Register(PROTOCOL, "w", {"observation": {"kind": "box", "shape": "x"}}, False), "spaces cannot be read"),
-        (Register(PROTOCOL, "w" * 100, {}, False), "its name has 100 characters"),
-        (Register(PROTOCOL, "w\n\x1b[2J", {}, False), "all of them printable"),
-        (Register(PROTOCOL, "w", {}, True), "but the worker has a policy of its own"),
+        (TaskRequest("0.0.7"), f"has Echelon 0.0.7 and the learner has {__version__}; install"),
+        (
+            Register(__version__, "w", Spaces(SPACE, gym.spaces.Discrete(2)).to_json(), False),
+            r"\(4,\).*\(3,\).*Give both",
+        ),
+        (Register(__version__, "w", {"observation": {"kind": "dict"}, "action": {}}, False), "spaces cannot be read"),
+        (Register(__version__, "w", {"observation": {"kind": "box", "shape": "x"}}, False), "spaces cannot be read"),
+        (Register(__version__, "w" * 100, {}, False), "its name has 100 characters"),
+        (Register(__version__, "w\n\x1b[2J", {}, False), "all of them printable"),
+        (Register(__version__, "w", {}, True), "but the worker has a policy of its own"),
         (Score("w", 9, 1, 1, float("nan"), 5), "return nan"),
         (Score("w", 9, 1, 1, 1.0, 0), "an episode of 0 steps"),
         (Score("w", 9, 1, 1, 1.0, 1 << 62), "<= 1099511627776 - at `\\$.episode_length`"),
@@ -242,7 +245,7 @@ def test_sizes_are_checked_before_anything_is_allocated(make_entrance: Any) -> N
     for side, (name, space) in itertools.product(("observation", "action"), HUGE.items()):
         entrance.client.close()
         entrance.client = entrance.connect(b"")
-        answer = entrance.ask(Register(PROTOCOL, "w", {"observation": BOX, "action": TWO, side: space}, False))
+        answer = entrance.ask(Register(__version__, "w", {"observation": BOX, "action": TWO, side: space}, False))
         assert isinstance(answer, Refused), (side, name)
         assert "the worker's spaces cannot be read: " in str(answer) and "Check its environment" in str(answer), name
     assert time.monotonic() - began < 20.0
@@ -261,7 +264,7 @@ def test_sizes_are_checked_before_anything_is_allocated(make_entrance: Any) -> N
         [b"\xc1" * 40],
         [b"GET / HTTP/1.1\r\n\r\n"],
         encode({"kind": "piece"}),
-        encode({"kind": "ask", "protocol": PROTOCOL, "more": 1}),
+        encode({"kind": "ask", "release": __version__, "more": 1}),
         encode([1, 2, 3]),
         [*encode(1), b"left over"],
     ],
@@ -270,7 +273,7 @@ def test_sizes_are_checked_before_anything_is_allocated(make_entrance: Any) -> N
 def test_hostile_frames_cost_the_connection(make_entrance: Any, frames: list[Any]) -> None:
     entrance = make_entrance()
     assert isinstance(entrance.finish(entrance.begin(TASK, frames)), Refused)
-    assert entrance.ask(TaskRequest(PROTOCOL), 0.1) is None
+    assert entrance.ask(TaskRequest(__version__), 0.1) is None
     assert entrance.gateway.server.num_refused == 1 and entrance.head == 0
 
 

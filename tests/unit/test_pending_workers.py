@@ -16,7 +16,8 @@ from echelon.roles.user_policy import StateLayout
 from echelon.schema import Spaces
 from echelon.transport.channel import HEADER
 from echelon.transport.channel_client import Client, PendingRequest
-from echelon.transport.episode_wire import EPISODES, PROTOCOL, TASK, Register, Score, TaskRequest, pack
+from echelon.transport.episode_wire import EPISODES, TASK, Register, Score, TaskRequest, pack
+from echelon.version import __version__
 from stage import Stage
 
 FIELDS = {"engine": "local", "workers.address": "tcp://127.0.0.1:0"}
@@ -57,7 +58,7 @@ class Crowd:
 
 
 def arrive(spaces: Spaces, *, own: bool = False) -> Register:
-    return Register(PROTOCOL, "w", spaces.to_json(), own)
+    return Register(__version__, "w", spaces.to_json(), own)
 
 
 def wait(config: TrainConfig, own: StateLayout | None, crowd: Crowd, misfits: Crowd) -> tuple[Spaces, str]:
@@ -76,7 +77,7 @@ def test_the_first_worker_says_what_is_observed_and_done(make_stage: Callable[..
     stage = make_stage(toy.CounterEnv, "dqn", **FIELDS)
     config = replace(stage.context.train, algorithm=UserPolicyConfig())
     layout = StateLayout.of({"w": np.zeros(3, np.float32)})
-    crowd = Crowd([b"x"], SCORE, TaskRequest(PROTOCOL), arrive(stage.context.spaces, own=True))
+    crowd = Crowd([b"x"], SCORE, TaskRequest(__version__), arrive(stage.context.spaces, own=True))
     spaces, address = await_spaces(config, layout, crowd.tell)
     assert spaces.observation == stage.context.spaces.observation and address.rpartition(":")[2] != "0"
     crowd.close()
@@ -90,7 +91,7 @@ def test_workers_that_do_not_fit_are_refused_and_the_next_is_waited_for(make_sta
         arrive(Spaces(good.observation, square)),  # no built-in policy has such actions
         arrive(Spaces(good.observation, force)),  # nor does this algorithm
         arrive(good, own=True),
-        TaskRequest(PROTOCOL + 1),
+        TaskRequest("0.0.7"),
     )
     crowd = Crowd(arrive(good))
     spaces, _ = wait(stage.context.train, None, crowd, misfits)
@@ -99,7 +100,7 @@ def test_workers_that_do_not_fit_are_refused_and_the_next_is_waited_for(make_sta
     reasons = sorted(misfits.reasons())
     assert len(reasons) == 4 and sum("does not fit" in reason for reason in reasons) == 2
     assert any("has a policy of its own" in reason for reason in reasons)
-    assert any("speaks protocol" in reason for reason in reasons)
+    assert any("has Echelon 0.0.7" in reason for reason in reasons)
 
 
 def test_a_worker_whose_observations_need_too_much_memory_is_refused(make_stage: Callable[..., Stage]) -> None:

@@ -27,7 +27,6 @@ from echelon.transport.channel import Message
 from echelon.transport.channel_server import Server
 from echelon.transport.episode_wire import (
     EPISODES,
-    PROTOCOL,
     TASK,
     EpisodePiece,
     FromGateway,
@@ -45,6 +44,7 @@ from echelon.transport.episode_wire import (
     pack,
 )
 from echelon.trust import LEARNER, check_names
+from echelon.version import __version__
 from running import wait_until
 
 Answers = Callable[[FromWorker], list[FromGateway]]
@@ -160,7 +160,7 @@ def test_a_stopped_learner_is_waited_for_and_told_of_once() -> None:
     asked = task()
     with learner(lambda message: [Stopped(), Stopped(), asked]) as (address, _):
         connection = LearnerConnection(address, "w", 60.0, told.append)
-        assert isinstance(connection.ask(TaskRequest(PROTOCOL), Task), Task)
+        assert isinstance(connection.ask(TaskRequest(__version__), Task), Task)
         connection.close()
     assert [text.partition(address)[2] for text in told] == [
         " was stopped; retrying until it is resumed",
@@ -187,7 +187,7 @@ def test_a_learner_that_is_still_starting_is_given_time(monkeypatch: pytest.Monk
     with learner(lambda message: [words.pop()] if words else []) as (address, _):
         connection = LearnerConnection(address, "w", 0.1, told.append)
         with pytest.raises(TransportTimeout):
-            connection.ask(TaskRequest(PROTOCOL), Task)
+            connection.ask(TaskRequest(__version__), Task)
         connection.close()
     assert bool(told) != is_starting
 

@@ -33,7 +33,6 @@ from echelon.roles.user_policy import StateLayout, check_policy
 from echelon.schema import action_leaf, space_leaves
 from echelon.status_file import StatusFile
 from echelon.transport.episode_wire import (
-    PROTOCOL,
     EpisodePiece,
     Heartbeat,
     Leave,
@@ -46,6 +45,7 @@ from echelon.transport.episode_wire import (
     Welcome,
 )
 from echelon.trust import LEARNER, check_names
+from echelon.version import __version__
 
 Wrapper = Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]
 SAME = ("preset", "env", "network", "algorithm", "replay", "workers")  # sections that define a worker's task
@@ -109,7 +109,7 @@ class AsyncWorker:
         why = "leaving"
         try:
             while True:
-                task = self.connection.ask(TaskRequest(PROTOCOL), Task)
+                task = self.connection.ask(TaskRequest(__version__), Task)
                 runner = TaskRunner(self, task)
                 try:
                     while not episodes or self.num_episodes < episodes:
@@ -179,7 +179,7 @@ class TaskRunner:
 
     def _register(self) -> Welcome:
         spaces, own = self.group.spaces.to_json(), self.worker.policy is not None
-        welcome = self.connection.ask(Register(PROTOCOL, self.worker.name, spaces, own), Welcome)
+        welcome = self.connection.ask(Register(__version__, self.worker.name, spaces, own), Welcome)
         self.env_steps = welcome.env_steps
         return welcome
 
@@ -245,7 +245,7 @@ class TaskRunner:
 
     def _register_again(self) -> None:
         """Registers with a restarted learner; raises TaskChanged if the learner trains a different task."""
-        task = self.connection.ask(TaskRequest(PROTOCOL), Task)
+        task = self.connection.ask(TaskRequest(__version__), Task)
         if task.own != self.task.own or any(task.train[part] != self.task.train[part] for part in SAME):
             raise TaskChanged
         welcome = self._register()

@@ -29,7 +29,6 @@ from echelon.transport.channel import NOTHING, Message
 from echelon.transport.channel_server import Server
 from echelon.transport.episode_wire import (
     EPISODES,
-    PROTOCOL,
     TASK,
     EpisodePiece,
     FromGateway,
@@ -51,6 +50,7 @@ from echelon.transport.episode_wire import (
 from echelon.transport.shared_memory import WeightsBoard
 from echelon.transport.sockets import announce
 from echelon.transport.space_wire import received_spaces
+from echelon.version import __version__
 
 Array = np.ndarray[Any, Any]
 REPORT_S = 1.0
@@ -197,12 +197,12 @@ class Gateway:
 
     def _answer(self, message: TaskRequest | Register | EpisodePiece | Score) -> FromGateway:
         if isinstance(message, TaskRequest):
-            check_protocol(message.protocol)
+            check_release(message.release)
             return self.task
         if not (self.tally.is_open and self.weights_cache.version):
             return Wait()
         if isinstance(message, Register):
-            check_protocol(message.protocol)
+            check_release(message.release)
             self._check_arrival(message)
             is_new = self.journal.row_of(message.worker) is None
             row = self.journal.enter(message.worker)
@@ -289,11 +289,10 @@ class Gateway:
         self.station.close()
 
 
-def check_protocol(protocol: int) -> None:
-    if protocol != PROTOCOL:
-        raise Refused(
-            f"the worker speaks protocol {protocol}, the learner {PROTOCOL}. Install the same version on both."
-        )
+def check_release(release: str) -> None:
+    """Raises Refused if a worker has another version of Echelon."""
+    if release != __version__:
+        raise Refused(f"the worker has Echelon {release} and the learner has {__version__}; install the same version")
 
 
 def check_user_policy(arrival: Register, config: TrainConfig) -> None:

@@ -17,7 +17,7 @@ from echelon.algorithms.value_networks import build_acting
 from echelon.config import TrainConfig
 from echelon.errors import ConfigError, Refused
 from echelon.memory_check import check_fits, free_memory
-from echelon.roles.gateway import check_protocol, check_user_policy
+from echelon.roles.gateway import check_release, check_user_policy
 from echelon.roles.plan.replay import transition_layout
 from echelon.roles.user_policy import StateLayout
 from echelon.roles.worker_registry import HandshakeReport
@@ -78,7 +78,7 @@ def await_spaces(config: TrainConfig, own: StateLayout | None, report: Callable[
 def _spaces_in(message: FromWorker, config: TrainConfig) -> Spaces | None:
     """Returns the spaces if `message` is an arrival, else None. Raises Refused if the worker is not suitable."""
     if isinstance(message, TaskRequest | Register):
-        check_protocol(message.protocol)
+        check_release(message.release)
     if not isinstance(message, Register):
         return None
     check_user_policy(message, config)

@@ -21,7 +21,6 @@ from echelon.transport.channel import Message as Asked
 from echelon.transport.codec import Buffer, Limits, decode, encode
 
 Array = np.ndarray[Any, Any]
-PROTOCOL = 1  # incremented when the meaning of a message changes
 LIMITS = Limits(total_bytes=1 << 30)
 MAX_NAME = 64  # characters of a worker's name
 Count = Annotated[int, msgspec.Meta(ge=-(1 << 40), le=1 << 40)]  # so that sums of them fit into 64 bits
@@ -34,13 +33,13 @@ class _Message(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True):
 class TaskRequest(_Message, tag="ask"):
     """A worker asks what the run trains; the reply is `Task`."""
 
-    protocol: int
+    release: str  # the worker's version of Echelon
 
 
 class Register(_Message, tag="arrive"):
     """A worker registers, with the spaces of its environments; the reply is `Welcome`."""
 
-    protocol: int
+    release: str  # the worker's version of Echelon
     worker: str
     spaces: dict[str, Any]
     own: bool  # whether it acts with a policy object of the user's
