@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from echelon.control_groups import PROC, groups
 from echelon.errors import ConfigError
 
 PROCESS_BYTES = 24 << 20  # private memory of an actor with a small environment
 FIXED_DESCRIPTORS, DESCRIPTORS_PER_PROCESS = 128, 2  # of the coordinator and of the fork server
-PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 class Free(NamedTuple):
@@ -71,7 +71,7 @@ def free_memory(folder: Path | None = None) -> Free:
 def num_out_of_memory() -> int:
     """Returns how many processes the kernel has killed for lack of memory (OOM) in the container, or on the machine if
     the container does not count them."""
-    files = [folder / name for folder, _, _ in _groups() for name in ("memory.events", "memory.oom_control")]
+    files = [folder / name for folder, _ in groups("memory") for name in ("memory.events", "memory.oom_control")]
     for file in [*files, PROC / "vmstat"]:
         with contextlib.suppress(OSError):
             for line in file.read_text().splitlines():
@@ -80,37 +80,18 @@ def num_out_of_memory() -> int:
     return 0
 
 
-def _groups() -> Iterator[tuple[Path, str, str]]:
-    """Yields the control groups of this process (v1 or v2), with the files of their limit and usage, innermost first.
-
-    In a container the root is the container's own group.
-    """
-    for line in (PROC / "self" / "cgroup").read_text().splitlines():
-        _, controllers, place = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            root, names = GROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        elif not controllers:
-            root, names = GROUPS, ("memory.max", "memory.current")
-        else:
-            continue
-        group = root / place.lstrip("/")
-        for folder in (group, *group.parents):
-            yield folder, *names
-            if folder == root:
-                break
-
-
 def _left_to_groups() -> Iterator[int]:
-    for group in _groups():
-        left = _left_to(*group)
+    for group, is_v2 in groups("memory"):
+        left = _left_to(group, is_v2)
         if left is not None:
             yield left
 
 
-def _left_to(group: Path, limit: str, usage: str) -> int | None:
+def _left_to(group: Path, is_v2: bool) -> int | None:
     """Returns the memory that a group may still use, not counting cached files; None without a limit or group."""
+    limit, usage = ("max", "current") if is_v2 else ("limit_in_bytes", "usage_in_bytes")
     try:
-        most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
+        most, used = (group / f"memory.{limit}").read_text().strip(), int((group / f"memory.{usage}").read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except OSError:
         return None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import os
 
 from echelon.bench.processes import free_port
 from echelon.bench.train import bench_train, table
 from echelon.config import replace
+from echelon.control_groups import num_cores
 from echelon.presets import preset
 from hosts import Site, gone
 from running import Running
@@ -34,7 +34,7 @@ def test_a_run_on_two_hosts_is_measured(site: Site) -> None:
     report = bench_train(config, seconds=120.0, num_chunks=1, chunk_s=0.02, output=output)
     assert "echelon host --join" in output.getvalue(), "the command for the other host is shown"
     assert [(host["actors"], host["lost"]) for host in report["hosts"]] == [(1, ""), (1, "")]
-    assert report["num_cores"] == len(os.sched_getaffinity(0)), "both hosts are this machine"
+    assert report["num_cores"] == num_cores(), "both hosts are this machine"
     cost_us = sum(stage["alone"]["cpu_us"] for stage in report["stages"].values())
     assert abs(report["limit"]["alone"] - 1e6 * report["num_cores"] / cost_us) < 1.0
     assert report["efficiency"]["alone"] == report["env_steps_per_s"] / report["limit"]["alone"] > 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.control_groups import num_cores
 from hosts import (
     FAR,
     NEAR,
@@ -87,7 +88,7 @@ def test_hosts_join_a_run_that_has_begun_leave_it_and_join_again(site: Site, pre
 
 
 def test_the_number_of_actors_follows_the_cores_between_its_bounds(site: Site) -> None:
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     least, most = cores + 1, 2 * cores + 1
     bounds = {"min-actors": least, "max-actors": most, "hosts": 1, "learner.batch": 2, "hosts.lease-s": 1.0}
     head = site.head("impala", **bounds)
@@ -104,6 +105,17 @@ def test_the_number_of_actors_follows_the_cores_between_its_bounds(site: Site) -
     )
     head.until_learning()
     assert next(host["actors"] for host in head.stop()["hosts"]) == least
+
+
+def test_an_elastic_head_that_is_preempted_asks_to_be_started_again(site: Site) -> None:
+    bounds = {"min-actors": num_cores() + 1, "max-actors": num_cores() + 1, "hosts": 1, "learner.batch": 1}
+    head = site.head("impala", **bounds, **{"auto-resume": True})
+    agent = site.agent(head)
+    head.until_learning()
+    head.process.terminate()
+    assert head.code() == 143 and list((head.run_dir / "checkpoints").glob("step_*")), head.text()
+    assert agent.code() == 0, agent.text()
+    head.assert_nothing_left()
 
 
 def test_roles_and_fork_servers_of_either_host_are_replaced(site: Site) -> None:

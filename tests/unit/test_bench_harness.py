@@ -203,7 +203,7 @@ def test_benchmarks_are_listed_and_a_wrong_name_is_told(capsys: pytest.CaptureFi
     assert run([]) == 0
     listed = capsys.readouterr().out
     assert all(f"  {name:<8} {text}" in listed for name, text in BENCHES.items())
-    with pytest.raises(ConfigError, match=r"no benchmark 'speed'\. Benchmarks: train, rpc"):
+    with pytest.raises(ConfigError, match=r"no benchmark 'speed'\. Benchmarks: train, async, rpc"):
         run(["speed"])
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from echelon import memory_check
+from echelon import control_groups, memory_check
+from echelon.control_groups import num_cores
 from echelon.errors import ConfigError
 from echelon.memory_check import Free, check_fits, check_processes, free_memory, num_out_of_memory
 
@@ -19,8 +21,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "self").mkdir()
     (tmp_path / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {8 * GB // 1024} kB\n")
     (tmp_path / "self" / "cgroup").write_text("")
-    monkeypatch.setattr(memory_check, "PROC", tmp_path)
-    monkeypatch.setattr(memory_check, "GROUPS", tmp_path / "groups")
+    for module in (memory_check, control_groups):
+        monkeypatch.setattr(module, "PROC", tmp_path)
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path / "groups")
     return tmp_path
 
 
@@ -53,6 +56,38 @@ def test_the_tightest_group_above_a_process_counts_and_cached_files_do_not(machi
         ConfigError, match=r"a buffer needs 2\.50 GB of memory, but only 2\.00 GB are free\. Lower --size"
     ):
         check_fits(5 * GB // 2, "a buffer", free_memory(), "--size")
+
+
+def set_quota(group: Path, version: int, quota_us: int) -> None:
+    """A quota of processor time per 100 ms; -1 is none."""
+    group.mkdir(parents=True, exist_ok=True)
+    if version == 2:
+        (group / "cpu.max").write_text(f"{'max' if quota_us < 0 else quota_us} 100000\n")
+    else:
+        (group / "cpu.cfs_quota_us").write_text(f"{quota_us}\n")
+        (group / "cpu.cfs_period_us").write_text("100000\n")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_cores_are_those_of_the_affinity_and_of_the_tightest_quota(
+    machine: Path, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert num_cores() == 8, "without groups"
+    root = machine / "groups" / ("" if version == 2 else "cpu")
+    (machine / "self" / "cgroup").write_text(
+        "0::/job/step\n" if version == 2 else "3:cpu,cpuacct:/job/step\n4:memory:/\n"
+    )
+    assert num_cores() == 8, "groups that this process does not see"
+    set_quota(root / "job" / "step", version, -1)
+    set_quota(root, version, 1_600_000)
+    assert num_cores() == 8
+    set_quota(root / "job", version, 250_000)
+    assert num_cores() == 3, "it takes three to use up two and a half"
+    set_quota(root / "job" / "step", version, 20_000)
+    assert num_cores() == 1
+    (machine / "self" / "cgroup").unlink()
+    assert num_cores() == 8, "no groups in this kernel"
 
 
 def test_a_container_that_sees_only_its_own_group_is_limited_by_it(machine: Path) -> None:

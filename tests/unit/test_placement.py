@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import echelon
+from echelon import control_groups
 from echelon.config import TrainConfig, replace
+from echelon.control_groups import num_cores
 from echelon.errors import ConfigError
 from echelon.presets import preset
 from echelon.roles.placement import MIN_GPU_PARAMETERS, pick_device
@@ -143,6 +145,7 @@ def test_a_learner_has_the_threads_that_pay(
     name: str, changes: dict[str, Any], num_parameters: int, cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(control_groups, "groups", lambda controller: ())
     config = replace(preset(name, "Pendulum-v1" if name == "sac" else "CartPole-v1"), **changes)
     config = replace(config, **{"learner.device": "cpu"})
     assert learner_threads(config, num_parameters, minibatch_samples(config)) == threads
@@ -156,7 +159,7 @@ def test_the_threads_of_a_learner_are_recorded_and_kept(tmp_path: Path, shm_dir:
     fields = {"actor.num_actors": 1, "actor.envs": 2, "network.hidden": (512, 512), "stop.steps": 1}
     fields |= {"run.dir": str(tmp_path / "run"), "evaluation.interval_s": 0.0, "shm_dir": str(shm_dir)}
     echelon.train(replace(preset("impala", "CartPole-v1"), **fields, **{"learner.device": "cpu"}), output=io.StringIO())
-    assert recorded() == len(os.sched_getaffinity(0))
+    assert recorded() == num_cores()
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     config["config"]["learner"]["threads"] = 3
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
@@ -166,10 +169,10 @@ def test_the_threads_of_a_learner_are_recorded_and_kept(tmp_path: Path, shm_dir:
 
 def test_actors_yield_to_a_learner_that_computes_with_all_cores() -> None:
     def nices(**changes: Any) -> set[int]:
-        config = replace(preset("mario", "CartPole-v1"), **{"learner.threads": len(os.sched_getaffinity(0)), **changes})
+        config = replace(preset("mario", "CartPole-v1"), **{"learner.threads": num_cores(), **changes})
         return {role.nice for role in roles_of(config) if role.kind == "actor"}
 
-    several = len(os.sched_getaffinity(0)) > 1
+    several = num_cores() > 1
     assert nices() == ({19} if several else {0})
     assert nices(**{"learner.threads": 0}) == {0}, "on a GPU"
     assert nices(**{"replay.exact": False}) == {0}

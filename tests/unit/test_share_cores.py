@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from echelon import control_groups
 from echelon.world import membership
 from echelon.world.membership import share_cores
 
@@ -20,6 +21,7 @@ def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(FIVE)
     monkeypatch.setattr(membership, "USUAL_THREADS", FIVE)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(control_groups, "groups", lambda controller: ())
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     yield
     torch.set_num_threads(before)

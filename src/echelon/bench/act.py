@@ -7,12 +7,12 @@ also has the rate of the server *alone*: the same rounds, repeated without waiti
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from echelon.bench.harness import Benchmark, Progress, Runs, Setting, columns, machine, option
+from echelon.control_groups import num_cores
 from echelon.errors import ConfigError
 
 NETWORKS, PRECISIONS = ("mlp", "cnn"), ("float32", "bfloat16")
@@ -44,7 +44,7 @@ class ActSetting(Setting):
     @property
     def num_feeders(self) -> int:
         """`feeders`, or half of the cores as a power of two: the other half is for the server and its GPU."""
-        return self.feeders or 1 << (max(2, len(os.sched_getaffinity(0)) // 2).bit_length() - 1)
+        return self.feeders or 1 << (max(2, num_cores() // 2).bit_length() - 1)
 
 
 class ActBenchmark(Benchmark[ActSetting, dict[str, Any]]):

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
+from echelon.control_groups import num_cores
 from echelon.errors import ConfigError
 
 S = TypeVar("S", bound="Setting")
@@ -283,7 +284,7 @@ def hardware(device: str = "cpu") -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "processor": next(names, "unknown"),
         "gpu": gpu,

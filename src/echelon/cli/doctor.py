@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 
 from echelon.cli.main import Parser
+from echelon.control_groups import num_cores
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -29,7 +30,7 @@ def _machine(shm_dir: str) -> list[tuple[str, str]]:
     from echelon.runs.folder import versions
     from echelon.transport.segments import keeps_store_order
 
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_name(i) for i in range(num_gpus)]
     rows = [("cores", f"{cores} usable of {os.cpu_count()} ({platform.machine()})"), ("gpu", ", ".join(gpus) or "none")]

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from echelon.control_groups import num_cores
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import CRASHES, Exit, ProcessSpec
 from echelon.errors import EchelonError, PeerLost, RunError
@@ -114,8 +115,7 @@ class Agent:
 
         Meanwhile the fork server of this host preloads modules.
         """
-        request = JoinRequest(__version__, self.name, len(os.sched_getaffinity(0)), own_cpus())
-        state = ""
+        request, state = JoinRequest(__version__, self.name, num_cores(), own_cpus()), ""
         while True:
             self._joining = self._control.ask(JOIN, functools.partial(request_frames, request))
             while not self._control.wait(self._joining, 1.0):

@@ -20,10 +20,15 @@ def own_cpus() -> str:
     return f"{machine}/{sum(1 << cpu for cpu in os.sched_getaffinity(0)):x}"
 
 
-def count_cpus(hosts: Iterable[str]) -> int:
-    """Returns the number of processors of all hosts; those that hosts share are counted once."""
+def count_cpus(hosts: Iterable[tuple[str, int]]) -> int:
+    """Returns the number of processors of all hosts; those that hosts share are counted once.
+
+    Each host has its processors and the number of cores that it may use, which is lower in a container with a quota.
+    """
     masks: defaultdict[str, int] = defaultdict(int)
-    for host in hosts:
-        machine, _, mask = host.rpartition("/")
+    cores: defaultdict[str, int] = defaultdict(int)
+    for cpus, num_cores in hosts:
+        machine, _, mask = cpus.rpartition("/")
         masks[machine] |= int(mask, 16)
-    return sum(mask.bit_count() for mask in masks.values())
+        cores[machine] += num_cores
+    return sum(min(mask.bit_count(), cores[machine]) for machine, mask in masks.items())

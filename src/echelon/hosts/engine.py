@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import signal
 import socket
 import time
@@ -20,6 +19,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
+from echelon.control_groups import num_cores
 from echelon.engines.inline import MessageLoop
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, ProcessSpec, Store
@@ -76,7 +76,7 @@ class HostsEngine(LocalEngine):
         super().__init__(session, preload)
         self._folder, self._lease_s = Path(session), lease_s
         self._control = Server("hosts", address, MAX_BYTES, report=self._report)
-        self._head = Host(socket.gethostname(), len(os.sched_getaffinity(0)), is_head=True)
+        self._head = Host(socket.gethostname(), num_cores(), is_head=True)
         self._hosts: dict[bytes, Host] = {}  # the others by connection, lost ones included
         self._assignment: Assignment | None = None
         self._quorum = Quorum(0)  # until `gather`

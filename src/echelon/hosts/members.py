@@ -48,6 +48,7 @@ class Host:
         return {
             "name": self.name,
             "cpus": self.cpus,
+            "cores": self.cores,
             "actors": len(self.actors),
             "restarts": self.restarts,
             "lost": self.lost,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 
 import torch
 
 from echelon.algorithms.model import Model
 from echelon.config import TrainConfig
+from echelon.control_groups import num_cores
 from echelon.errors import ConfigError
 
 MIN_GPU_PARAMETERS = 200_000  # a network of at least this size is worth a GPU, or all cores
@@ -53,7 +53,7 @@ def server_threads(config: TrainConfig, model: Model) -> int:
     A forward pass on several cores takes more CPU time in total, so it pays off only on cores that actors and learner
     leave idle. Measured with 8 to 64 rows of an Atari network on two threads: 5 to 45 % more CPU time.
     """
-    spare = len(os.sched_getaffinity(0)) - config.actors_per_host - 1
+    spare = num_cores() - config.actors_per_host - 1
     return max(1, spare // config.acting.servers) if _is_shared(model) else 1
 
 

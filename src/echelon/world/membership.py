@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from echelon.control_groups import num_cores
 from echelon.errors import (
     ConfigError,
     EchelonError,
@@ -314,4 +315,4 @@ def share_cores(num_ranks: int) -> None:
     times.
     """
     if num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() == USUAL_THREADS:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+        torch.set_num_threads(max(1, num_cores() // num_ranks))

@@ -12,6 +12,7 @@ from typing import Any
 
 from echelon import config_io, errors
 from echelon.config import TrainConfig, replace
+from echelon.control_groups import num_cores
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import CRASHES, INHERITED, ProcessSpec
@@ -178,7 +179,7 @@ def _make(memory: PreparedMemory, report: Callable[[str], None]) -> None:
         num_actors, hosts = context.train.actor.num_actors, context.train.hosts
         at_head = num_actors // hosts.count
         if hosts.min_actors:
-            at_head = min(at_head, len(os.sched_getaffinity(0)))
+            at_head = min(at_head, num_cores())
         check_processes(len(roles_of(context.train)) - num_actors + at_head, free_memory())
     sizes = "--envs-per-actor, --actor.trajectory or --actor.slots"
     check_fits(memory.shared_bytes(), "the run's shared memory", free_memory(context.session.parent), sizes)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.config import TrainConfig, replace
+from echelon.config import EnvConfig, TrainConfig, replace
+from echelon.control_groups import num_cores
 from echelon.engines.hosted import HostedEngine
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import COMPILER, LocalEngine
 from echelon.engines.ray_cluster import RayCluster
 from echelon.errors import ConfigError
+from echelon.families import is_atari, is_mario
 from echelon.hosts.engine import HostsEngine
 from echelon.hosts.ray_engine import RayEngine, make_address
 from echelon.names import text_of
@@ -86,7 +87,7 @@ def _yields(config: TrainConfig) -> bool:
     Its threads wait for each other, so an actor on one of the cores stops all of them. The actors run when the learner
     waits for them. Super Mario Bros on two cores is a quarter faster.
     """
-    return config.replay.exact and config.learner.threads >= len(os.sched_getaffinity(0)) > 1
+    return config.replay.exact and config.learner.threads >= num_cores() > 1
 
 
 def ranks_of(config: TrainConfig) -> dict[str, int]:
@@ -164,7 +165,7 @@ def check_stop(config: TrainConfig) -> None:
 
 def num_cores_of(config: TrainConfig) -> int:
     """Returns the number of cores that a run can use. A single process uses as many as its learner has threads."""
-    return (config.learner.threads or 1) if config.engine == "inline" else len(os.sched_getaffinity(0))
+    return (config.learner.threads or 1) if config.engine == "inline" else num_cores()
 
 
 def is_one_process(config: TrainConfig) -> bool:
@@ -180,12 +181,22 @@ def find_bottleneck(config: TrainConfig, shares: dict[str, dict[str, float]], *,
         return workers_bottleneck(shares["learner"]) if "learner" in shares else ""
     if not shares:
         return ""
-    inline = is_one_process(config)
+    inline, is_queue, actor = is_one_process(config), config.algorithm.experience == "queue", config.actor
+    grows = is_queue and config.learner.batch == 0 and actor.envs > 0
     return bottleneck(
         shares,
-        num_cores=1 if inline else len(os.sched_getaffinity(0)),
+        num_cores=1 if inline else num_cores(),
         num_processes=1 if inline else len(shares),
         lag_bounded=config.learner.max_lag is not None,
         replayed=config.algorithm.experience == "replay",
         on_gpu=on_gpu,
+        vectorised=_is_vectorised(config.env),
+        num_joined=actor.num_actors if grows else 0,
     )
+
+
+def _is_vectorised(env: EnvConfig) -> bool:
+    """Returns whether one call steps all environments of an actor, as far as the configuration tells."""
+    id = env.id if isinstance(env.id, str) else ""
+    is_known = env.vector == "auto" and (is_atari(id) or is_mario(id))
+    return env.vector == "vector_entry_point" or is_known or id.startswith("envpool:")
