@@ -251,6 +251,13 @@ class TestPlain:
         assert command[:3] == ["echelon", "train", "impala"] and "--auto-resume" in command
         assert command[command.index("--hosts") + 1] == "11"
 
+    @pytest.mark.parametrize("least", [("--min-actors", "2"), ("--min-actors=2",)])
+    def test_a_head_with_least_actors_starts_without_all_of_its_hosts(self, least: tuple[str, ...]) -> None:
+        words = ["--flavour", "plain", "--image", "i", "--workers", "4", "--workers-kind", "host"]
+        training = ["--", "impala", "CartPole-v1", *least, "--max-actors", "8", "--minutes", "5"]
+        command = container_of(templates(render(*words, *training))["learner"])["command"]
+        assert "--hosts" not in command and "--hosts.address" in command and "--hosts.bulk-port" in command
+
     def test_workers_without_gpus_are_one_deployment(self) -> None:
         words = ["--flavour", "plain", "--image", "i", "--workers", "64", "--namespace", "rl", "--name", "run-7"]
         documents = render(*words, "--secret-name", "mine", "--storage-class", "fast", *SAC)

@@ -56,9 +56,13 @@ def learner_command(options: KubeOptions) -> list[str]:
 
 
 def hosts_options(options: KubeOptions) -> list[str]:
-    """Returns the options of a training whose other hosts are the workers."""
-    hosts = ["--hosts", str(options.workers + 1), "--hosts.address", f"tcp://0.0.0.0:{HOST_PORT}"]
-    return [*hosts, "--hosts.bulk-port", str(BULK_PORT)]
+    """Returns the options of a training whose other hosts are the workers.
+
+    With `--min-actors` it does not wait for all of them: one pod that cannot be scheduled would hold up its start.
+    """
+    is_elastic = any(word.partition("=")[0].replace("_", "-") == "--min-actors" for word in options.train)
+    count = [] if is_elastic else ["--hosts", str(options.workers + 1)]
+    return [*count, "--hosts.address", f"tcp://0.0.0.0:{HOST_PORT}", "--hosts.bulk-port", str(BULK_PORT)]
 
 
 def _ports(options: KubeOptions) -> dict[str, int]:
