@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from echelon.bench.harness import Progress
 from echelon.bench.rpc import Raw, RpcSetting, transport_of
 from echelon.bench.rpc_processes import BenchCoordinator
 from echelon.errors import ConfigError, EchelonError, RunError
+from hosts import NEAR, SECRET, Words, as_another_host, made_hosts
 from running import parent_of, wait_until
 from telling import children
 
@@ -125,3 +127,23 @@ def test_a_pytorch_without_rpc_is_named(shm_dir: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(rpc_torch.rpc, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"this build of PyTorch .* has no torch\.distributed\.rpc"):
         rpc_torch.run(setting_of(shm_dir), lambda done, total: None)
+
+
+@pytest.mark.full
+def test_between_hosts_tensors_cross_the_link(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of one machine could copy them past it."""
+    monkeypatch.setenv("ECHELON_SECRET", SECRET)
+    options = ["--transport=torch-rpc", f"--master_addr={NEAR}", "--world_size=4", "--episodes=1", "--steps=100"]
+    places = [f"--output_file_path={tmp_path / 'report.json'}", f"--shm_dir={shm_dir}"]
+    with made_hosts() as (near, _):
+        before = sent(near)
+        done = as_another_host(*near, sys.executable, "-m", "echelon.cli.main", "bench", "rpc", *options, *places)
+        assert done.returncode == 0, done.stderr
+        num_requests, nbytes = 2 * 2 * 100, 4 * 10 * 20 * 10  # of two observers, in the warm-up and measured
+        assert sent(near) - before >= num_requests * nbytes
+
+
+def sent(host: Words) -> int:
+    """The bytes that a host has sent to itself."""
+    rows = [line.split() for line in Path(f"/proc/{host[2]}/net/dev").read_text().splitlines()]
+    return next(int(row[9]) for row in rows if row[0] == "lo:")

@@ -53,11 +53,9 @@ def run(setting: RpcSetting, progress: Progress) -> Raw:
     check_port(setting)
     if not int(setting.master_port):
         setting = dataclasses.replace(setting, master_port=str(free_port(setting.master_addr)))
-    if setting.master_addr != "localhost" and not is_loopback(
-        setting.master_addr
-    ):  # as between hosts: no shared memory
-        raw, transports = rpc_processes.run(setting, progress, TorchCoordinatorOverTcp), "uv"
-        return dataclasses.replace(raw, extra={"tensorpipe_transports": transports})
+    if setting.master_addr != "localhost" and not is_loopback(setting.master_addr):
+        raw = rpc_processes.run(setting, progress, TorchCoordinatorBetweenHosts)
+        return dataclasses.replace(raw, extra={"tensorpipe_transports": "uv", "tensorpipe_channels": "basic"})
     try:
         raw, transports = rpc_processes.run(setting, progress, TorchCoordinator), "default"
     except RunError as error:
@@ -81,10 +79,11 @@ class TorchCoordinator(BenchCoordinator):
 
     preload = (__name__, "echelon.bench.rpc_agent")
     over_tcp = False
+    copies = True
 
     def drive(self) -> None:
         standstill = Standstill("torch.distributed.rpc", self.results)
-        self.start("ranks", f"{__name__}:Ranks", over_tcp=self.over_tcp)
+        self.start("ranks", f"{__name__}:Ranks", over_tcp=self.over_tcp, copies=self.copies)
 
         def is_over() -> bool:
             standstill.check()
@@ -97,6 +96,12 @@ class TorchCoordinatorOverTcp(TorchCoordinator):
     """The same with TensorPipe's TCP transport only."""
 
     over_tcp = True
+
+
+class TorchCoordinatorBetweenHosts(TorchCoordinatorOverTcp):
+    """The same as between hosts: tensors travel on the connection, too, not by copies between the processes."""
+
+    copies = False
 
 
 class Ranks:
@@ -166,7 +171,7 @@ def work(rank: int, config: dict[str, Any], parent: int) -> None:
             Here.agent = CallAgent(setting, results)
         elif rank > 1:
             Here.observer = Observer(setting, results, rank - 2)
-        join(rank, setting, over_tcp=config["over_tcp"])
+        join(rank, setting, over_tcp=config["over_tcp"], copies=config["copies"])
         if rank == 0:
             coordinate(setting, results)
         else:
@@ -180,13 +185,17 @@ def work(rank: int, config: dict[str, Any], parent: int) -> None:
     os._exit(0)  # torch.distributed.rpc is not shut down
 
 
-def join(rank: int, setting: RpcSetting, *, over_tcp: bool) -> None:
-    """Joins the world as `rank`; returns when all ranks have joined."""
+def join(rank: int, setting: RpcSetting, *, over_tcp: bool, copies: bool) -> None:
+    """Joins the world as `rank`; returns when all ranks have joined.
+
+    Without `copies`, no tensor is copied from process to process past the connection (TensorPipe's channel `cma`).
+    """
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=NUM_THREADS,
         rpc_timeout=CALL_TIMEOUT_S,
         init_method=f"tcp://{setting.master_addr}:{setting.master_port}",
         _transports=["uv"] if over_tcp else None,
+        _channels=None if copies else ["basic"],
     )
     rpc.init_rpc(  # type: ignore[no-untyped-call]
         name_of(rank), rank=rank, world_size=setting.world_size, rpc_backend_options=options
