@@ -75,7 +75,7 @@ def test_whoever_is_killed_no_step_is_counted_twice_and_the_replay_stays(site: S
         ("dqn", "CartPole-v1"),
         ("qr-dqn", "CartPole-v1"),
         ("sac", "Pendulum-v1"),
-        ("ddpg", "Pendulum-v1"),
+        ("td3", "Pendulum-v1"),
         ("apex-ddpg", "Pendulum-v1"),
     ],
 )

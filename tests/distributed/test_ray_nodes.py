@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hosts import FAR, NEAR, THIRD, Site, kill_host, set_cable
+from hosts import FAR, NEAR, THIRD, UNTIL_SOLVED, Site, kill_host, set_cable, until_solved
 from ray_nodes import ADDRESS, RayNodes, made_cluster, needs_ray
 from running import Running, processes_marked, wait_until
 
@@ -59,11 +59,9 @@ def test_without_the_token_of_the_cluster_the_remedy_is_told(
 
 @pytest.mark.parametrize(("preset", "options"), [("impala", {}), ("apex-dqn", {"actor.trajectory": 8})])
 def test_cartpole_is_solved(site: Site, nodes: RayNodes, preset: str, options: dict[str, object]) -> None:
-    options = {"until-return": 475, "minutes": 4, **options}
-    run = start(site, nodes, preset, **options)
-    assert run.process.wait(280) == 0, run.text()
-    assert run.summary()["status"] == "solved", run.text()
-    assert all(not host["lost"] for host in run.summary()["hosts"])
+    run = start(site, nodes, preset, **UNTIL_SOLVED, **options)
+    until_solved(run)
+    assert all(not host["lost"] for host in run.stop()["hosts"])
     assert_nothing_left(run, nodes)
 
 
