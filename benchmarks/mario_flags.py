@@ -86,7 +86,11 @@ def main() -> int:
     parser.add_argument("--sample", action="store_true", help="sample actions (default: the most likely ones)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{count_flags(options.run, options)} of {options.episodes} episodes reach the flag")
+    try:
+        print(f"{count_flags(options.run, options)} of {options.episodes} episodes reach the flag")
+    except ConfigError as error:
+        print(f"mario_flags: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -20,6 +20,8 @@ from echelon.bench.train import bench_train, limit, table
 from echelon.bench.watch import UsageSample, UsageWatch, busy_seconds, cpu_seconds, usage
 from echelon.cli.main import main
 from echelon.config import EnvConfig, TrainConfig, replace
+from echelon.control_groups import num_cores
+from echelon.errors import ConfigError
 from echelon.hosts.cpus import count_cpus, own_cpus
 from echelon.presets import preset
 from echelon.runs.folder import RunFolder
@@ -45,7 +47,7 @@ def check(report: dict[str, Any]) -> None:
     for how in ("alone", "loaded"):
         assert report["efficiency"][how] == pytest.approx(report["env_steps_per_s"] / report["limit"][how])
         assert report["efficiency"][how] > 0
-    assert report["hardware"]["cores"] == len(os.sched_getaffinity(0)) and report["hardware"]["processor"]
+    assert report["hardware"]["cores"] == num_cores() and report["hardware"]["processor"]
 
 
 REPLAY = {"actor.trajectory": 1, "replay.batch": 16, "replay.min_size": 200, "replay.capacity": 4_000}
@@ -125,6 +127,17 @@ def test_the_command_counts_the_time_of_every_role_and_writes_json(
     assert not list(shm_dir.iterdir())
 
 
+def test_a_replay_that_is_not_filled_in_time_is_named(shm_dir: Path) -> None:
+    config = tiny(
+        "dqn", **{**REPLAY, "replay.min_size": 3_999}, **{"env.id": "unruly:SlowEnv", "shm_dir": str(shm_dir)}
+    )
+    config = replace(config, **{"env.kwargs": {"step_s": 0.01}})
+    with pytest.raises(
+        ConfigError, match=r"the replay has \d+ .*replay.min_size=3999.*--replay.min-size \d+\), or raise"
+    ):
+        bench_train(config, seconds=1.0, num_chunks=1, output=io.StringIO())
+
+
 def test_limit_is_cores_over_the_sum_of_stages() -> None:
     costs = {"env": StepCost(6.0, 7.0), "act": StepCost(2.0, 2.0), "learn": StepCost(2.0, 20.0)}
     assert limit(costs, 4, on_gpu=False) == pytest.approx(400_000)
@@ -133,9 +146,11 @@ def test_limit_is_cores_over_the_sum_of_stages() -> None:
 
 
 def test_cores_that_hosts_share_are_counted_once() -> None:
-    assert count_cpus(["a/f", "a/f", "b/3"]) == 6
-    assert count_cpus(["a/f", "a/3c"]) == 6, "containers of one machine may share some"
-    assert count_cpus([own_cpus(), own_cpus()]) == len(os.sched_getaffinity(0))
+    assert count_cpus([("a/f", 4), ("a/f", 4), ("b/3", 2)]) == 6
+    assert count_cpus([("a/f", 4), ("a/3c", 4)]) == 6, "containers of one machine may share some"
+    assert count_cpus([("a/ff", 2), ("a/ff", 3), ("b/3", 2)]) == 7, "containers with quotas use them up"
+    cores = num_cores()
+    assert count_cpus([(own_cpus(), cores), (own_cpus(), cores)]) == cores
 
 
 def test_roles_of_other_hosts_are_not_taken_for_processes_of_this_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import struct
@@ -32,11 +33,12 @@ from echelon.config_io import fields_of, from_json, set_fields, to_json
 from echelon.errors import ConfigError
 from echelon.presets import preset
 from echelon.runs import folder as folder_module
-from echelon.runs.bottleneck import bottleneck
+from echelon.runs.bottleneck import PHASES, bottleneck
 from echelon.runs.events import EventWriter, crc32c
 from echelon.runs.folder import RunFolder, default_run_dir, versions
 from echelon.runs.metrics import MetricsWriter, read_metrics
 from echelon.runs.report import draw_curve, duration
+from echelon.training import train
 
 # ---------------------------------------------------------------------------------------------------- configuration
 
@@ -90,7 +92,7 @@ BAD_JSON: list[tuple[Any, str]] = [
     ({"env": {"id": 3}}, "env.id=3 does not fit: expected str"),
     ({"stop": {"until_return": "a"}}, "stop.until_return='a' does not fit: expected finite number or none"),
     ({"stop": {"minutes": float("nan")}}, "stop.minutes=nan does not fit"),
-    ({"actor": {"envs": 0}}, "actor.envs=0 must be at least 1"),
+    ({"actor": {"trajectory": 0}}, "actor.trajectory=0 must be at least 1"),
 ]
 
 
@@ -130,7 +132,7 @@ def test_set_fields_parses_by_type() -> None:
 
 BAD_SECTIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: ActorConfig(envs="8"), "actor.envs='8' does not fit: expected int"),
-    (lambda: ActorConfig(envs=0), r"actor.envs=0 must be at least 1 \(environments per actor, K\)"),
+    (lambda: ActorConfig(trajectory=0), r"actor.trajectory=0 must be at least 1 \(steps per trajectory, T\)"),
     (lambda: LearnerConfig(max_lag=-1), r"learner.max_lag=-1 must be at least 0 \(maximum lag"),
     (lambda: NetworkConfig(hidden=[64, 0]), r"network.hidden=\[64, 0\]: each must be between 1 and"),
     (lambda: NetworkConfig(core="rnn"), "network.core='rnn' does not fit: use none or lstm or gru"),
@@ -184,13 +186,28 @@ def test_the_configuration_of_an_older_release_is_read_without_a_warning() -> No
         assert from_json(data) == config
 
 
+@pytest.mark.parametrize(("old", "new"), [(True, "vtrace"), (False, "none")])
+def test_the_old_switch_of_the_lag_correction_is_read(old: bool, new: str) -> None:
+    config = replace(preset("async-ppo", "CartPole-v1"), **{"algorithm.lag_correction": new})
+    data = to_json(config)
+    del data["algorithm"]["lag_correction"]
+    data["algorithm"]["correct_lag"] = old
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert from_json(data) == config
+    with pytest.warns(FutureWarning, match=r"algorithm\.correct_lag is now algorithm\.lag_correction"):
+        assert replace(config, **{"algorithm.correct_lag": old}) == config
+    with pytest.warns(FutureWarning, match=r"algorithm\.correct_lag is now algorithm\.lag_correction"):
+        assert set_fields(config, {"algorithm.correct_lag": str(old)}) == config
+
+
 BAD_TEXT = [
     ("actor", "1", "actor='1' names a section, not a field. Its fields: actor.envs"),
     ("discount", ".9", "Did you mean algorithm.discount?"),
     ("actr.envs", "1", "Did you mean actor.envs?"),
     ("actor.envs", "many", "actor.envs='many' does not fit: expected int"),
     ("actor.envs", "1.5", "actor.envs=1.5 does not fit: expected int"),
-    ("actor.envs", "0", "actor.envs=0 must be at least 1"),
+    ("actor.envs", "-1", "actor.envs=-1 must be at least 0"),
     ("learner.compile", "maybe", "learner.compile='maybe' does not fit: expected true|false"),
     ("learner.max_lag", "null", "learner.max_lag='null' does not fit: expected int or none"),
     ("env.kwargs", "{a", "env.kwargs='{a' is not JSON"),
@@ -209,7 +226,7 @@ def test_set_fields_refuses(path: str, text: str, message: str) -> None:
 def test_fields_of_lists_paths_values_and_what_is_said_of_them() -> None:
     fields = {info.path: info for info in fields_of(UNUSUAL)}
     assert fields["actor.num_actors"].value == 3
-    assert fields["actor.envs"].field.text == "environments per actor, K [at least 1]"
+    assert fields["actor.num_actors"].field.text.endswith("run at a time [at least 1]")
     assert fields["acting.spin_us"].field.text.endswith(" [µs, at least 0]")
     assert fields["algorithm.discount"].field.bounds == "between 0 and 1"
     assert fields["learner.max_lag"].field.type == "int or none"
@@ -492,6 +509,7 @@ def shares(**phases: float) -> dict[str, float]:
     return phases
 
 
+MORE_ACTORS = "More actors (--actor.num_actors, 6 cores are free) would help."
 BOTTLENECKS = [
     (
         {"learner": shares(learn=0.96, wait=0.04), "actor-0": shares(env=0.4, act=0.2, wait=0.4)},
@@ -600,6 +618,38 @@ def test_what_replays_is_told_to_draw_larger_batches_and_has_no_epochs() -> None
 def test_no_more_actors_where_no_core_is_free() -> None:
     roles = {"learner": shares(learn=0.1, wait=0.9), "actor-0": shares(env=0.9, wait=0.1), "actor-1": shares(env=0.5)}
     assert "More actors" not in bottleneck(roles, num_cores=3, num_processes=3)
+
+
+def test_what_is_vectorised_is_not_told_to_be() -> None:
+    roles = {"learner": shares(learn=0.2, wait=0.8), "actor-0": shares(env=0.9, act=0.1)}
+    told = bottleneck(roles, num_cores=8, num_processes=2, vectorised=True)
+    assert told.endswith("(env 90% of an actor's time; the learner waits 80%). " + MORE_ACTORS)
+    told = bottleneck(roles, num_cores=1, num_processes=2, vectorised=True)
+    assert told.endswith("so more actors would not help. More cores would help.")
+
+
+def test_a_learner_that_waits_for_batches_of_many_actors_is_told_how_to_update_more_often() -> None:
+    roles = {"learner": shares(learn=0.4, wait=0.6), "actor-0": shares(env=0.9, wait=0.1)}
+    setting: dict[str, Any] = {"num_cores": 8, "num_processes": 2}
+    told = bottleneck(roles, **setting, num_joined=4, lag_bounded=False)
+    assert "each of the 4 actors, so batches grow" in told and "--learner.batch N or --envs-per-actor 0 would" in told
+    bounded = bottleneck(roles, **setting, num_joined=4, lag_bounded=True)
+    assert "--envs-per-actor 0 would" in bounded and "--learner.batch" not in bounded, "it must fit all actors"
+    busy = {**roles, "learner": shares(learn=0.6, wait=0.4)}
+    for other in (bottleneck(roles, **setting, num_joined=2), bottleneck(busy, **setting, num_joined=4)):
+        assert "batches grow" not in other
+
+
+def test_roles_of_one_process_share_its_time(tmp_path: Path, shm_dir: Path) -> None:
+    """A learner that does next to nothing must not count as half of the work."""
+    changes = {"engine": "inline", "actor.num_actors": 1, "actor.envs": 4, "stop.steps": 400, "network.hidden": (8,)}
+    changes |= {"run.dir": str(tmp_path / "run"), "shm_dir": str(shm_dir), "evaluation.interval_s": 0.0}
+    summary = train(replace(preset("impala", "CartPole-v1"), **changes), output=io.StringIO()).summary
+    time = summary["time"]
+    assert sum(sum(phases.values()) for phases in time.values()) == pytest.approx(1.0)
+    work = {phase: sum(phases[phase] for phases in time.values()) for phase in PHASES if phase != "wait"}
+    for phase in ("env", "act", "learn"):
+        assert f"{phase} {work[phase] / sum(work.values()):.0%}" in summary["bottleneck"]
 
 
 def test_a_run_folder_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:

@@ -13,22 +13,20 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, TextIO
 
 from echelon.bench.harness import machine
 from echelon.bench.load import loaded_cores
 from echelon.bench.processes import one_thread, session_in
 from echelon.bench.stages import Stages, StepCost, measure
-from echelon.bench.watch import OWN, Usage, UsageWatch, usage
+from echelon.bench.watch import OWN, Usage, usage, watched_training
 from echelon.config import HostsConfig, TrainConfig, replace
 from echelon.errors import ConfigError
 from echelon.hosts.cpus import count_cpus
 from echelon.roles.plan.start import is_one_process, num_cores_of
-from echelon.training import RunResult, train
+from echelon.training import RunResult
 
 Costs = dict[str, StepCost]
 Reporter = Callable[[str], None]
@@ -62,7 +60,7 @@ def bench_train(
     costs = _costs(config, result, num_cores, {"num_chunks": num_chunks, "chunk_s": chunk_s}, print_line)
     hosts = [host for host in result.summary.get("hosts", ()) if not host["lost"]]
     if hosts:
-        num_cores = count_cpus(host["cpus"] for host in hosts)
+        num_cores = count_cpus((host["cpus"], host["cores"]) for host in hosts)
     rate = float(result.summary["env_steps_per_s"])
     limits = {load: limit(cost, num_cores, on_gpu=device != "cpu") for load, cost in costs.items()}
     report = {
@@ -99,19 +97,22 @@ def _train(
     config: TrainConfig, seconds: float, num_cores: int, report: Reporter, output: TextIO
 ) -> tuple[RunResult, Usage | None]:
     """Trains without evaluation; the run folder is kept only if `run.dir` is set. `output` gets the run's messages."""
-    with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
-        run_dir = Path(config.run.dir or f"{folder}/run")
-        changes = {"evaluation.interval_s": 0.0, "stop.minutes": seconds / 60, "run.dir": str(run_dir)}
-        config = replace(config, **changes)
-        watch = UsageWatch(run_dir, report)
-        watch.start()
-        try:
-            result = train(config, output=output)
-        finally:
-            watch.stop()
+
+    def show(row: dict[str, Any]) -> None:
+        report(f"  {row['wall_s']:5.1f} s: {row['env_steps']:>12,} steps, {row['env_steps_per_s']:>9,.0f} a second")
+
+    with watched_training(replace(config, **{"stop.minutes": seconds / 60}), show, output) as watched:
+        result, samples = watched.result, watched.samples
     if not result.summary["updates"]:
-        raise ConfigError(f"the learner finished no batch within {seconds:g} s, including the start. Raise --seconds.")
-    return result, usage(watch.samples, num_cores, whole_machine=not is_one_process(config))
+        what = f"the learner finished no batch within {seconds:g} s, including the start"
+        least, replay = config.replay.min_size, result.summary.get("replay")
+        if replay is not None and (inserted := replay["inserted"]) < least:
+            raise ConfigError(
+                f"{what}: the replay has {inserted:,} transitions, and learning starts at replay.min_size={least}. "
+                f"Lower it (--replay.min-size {max(inserted // 4, 1)}), or raise --seconds."
+            )
+        raise ConfigError(f"{what}. Raise --seconds.")
+    return result, usage(samples, num_cores, whole_machine=not is_one_process(config))
 
 
 def _samples_per_step(result: RunResult) -> float:

@@ -1,19 +1,23 @@
-"""Measures the processor time of a training's roles, and of other programs on its cores."""
+"""Trains, and measures the processor time of the training's roles and of other programs on its cores."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from echelon.config import TrainConfig, replace
 from echelon.roles.learner import WARM_UP_S
 from echelon.roles.supervisor import PROCESSES
 from echelon.runs.metrics import METRICS
+from echelon.training import RunResult, train
 
 LOOK_INTERVAL_S = 0.1
 TELL_INTERVAL_S = 2.0
@@ -46,7 +50,8 @@ class UsageWatch(threading.Thread):
     It sleeps almost always, and no role of a local run is in this process.
     """
 
-    def __init__(self, run_dir: Path, report: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Path, report: Callable[[dict[str, Any]], None]) -> None:
+        """`report` gets a row of the metrics every TELL_INTERVAL_S."""
         super().__init__(name="bench-watch", daemon=True)
         self.run_dir, self.report = run_dir, report
         self.samples: list[UsageSample] = []
@@ -89,9 +94,34 @@ class UsageWatch(threading.Thread):
         self.samples.append(UsageSample(row["env_steps"], row["wall_s"], cpu_s, busy_seconds()))
         if row["wall_s"] >= self._next_tell_s:
             self._next_tell_s = row["wall_s"] + TELL_INTERVAL_S
-            self.report(
-                f"  {row['wall_s']:5.1f} s: {row['env_steps']:>12,} steps, {row['env_steps_per_s']:>9,.0f} a second"
-            )
+            self.report(row)
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A training that is over, and the samples of its use of processors."""
+
+    result: RunResult
+    samples: list[UsageSample]
+
+
+@contextlib.contextmanager
+def watched_training(
+    config: TrainConfig, report: Callable[[dict[str, Any]], None], output: TextIO
+) -> Iterator[Watched]:
+    """Trains without evaluation. The run folder is removed when the block ends, unless `run.dir` is set.
+
+    `report` gets rows of the metrics, `output` the messages of the run.
+    """
+    with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
+        run_dir = Path(config.run.dir or f"{folder}/run")
+        watch = UsageWatch(run_dir, report)
+        watch.start()
+        try:
+            result = train(replace(config, **{"evaluation.interval_s": 0.0, "run.dir": str(run_dir)}), output=output)
+        finally:
+            watch.stop()
+        yield Watched(result, watch.samples)
 
 
 def usage(samples: list[UsageSample], num_cores: int, *, whole_machine: bool) -> Usage | None:

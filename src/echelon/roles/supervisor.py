@@ -298,14 +298,19 @@ class Supervisor:
                 (self.context.run_dir / PROCESSES).unlink()
 
     def shares(self) -> dict[str, dict[str, float]]:
-        """Returns the share of time in each phase, for every role except the evaluator."""
-        shares = {}
-        for name, member in self.members.items():
-            phases = member.phases
-            seconds = sum(phases.values())
-            if seconds > 0 and name != "evaluator":
-                shares[name] = {phase: value / seconds for phase, value in phases.items()}
-        return shares
+        """Returns the share of time in each phase, for every role except the evaluator.
+
+        Roles that share a process share its time, so that the shares of all of them sum to 1.
+        """
+        phases = {name: member.phases for name, member in self.members.items() if name != "evaluator"}
+        seconds = {name: sum(own.values()) for name, own in phases.items()}
+        if self.context.shares_process:
+            seconds = dict.fromkeys(seconds, sum(seconds.values()))
+        return {
+            name: {phase: value / seconds[name] for phase, value in own.items()}
+            for name, own in phases.items()
+            if sum(own.values()) > 0
+        }
 
     def figures(self, kind: str) -> dict[str, dict[str, float]]:
         """Returns the published figures of each role of `kind` that has any."""

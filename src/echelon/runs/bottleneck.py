@@ -10,6 +10,7 @@ Shares = Mapping[str, float]  # phase -> share of a role's wall time, in [0, 1]
 PHASES = ("env", "act", "learn", "exchange", "transfer", "wait")
 BUSY = 0.9  # above this share a role, or all cores together, count as saturated
 LARGE = 0.3  # a share of the learners' time that is worth saving
+IDLE = 0.5  # above this share of waiting, a learner could update more often
 _WORK = ("env", "act", "learn", "exchange", "transfer")
 _REMEDIES = {
     "env": "A vectorised environment would cost less per step (--env.vector vector_entry_point, or envpool:ID)",
@@ -35,12 +36,35 @@ def bottleneck(
     lag_bounded: bool = True,
     replayed: bool = False,
     on_gpu: bool = False,
+    vectorised: bool = False,
+    num_joined: int = 0,
 ) -> str:
     """Returns one sentence that names the bottleneck and one that names the remedy.
 
     `roles` maps names such as "actor-0", "inference-0" and "learner" to phase shares; `num_processes` run on
-    `num_cores`; `replayed`: a limiter paces actors and learner; `on_gpu`: the learner uses a GPU.
+    `num_cores`; `replayed`: a limiter paces actors and learner; `on_gpu`: the learner uses a GPU; `vectorised`: the
+    environments are; `num_joined`: actors that join a batch, if it grows with their number, else 0.
     """
+    sentences = _bottleneck(roles, num_cores, num_processes, lag_bounded, replayed, on_gpu, vectorised)
+    learners = [shares for name, shares in roles.items() if name.startswith("learner")]
+    if num_joined <= 2 or not learners or _mean(learners, "wait") <= IDLE:
+        return sentences
+    fewer = "" if lag_bounded else "--learner.batch N or "
+    return (
+        f"{sentences} A batch has one trajectory of each of the {num_joined} actors, so batches grow with the actors: "
+        f"{fewer}--envs-per-actor 0 would update more often."
+    )
+
+
+def _bottleneck(
+    roles: Mapping[str, Shares],
+    num_cores: int,
+    num_processes: int,
+    lag_bounded: bool,
+    replayed: bool,
+    on_gpu: bool,
+    vectorised: bool,
+) -> str:
     actors, servers, learners = (
         [shares for name, shares in roles.items() if name.startswith(kind)]
         for kind in ("actor", "inference", "learner")
@@ -51,8 +75,10 @@ def bottleneck(
     actors_learn = _mean(actors, "learn") > 0.0
     if _mean(learners, "exchange") >= LARGE and _busy(learners) >= max(_busy(actors), _busy(servers)):
         return _exchanging(learners, _mean(actors, "wait"), replayed, on_gpu)
-    if num_processes >= num_cores and sum(work.values()) >= BUSY * num_cores:
-        return _processor(work, _all(num_cores, num_processes), actors_learn, replayed)
+    is_full = num_processes >= num_cores and sum(work.values()) >= BUSY * num_cores
+    if num_processes == 1 or is_full:
+        remedy = _remedy(max(work, key=work.__getitem__), actors_learn, replayed, vectorised)
+        return _processor(work, _all(num_cores, num_processes), remedy)
     actors_busy, learner_busy = _busy(actors), _busy(learners)
     servers_busy, who = _busy(servers), "the learner" if len(learners) == 1 else f"the {len(learners)} learners"
     waits = f"actors wait {_mean(actors, 'wait'):.0%}, {who} {_mean(learners, 'wait'):.0%}"
@@ -70,7 +96,7 @@ def bottleneck(
     if learner_busy >= actors_busy:
         less = _less_learning(replayed, on_gpu)
         return f"bottleneck: {who} (busy {learner_busy:.0%}; actors wait {_mean(actors, 'wait'):.0%}). {less}"
-    return _acting(actors, learners, num_cores - num_processes)
+    return _acting(actors, learners, num_cores - num_processes, vectorised)
 
 
 def _exchanging(learners: list[Shares], actors_wait: float, replayed: bool, on_gpu: bool) -> str:
@@ -112,19 +138,26 @@ def _inference(busy: float, num_servers: int, actors_wait: float, free_cores: in
     )
 
 
-def _acting(actors: list[Shares], learners: list[Shares], free_cores: int) -> str:
+def _acting(actors: list[Shares], learners: list[Shares], free_cores: int, vectorised: bool) -> str:
     shares = {phase: _mean(actors, phase) for phase in _PARTS}
     phase = max(shares, key=shares.__getitem__)
-    part, remedy = _PARTS[phase], _remedy(phase, actors_learn=shares["learn"] > 0.0, replayed=False)
-    more = f" More actors (--actor.num_actors, {free_cores} cores are free) would help too." if free_cores > 0 else ""
+    remedy = _remedy(phase, actors_learn=shares["learn"] > 0.0, replayed=False, vectorised=vectorised)
+    more = f"More actors (--actor.num_actors, {free_cores} cores are free) would help" if free_cores > 0 else ""
+    if remedy:
+        remedy, more = f" {remedy}.", f" {more} too." if more else ""
+    else:
+        more = f" {more or 'More cores would help'}."
     waits = "the learner waits" if len(learners) == 1 else f"the {len(learners)} learners wait"
     return (
-        f"bottleneck: the actors, {part} ({phase} {shares[phase]:.0%} of an actor's time; "
-        f"{waits} {_mean(learners, 'wait'):.0%}). {remedy}.{more}"
+        f"bottleneck: the actors, {_PARTS[phase]} ({phase} {shares[phase]:.0%} of an actor's time; "
+        f"{waits} {_mean(learners, 'wait'):.0%}).{remedy}{more}"
     )
 
 
-def _remedy(phase: str, *, actors_learn: bool, replayed: bool) -> str:
+def _remedy(phase: str, actors_learn: bool, replayed: bool, vectorised: bool) -> str:
+    """Returns what would make `phase` cheaper; "" if nothing is known."""
+    if phase == "env" and vectorised:
+        return ""
     if phase == "learn" and actors_learn:
         return "A smaller network, or a preset that learns on a GPU, would cost less per sample"
     if phase == "learn" and replayed:
@@ -134,14 +167,11 @@ def _remedy(phase: str, *, actors_learn: bool, replayed: bool) -> str:
     return _REMEDIES[phase]
 
 
-def _processor(work: Mapping[str, float], all_busy: str, actors_learn: bool, replayed: bool) -> str:
-    total = sum(work.values())
+def _processor(work: Mapping[str, float], all_busy: str, remedy: str) -> str:
+    total = sum(work.values()) or 1.0
     split = ", ".join(f"{phase} {work[phase] / total:.0%}" for phase in _WORK if phase != "exchange" or work[phase])
-    remedy = _remedy(max(work, key=work.__getitem__), actors_learn=actors_learn, replayed=replayed)
-    return (
-        f"bottleneck: the processor, {all_busy} ({split}), so more actors would not help. "
-        f"More cores, or less work: {remedy[0].lower()}{remedy[1:]}."
-    )
+    less = f"More cores, or less work: {remedy[0].lower()}{remedy[1:]}." if remedy else "More cores would help."
+    return f"bottleneck: the processor, {all_busy} ({split}), so more actors would not help. {less}"
 
 
 def _all(num_cores: int, num_processes: int) -> str:
