@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import gymnasium as gym
 import numpy as np
@@ -15,12 +16,14 @@ from echelon.algorithms import Impala, Model, Ppo, build_algorithm
 from echelon.algorithms.ppo import Minibatch
 from echelon.config import ImpalaConfig, NetworkConfig, PpoConfig, replace
 from echelon.errors import ConfigError
+from echelon.presets.ppo import LagCorrection
 from echelon.schema import Batch, Spaces, map_tree
 
 Array = np.ndarray[Any, Any]
 T, B, F, A = 6, 4, 3, 3
 MASKED = gym.spaces.Dict({"x": gym.spaces.Box(-9.0, 9.0, (F,)), "action_mask": gym.spaces.MultiBinary(A)})
 SPACES = Spaces(MASKED, gym.spaces.Discrete(A))
+CORRECTIONS: tuple[LagCorrection, ...] = get_args(LagCorrection)
 NAMES = ("policy_head.weight", "policy_head.bias", "value_head.weight", "value_head.bias")
 
 
@@ -107,11 +110,13 @@ def valid_mean(x: Array, valid: Array) -> float:
     return float(x[valid].mean())
 
 
-def vtrace_by_definition(batch: Batch, value: Array, log_rho: Array, config: ImpalaConfig) -> tuple[Array, Array]:
+def vtrace_by_definition(
+    batch: Batch, value: Array, log_rho: Array, discount: float, trace_lambda: float, clips: tuple[float, float]
+) -> tuple[Array, Array]:
     """Targets and advantages, each written out as the sum of eq. 1, lane by lane, up to the end of the episode."""
     valid, reward = batch.valid.numpy(), batch.reward.numpy().astype(np.float64)
-    discount = config.discount * (1.0 - batch.terminated.numpy())
-    rho, c = np.minimum(np.exp(log_rho), config.rho_clip), np.minimum(np.exp(log_rho), config.c_clip)
+    discounts = discount * (1.0 - batch.terminated.numpy())
+    rho, c = (np.minimum(np.exp(log_rho), clip) for clip in clips)
     target, advantage = value[:-1].copy(), np.zeros((T, B))
     for b in range(B):
         for s in range(T):
@@ -119,14 +124,14 @@ def vtrace_by_definition(batch: Batch, value: Array, log_rho: Array, config: Imp
             for t in range(s, T):
                 if not valid[t, b]:
                     break
-                delta = rho[t, b] * (reward[t, b] + discount[t, b] * value[t + 1, b] - value[t, b])
+                delta = rho[t, b] * (reward[t, b] + discounts[t, b] * value[t + 1, b] - value[t, b])
                 target[s, b] += factor * delta
-                factor *= config.trace_lambda * c[t, b] * discount[t, b]
+                factor *= trace_lambda * c[t, b] * discounts[t, b]
         for s in range(T):
             if valid[s, b]:
                 goes_on = s + 1 < T and valid[s + 1, b]
                 after = target[s + 1, b] if goes_on else value[s + 1, b]
-                advantage[s, b] = rho[s, b] * (reward[s, b] + discount[s, b] * after - value[s, b])
+                advantage[s, b] = rho[s, b] * (reward[s, b] + discounts[s, b] * after - value[s, b])
     return target, advantage
 
 
@@ -142,6 +147,19 @@ def gae_by_definition(batch: Batch, value: Array, discount: float, trace_lambda:
                     break
                 advantage[s, b] += factor * (reward[t, b] + discounts[t, b] * value[t + 1, b] - value[t, b])
                 factor *= discounts[t, b] * trace_lambda
+    return advantage
+
+
+def ahead_by_definition(batch: Batch, value: Array, target: Array, discount: float, trace_lambda: float) -> Array:
+    """V-trace's advantage without the ratio of the step itself, with the targets of later steps mixed in by lambda."""
+    valid, reward = batch.valid.numpy(), batch.reward.numpy().astype(np.float64)
+    discounts = discount * (1.0 - batch.terminated.numpy())
+    advantage = np.zeros((T, B))
+    for t, b in np.argwhere(valid):
+        after = value[t + 1, b]
+        if t + 1 < T and valid[t + 1, b]:
+            after += trace_lambda * (target[t + 1, b] - after)
+        advantage[t, b] = reward[t, b] + discounts[t, b] * after - value[t, b]
     return advantage
 
 
@@ -166,7 +184,7 @@ def test_impala_is_its_equations_and_its_gradient(normalize: bool, trace_lambda:
     at, action, valid = Reference.of(model, batch.observation), batch.action.numpy(), batch.valid.numpy()
     steps = dataclasses.replace(at, x=at.x[:-1], mask=at.mask[:-1])
     log_rho = steps.log_prob(action) - batch.log_prob.numpy()
-    target, advantage = vtrace_by_definition(batch, at.value, log_rho, config)
+    target, advantage = vtrace_by_definition(batch, at.value, log_rho, 0.9, trace_lambda, (1.2, 0.8))
     if normalize:
         advantage = (advantage - advantage[valid].mean()) / advantage[valid].std()
 
@@ -195,45 +213,66 @@ def ppo_minibatch(config: PpoConfig, model: Model, batch: Batch) -> tuple[Ppo, M
     return ppo, minibatch
 
 
+@pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("value_clip", [0.0, 0.1])
-def test_ppo_is_its_equations_and_its_gradient(value_clip: float) -> None:
-    config = PpoConfig(discount=0.9, gae_lambda=0.8, clip=0.2, value_clip=value_clip, entropy_weight=0.03)
+def test_ppo_is_its_equations_and_its_gradient(value_clip: float, correction: LagCorrection) -> None:
+    config = PpoConfig(
+        discount=0.9, gae_lambda=0.8, clip=0.2, value_clip=value_clip, entropy_weight=0.03, lag_correction=correction
+    )
     model, batch = make_model(), make_batch()
     ppo, minibatch = ppo_minibatch(config, model, batch)
+    action, valid, behaviour = batch.action.numpy(), batch.valid.numpy(), batch.log_prob.numpy().astype(np.float64)
     before = Reference.of(model, batch.observation)
-    advantage = gae_by_definition(batch, before.value, 0.9, 0.8)
-    target, old_value = advantage + before.value[:-1], before.value[:-1]
-    # The second epoch's view: weights have moved since the batch came, so ratios and value clipping bite.
+    old_value = before.value[:-1]
+    arrival = dataclasses.replace(before, x=before.x[:-1], mask=before.mask[:-1]).log_prob(action)
+    rho = np.exp(arrival - behaviour)
+    proximal, weight, low, high = behaviour, np.ones_like(rho), np.full_like(rho, 0.8), np.full_like(rho, 1.2)
+    if correction == "decoupled":
+        proximal, weight = arrival, np.minimum(rho, 1.0)
+        low, high = np.clip(0.6 / rho, 0.8, 1.2), np.clip(1.4 / rho, 0.8, 1.2)
+    if correction == "vtrace":
+        target, _ = vtrace_by_definition(batch, before.value, arrival - behaviour, 0.9, 0.8, (1.0, 1.0))
+        advantage = ahead_by_definition(batch, before.value, target, 0.9, 0.8)
+    else:
+        advantage = gae_by_definition(batch, before.value, 0.9, 0.8)
+        target = advantage + old_value
+    # The second pass: weights have moved since the batch arrived, so ratios and value clipping matter.
     generator = torch.Generator().manual_seed(5)
     model.parameters += 0.1 * torch.randn(model.parameters.shape, generator=generator)
     (loss,) = ppo.losses(minibatch)
 
-    action, valid, behaviour = batch.action.numpy(), batch.valid.numpy(), batch.log_prob.numpy().astype(np.float64)
     at = Reference.of(model, map_tree(lambda leaf: leaf[:-1], batch.observation))
     normal = (advantage - advantage[valid].mean()) / advantage[valid].std()
 
     def parts(r: Reference) -> dict[str, float]:
-        ratio = np.exp(r.log_prob(action) - behaviour)
-        surrogate = np.minimum(ratio * normal, np.clip(ratio, 0.8, 1.2) * normal)
+        ratio = np.exp(r.log_prob(action) - proximal)
+        surrogate = weight * np.minimum(ratio * normal, np.clip(ratio, low, high) * normal)
         error = (r.value - target) ** 2
         if value_clip:
             near = np.clip(r.value, old_value - value_clip, old_value + value_clip)
             error = np.maximum(error, (near - target) ** 2)
-        return {
+        found = {
             "policy_loss": -valid_mean(surrogate, valid),
             "value_loss": 0.5 * valid_mean(error, valid),
             "entropy": valid_mean(r.entropy, valid),
-            "divergence": valid_mean(ratio - 1 - np.log(ratio), valid),
+            "divergence": valid_mean(weight * (ratio - 1 - np.log(ratio)), valid),
+            "clip_fraction": valid_mean((ratio < low) | (ratio > high), valid),
         }
+        if correction == "decoupled":
+            lag = arrival - behaviour
+            found["lag_divergence"] = valid_mean(np.exp(lag) - 1 - lag, valid)
+        return found
 
     def total(r: Reference) -> float:
         p = parts(r)
         return p["policy_loss"] + 0.5 * p["value_loss"] - 0.03 * p["entropy"]
 
-    ratio = np.exp(at.log_prob(action) - behaviour)[valid]
-    assert (np.abs(ratio - 1) > 0.2).any() and (np.abs(ratio - 1) < 0.2).any(), "both sides of the clip are tested"
-    for name, expected in parts(at).items():
-        assert float(loss.metrics[name].detach()) == pytest.approx(expected, rel=2e-4), name
+    expected = parts(at)
+    assert 0 < expected["clip_fraction"] < 1, "both sides of the clip are tested"
+    assert (rho[valid] < 0.75).any() and (rho[valid] > 1.75).any(), "so are the truncation and the range of both ratios"
+    assert loss.metrics.keys() == expected.keys()
+    for name, value in expected.items():
+        assert float(loss.metrics[name].detach()) == pytest.approx(value, rel=2e-4), name
     assert float(loss.value.detach()) == pytest.approx(total(at), rel=2e-4)
     expected_gradients = numeric_gradient(total, at)
     for name, gradient in gradients(model, loss.value).items():
@@ -311,19 +350,114 @@ def test_more_minibatches_than_sequences_are_refused(core: str) -> None:
         next(iter(Ppo(PpoConfig(minibatches=99), model, 0).minibatches(batch)))
 
 
-def test_lag_correction_is_gae_without_lag_and_differs_with_it() -> None:
-    model = make_model()
-    batch = on_policy(model, make_batch())
-    plain, corrected = PpoConfig(gae_lambda=0.8), PpoConfig(gae_lambda=0.8, correct_lag=True)
-    _, expected = ppo_minibatch(plain, model, batch)
-    _, found = ppo_minibatch(corrected, model, batch)
-    torch.testing.assert_close(found.advantage, expected.advantage, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.target, expected.target, rtol=1e-4, atol=1e-5)
-    lagging = dataclasses.replace(batch, log_prob=batch.log_prob + 1.0)  # chosen more readily by the one who acted
-    _, plain_again = ppo_minibatch(plain, model, lagging)
-    _, weighted = ppo_minibatch(corrected, model, lagging)
-    torch.testing.assert_close(plain_again.advantage, expected.advantage)
-    assert float((weighted.advantage - expected.advantage).abs()[expected.valid].max()) > 0.1
+@pytest.mark.parametrize("core", ["none", "gru"])
+def test_without_lag_every_correction_has_the_same_loss_and_gradient(core: str) -> None:
+    found = {}
+    for correction in CORRECTIONS:
+        model, batch = make_model(core), make_batch()
+        batch.state = model.network.initial_state(B, "cpu")
+        config = PpoConfig(gae_lambda=0.8, lag_correction=correction, minibatches=2, epochs=2)
+        ppo = Ppo(config, model, 0)
+        losses = []
+        for minibatch in ppo.minibatches(on_policy(model, batch)):
+            (loss,) = ppo.losses(minibatch)
+            shown = {name: loss.metrics[name].detach() for name in ("policy_loss", "divergence", "clip_fraction")}
+            losses.append({"loss": loss.value.detach(), **shown, **gradients(model, loss.value)})
+            model.parameters -= 0.1 * model.gradients  # so that later minibatches have other ratios than 1
+        assert float(losses[-1]["divergence"]) > 1e-4
+        found[correction] = losses
+    for correction in CORRECTIONS[1:]:
+        for expected, losses in zip(found["none"], found[correction], strict=True):
+            for name, value in expected.items():
+                torch.testing.assert_close(losses[name], value, rtol=1e-4, atol=1e-5, msg=f"{correction}: {name}")
+
+
+UNDISCOUNTED = PpoConfig(discount=1.0, gae_lambda=1.0, normalize_advantage=False)
+
+
+def by_step(minibatch: Minibatch, tensor: torch.Tensor) -> list[float]:
+    """The entries of `tensor` by the step of `two_steps`: minibatches come in any order."""
+    order = minibatch.observation.flatten(0, 1).argmax(-1)
+    found: list[float] = tensor.flatten()[order.argsort()].tolist()
+    return found
+
+
+def two_steps(behaviour: tuple[float, float], values: tuple[float, float]) -> tuple[Model, Batch]:
+    """An episode of two steps with rewards 1 and 2, both with the first of two actions, chosen at these probabilities.
+
+    The learner's policy chooses it with probability 0.5; its values are `values`.
+    """
+    spaces = Spaces(gym.spaces.Box(-9.0, 9.0, (2,)), gym.spaces.Discrete(2))
+    model = Model(NetworkConfig(hidden=()), spaces)
+    model.parameters.zero_()
+    parameters = dict(model.network.named_parameters())
+    parameters["value_head.weight"].data[0] = torch.tensor(values)
+    ends = torch.tensor([[False], [True]])
+    batch = Batch(
+        observation=torch.eye(2)[[0, 1, 1]].unsqueeze(1),
+        first=torch.tensor([[True], [False], [False]]),
+        action=torch.zeros((2, 1), dtype=torch.int64),
+        log_prob=torch.tensor(behaviour).log().unsqueeze(1),
+        reward=torch.tensor([[1.0], [2.0]]),
+        terminated=ends,
+        truncated=torch.zeros_like(ends),
+        valid=torch.ones_like(ends),
+        state=(),
+        lanes=torch.arange(1),
+    )
+    return model, batch
+
+
+WORKED = {  # targets and policy loss of `two_steps`; the advantages are 1 + 1 - 0.5 + 1 = 2.5 and 2 - 1 = 1
+    # The ratios are 0.5/0.8 = 0.625, which is not clipped as the advantage is positive, and 0.5/0.4 = 1.25, clipped to
+    # 1.2: -(0.625 * 2.5 + 1.2) / 2.
+    "none": ((3.0, 2.0), -1.38125),
+    # The ratio 1.25 of the later step is truncated at 1: the advantages stay. The first target is 0.5 + 0.625 * 2.5.
+    "vtrace": ((2.0625, 2.0), -1.38125),
+    # The ratios to the proximal policy are 1, the weights 0.625 and, truncated, 1: -(0.625 * 2.5 + 1) / 2.
+    "decoupled": ((3.0, 2.0), -1.28125),
+}
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_a_worked_example_with_lag(correction: LagCorrection) -> None:
+    model, batch = two_steps(behaviour=(0.8, 0.4), values=(0.5, 1.0))
+    ppo, minibatch = ppo_minibatch(replace(UNDISCOUNTED, lag_correction=correction), model, batch)
+    targets, policy_loss = WORKED[correction]
+    assert by_step(minibatch, minibatch.advantage) == pytest.approx([2.5, 1.0])
+    assert by_step(minibatch, minibatch.target) == pytest.approx(targets)
+    (loss,) = ppo.losses(minibatch)
+    assert float(loss.metrics["policy_loss"].detach()) == pytest.approx(policy_loss)
+    from_acting = np.mean([ratio - 1 - np.log(ratio) for ratio in (0.625, 1.25)])
+    if correction == "decoupled":
+        assert float(loss.metrics["clip_fraction"]) == 0.0 and float(loss.metrics["divergence"]) < 1e-7
+        assert float(loss.metrics["lag_divergence"]) == pytest.approx(from_acting)
+    else:
+        assert float(loss.metrics["clip_fraction"]) == 1.0 and "lag_divergence" not in loss.metrics
+        assert float(loss.metrics["divergence"]) == pytest.approx(from_acting)
+
+
+def test_v_trace_weights_a_later_step_that_the_policy_avoids() -> None:
+    model, batch = two_steps(behaviour=(0.5, 0.8), values=(0.5, 1.0))
+    _, minibatch = ppo_minibatch(replace(UNDISCOUNTED, lag_correction="vtrace"), model, batch)
+    # The error 2 - 1 of the later step has the weight 0.625 in the advantage of the first step and in both targets.
+    assert by_step(minibatch, minibatch.advantage) == pytest.approx([2.125, 1.0])
+    assert by_step(minibatch, minibatch.target) == pytest.approx([2.625, 1.625])
+
+
+def test_the_decoupled_ratio_is_bounded_by_both_policies() -> None:
+    model, batch = two_steps(behaviour=(0.8, 0.4), values=(0.5, 1.0))
+    ppo, minibatch = ppo_minibatch(replace(UNDISCOUNTED, lag_correction="decoupled"), model, batch)
+    bias = dict(model.network.named_parameters())["policy_head.bias"]
+    bias.data[0] = math.log(0.59 / 0.41)  # the ratio to the proximal policy becomes 0.59/0.5 = 1.18
+    (loss,) = ppo.losses(minibatch)
+    # In the first step it is within 0.8 to 1.2. In the second step the policy that acted allows 1.4 * 0.4/0.5 = 1.12.
+    assert float(loss.metrics["policy_loss"].detach()) == pytest.approx(-(0.625 * 2.5 * 1.18 + 1.12) / 2)
+    assert float(loss.metrics["clip_fraction"]) == 0.5
+    assert float(loss.metrics["divergence"]) == pytest.approx((0.625 + 1) / 2 * (0.18 - math.log(1.18)), rel=1e-4)
+    # Only the first step has a gradient: d log p / d bias = 1 - 0.59.
+    expected = -0.625 * 2.5 * 1.18 * 0.41 / 2
+    assert float(gradients(model, loss.metrics["policy_loss"])["policy_head.bias"][0]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("config", [ImpalaConfig(value_weight=0.0), PpoConfig(value_weight=0.0, minibatches=1)])
@@ -365,7 +499,8 @@ def poisoned(batch: Batch) -> Batch:
         ImpalaConfig(),
         ImpalaConfig(normalize_advantage=True, normalize_reward=True),
         PpoConfig(minibatches=1),
-        PpoConfig(minibatches=1, correct_lag=True, value_clip=0.2, normalize_reward=True),
+        PpoConfig(minibatches=1, lag_correction="vtrace", value_clip=0.2, normalize_reward=True),
+        PpoConfig(minibatches=1, lag_correction="decoupled"),
     ],
 )
 def test_what_an_invalid_step_holds_changes_nothing(config: ImpalaConfig | PpoConfig) -> None:

@@ -157,10 +157,20 @@ def rows(batch: TransitionBatch, start: int, stop: int) -> TransitionBatch:
         (ImpalaConfig(normalize_advantage=True, normalize_reward=True), DISCRETE, 2),
         (ImpalaConfig(normalize_advantage=True, normalize_reward=True, minibatches=3), CONTINUOUS, 2),
         (PpoConfig(epochs=2, minibatches=4, value_clip=0.2, entropy_weight=0.01), DISCRETE, 2),
-        (PpoConfig(epochs=1, minibatches=2, correct_lag=True, normalize_reward=True), DISCRETE, 3),
+        (PpoConfig(epochs=1, minibatches=2, lag_correction="vtrace", normalize_reward=True), DISCRETE, 3),
+        (PpoConfig(epochs=2, minibatches=2, lag_correction="decoupled"), CONTINUOUS, 2),
         (PpoConfig(epochs=1, minibatches=3, normalize_advantage=False), CONTINUOUS, 2),
     ],
-    ids=["impala", "impala-3", "impala-normalised", "impala-pieces", "ppo", "async-ppo-3", "ppo-plain"],
+    ids=[
+        "impala",
+        "impala-3",
+        "impala-normalised",
+        "impala-pieces",
+        "ppo",
+        "ppo-vtrace-3",
+        "ppo-decoupled",
+        "ppo-plain",
+    ],
 )
 def test_learners_of_trajectories_equal_one_with_the_whole_batch(
     config: AlgorithmConfig, spaces: Spaces, size: int

@@ -60,6 +60,24 @@ def test_clipped_surrogate_cases(ratio: float, advantage: float, expected: float
     assert log_prob.grad is not None and (log_prob.grad.item() != 0) == has_gradient
 
 
+@pytest.mark.parametrize(
+    ("rho", "low", "high"),
+    [
+        (1.0, 0.8, 1.2),  # no lag: PPO's range
+        (1.25, 0.8, 1.12),  # 1.4 / 1.25
+        (0.625, 0.96, 1.2),  # 0.6 / 0.625
+        (3.0, 0.8, 0.8),  # too far already
+        (0.1, 1.2, 1.2),
+        (1e-30, 1.2, 1.2),
+    ],
+)
+def test_decoupled_ranges(rho: float, low: float, high: float) -> None:
+    found = losses.decoupled_range(torch.tensor([rho]).log(), 0.2)
+    assert [bound.item() for bound in found] == pytest.approx([low, high])
+    for clip in (0.5, 0.9):
+        assert all(torch.isfinite(bound).all() for bound in losses.decoupled_range(torch.tensor([rho]).log(), clip))
+
+
 def test_value_losses_match_their_formulas() -> None:
     value, old, target = normal(3), normal(4), normal(5)
     got = losses.value_loss(value, target, VALID).item()
@@ -80,6 +98,7 @@ def test_minimising_the_entropy_loss_raises_the_entropy() -> None:
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "policy_gradient": lambda x, valid: losses.policy_gradient_loss(x, normal(1), valid),
     "surrogate": lambda x, valid: losses.clipped_surrogate(x, normal(1), normal(2), valid, 0.2),
+    "decoupled": lambda x, valid: losses.decoupled_surrogate(x, normal(1), normal(3), normal(2), valid, 0.2),
     "value": lambda x, valid: losses.value_loss(x, normal(1), valid),
     "clipped_value": lambda x, valid: losses.clipped_value_loss(x, normal(1), normal(2), valid, 0.2),
     "entropy": lambda x, valid: losses.entropy_loss(x, valid),

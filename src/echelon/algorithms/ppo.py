@@ -1,16 +1,23 @@
 """PPO: clipped surrogate with GAE (Schulman et al., 2017, https://arxiv.org/abs/1707.06347).
 
 Differences from the paper: the learner computes the values for advantages and value clipping when the batch arrives;
-actors do not store them, so they need no value head, and lagging data gets current values. With `correct_lag`
-(async-ppo) advantages and targets are V-trace's, which equal GAE's for data without lag (rho = c = 1). With and
-without `correct_lag`, the ratio of the surrogate is relative to the policy that acted.
+actors do not store them, so they need no value head, and lagging data gets current values.
+
+`lag_correction` selects what changes for data that an older policy chose. Without lag all three are the same;
+docs/async.md compares them with lag.
+- none: nothing: the ratio of the surrogate is relative to the policy that acted; advantages and targets are GAE's.
+- vtrace: advantages and targets are V-trace's, for the learner's policy when the batch arrives.
+- decoupled: the learner's policy when the batch arrives is the proximal policy, to which the ratio is relative, and
+  each step is weighted by the ratio of the proximal policy to the policy that acted (Hilton et al., 2022,
+  https://arxiv.org/abs/2110.00641). Differences from that paper: the weight is truncated at 1, the proximal policy is
+  not an average, and the ratio to the policy that acted stays within twice the clip range. Without this last bound
+  every batch repeats the step of those before it, whose effect its data does not show yet, and learning diverges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,10 +25,12 @@ from echelon.algorithms.actor_critic import Passes
 from echelon.algorithms.model import Model
 from echelon.algorithms.peers import ALONE, Peers, merged, moments, scaled
 from echelon.algorithms.protocol import Loss
-from echelon.networks import action_mask
+from echelon.networks import NetworkOutput, action_mask
 from echelon.objectives.policy_gradient import (
     clipped_surrogate,
     clipped_value_loss,
+    decoupled_range,
+    decoupled_surrogate,
     gae,
     masked_mean,
     masked_normalize,
@@ -29,17 +38,17 @@ from echelon.objectives.policy_gradient import (
     vtrace,
 )
 from echelon.presets.ppo import PpoConfig
-from echelon.schema import Batch, Tree, map_tree
+from echelon.schema import Batch, Sequences, map_tree
 
 
 @dataclass(slots=True)
-class Minibatch:
-    """The sequences of a minibatch: (T, B, ...), or (1, N, ...) if the network has no recurrent state."""
+class Minibatch(Sequences):
+    """The sequences of a minibatch: (T, B, ...), or (1, N, ...) if the network has no recurrent state.
 
-    observation: Tree
-    first: torch.Tensor
-    action: torch.Tensor
-    log_prob: torch.Tensor
+    `log_prob` is that of the proximal policy, to which the clipped ratio is relative.
+    """
+
+    log_rho: torch.Tensor | None  # log ratio of the proximal policy to the one that acted; None if they are the same
     valid: torch.Tensor
     state: tuple[torch.Tensor, ...]
     advantage: torch.Tensor
@@ -60,40 +69,44 @@ class Ppo(Passes):
         if self.model.network.state_shapes:
             rows = 1
         else:
-            whole = _as_one_row(whole)
+            whole = whole.map(lambda x, axis: x.flatten(0, axis).unsqueeze(0))  # the steps are independent
         minibatches = self.minibatch_indices(rows, lanes, whole.valid.device)
         if self.config.normalize_advantage:
             yield from self._normalized(whole, minibatches)
         else:
-            yield from (_lanes(whole, index) for index in minibatches)
+            yield from (whole.select(index) for index in minibatches)
 
     def _normalized(self, whole: Minibatch, minibatches: Iterator[torch.Tensor]) -> Iterator[Minibatch]:
         """Yields minibatches with advantages normalised over the parts of all learners."""
         if self.peers.size == 1:
             for index in minibatches:
-                minibatch = _lanes(whole, index)
+                minibatch = whole.select(index)
                 minibatch.advantage = masked_normalize(minibatch.advantage, minibatch.valid)
                 yield minibatch
             return
         every = list(minibatches)
         mine = [moments(whole.advantage[:, index], whole.valid[:, index]) for index in every]
         for index, of in zip(every, merged(self.peers.gather(torch.stack(mine))), strict=True):
-            minibatch = _lanes(whole, index)
+            minibatch = whole.select(index)
             minibatch.advantage = scaled(minibatch.advantage, minibatch.valid, of)
             yield minibatch
 
     def _with_advantages(self, batch: Batch) -> Minibatch:
         config = self.config
         with torch.no_grad():
-            output = self.model.evaluate(batch.observation, batch.state, batch.first)
+            output = self._evaluate(batch)
             observation = map_tree(lambda x: x[:-1], batch.observation)
             reward_TB, discount_TB = self.rewards(batch.reward), config.discount * (~batch.terminated)
             value_XB = output.value
-            if config.correct_lag:
-                mask = action_mask(observation)
-                now_TB = self.model.distribution.log_prob(output.params[:-1], batch.action, mask)
+            log_prob_TB, log_rho_TB = batch.log_prob, None
+            if config.lag_correction != "none":
+                now_TB = self.model.distribution.log_prob(output.params[:-1], batch.action, action_mask(observation))
+                lag_TB = (now_TB - batch.log_prob).masked_fill(~batch.valid, 0.0)
+                if config.lag_correction == "decoupled":
+                    log_prob_TB, log_rho_TB = now_TB, lag_TB
+            if config.lag_correction == "vtrace":
                 trace = vtrace(
-                    now_TB - batch.log_prob,
+                    lag_TB,
                     reward_TB,
                     discount_TB,
                     value_XB,
@@ -115,7 +128,8 @@ class Ppo(Passes):
             observation=observation,
             first=batch.first[:-1],
             action=batch.action,
-            log_prob=batch.log_prob,
+            log_prob=log_prob_TB,
+            log_rho=log_rho_TB,
             valid=batch.valid,
             state=batch.state,
             advantage=advantage_TB,
@@ -123,47 +137,53 @@ class Ppo(Passes):
             old_value=value_XB[:-1],
         )
 
+    def _evaluate(self, batch: Batch) -> NetworkOutput:
+        """Computes the network on all sequences, in microbatches."""
+        parts = batch.split(self.model.microbatches)
+        outputs = [self.model.evaluate(part.observation, part.state, part.first) for part in parts]
+        params, value = (torch.cat(tensors, 1) for tensors in zip(*((o.params, o.value) for o in outputs), strict=True))
+        return NetworkOutput(params, value, ())
+
     def losses(self, minibatch: Minibatch) -> Iterator[Loss]:
         config, distribution = self.config, self.model.distribution
         output = self.model.evaluate(minibatch.observation, minibatch.state, minibatch.first)
         mask = action_mask(minibatch.observation)
         log_prob = distribution.log_prob(output.params, minibatch.action, mask)
-        policy = clipped_surrogate(log_prob, minibatch.log_prob, minibatch.advantage, minibatch.valid, config.clip)
-        if config.value_clip > 0:
-            value = clipped_value_loss(
-                output.value, minibatch.old_value, minibatch.target, minibatch.valid, config.value_clip
-            )
+        proximal, advantage, valid = minibatch.log_prob, minibatch.advantage, minibatch.valid
+        if minibatch.log_rho is None:
+            policy = clipped_surrogate(log_prob, proximal, advantage, valid, config.clip)
         else:
-            value = value_loss(output.value, minibatch.target, minibatch.valid)
-        entropy = masked_mean(distribution.entropy(output.params, mask), minibatch.valid)
+            policy = decoupled_surrogate(log_prob, proximal, minibatch.log_rho, advantage, valid, config.clip)
+        if config.value_clip > 0:
+            value = clipped_value_loss(output.value, minibatch.old_value, minibatch.target, valid, config.value_clip)
+        else:
+            value = value_loss(output.value, minibatch.target, valid)
+        entropy = masked_mean(distribution.entropy(output.params, mask), valid)
         total = policy + config.value_weight * value - config.entropy_weight * entropy
+        shown = {"policy_loss": policy, "value_loss": value, "entropy": entropy}
         with torch.no_grad():
-            log_ratio = log_prob - minibatch.log_prob
-            ratio = log_ratio.exp()
-            divergence = masked_mean(ratio - 1 - log_ratio, minibatch.valid)
-        shown = {"policy_loss": policy, "value_loss": value, "entropy": entropy, "divergence": divergence}
-        yield Loss(total, shown, count=minibatch.valid.sum() if self.peers.size > 1 else 1)
+            shown |= _distances(log_prob - proximal, minibatch.log_rho, valid, config.clip)
+        yield Loss(total, shown, count=valid.sum())
 
 
-def _map(minibatch: Minibatch, sequence: Any, lane: Any) -> Minibatch:
-    """Applies `sequence` to the (T, B, ...) tensors of `minibatch` and `lane` to its (B, ...) tensors."""
-    return Minibatch(
-        observation=map_tree(sequence, minibatch.observation),
-        first=sequence(minibatch.first),
-        action=sequence(minibatch.action),
-        log_prob=sequence(minibatch.log_prob),
-        valid=sequence(minibatch.valid),
-        state=tuple(lane(leaf) for leaf in minibatch.state),
-        advantage=sequence(minibatch.advantage),
-        target=sequence(minibatch.target),
-        old_value=sequence(minibatch.old_value),
-    )
+def _distances(
+    log_ratio: torch.Tensor, log_rho: torch.Tensor | None, valid: torch.Tensor, clip: float
+) -> dict[str, torch.Tensor]:
+    """Returns how far policies are apart; KL(q || p) is estimated by the mean of p/q - 1 - log(p/q).
 
-
-def _lanes(minibatch: Minibatch, index: torch.Tensor) -> Minibatch:
-    return _map(minibatch, lambda x: x.index_select(1, index), lambda x: x.index_select(0, index))
-
-
-def _as_one_row(minibatch: Minibatch) -> Minibatch:
-    """Reshapes (T, B, ...) to (1, T*B, ...): without recurrent state the steps are independent."""
-    return _map(minibatch, lambda x: x.flatten(0, 1).unsqueeze(0), lambda x: x)
+    `divergence` is KL(proximal || current), and `clip_fraction` the share of steps whose ratio of these two policies is
+    outside its range. With `log_rho`, steps are weighted as in the loss, because the proximal policy did not choose
+    them; `lag_divergence` is KL(acting || proximal), which is due to lag alone.
+    """
+    ratio = log_ratio.exp()
+    distance = ratio - 1 - log_ratio
+    if log_rho is None:
+        outside = (ratio - 1).abs() > clip
+        return {"divergence": masked_mean(distance, valid), "clip_fraction": masked_mean(outside.float(), valid)}
+    rho, (low, high) = log_rho.exp(), decoupled_range(log_rho, clip)
+    outside = (ratio < low) | (ratio > high)
+    return {
+        "divergence": masked_mean(rho.clamp(max=1.0) * distance, valid),
+        "clip_fraction": masked_mean(outside.float(), valid),
+        "lag_divergence": masked_mean(rho - 1 - log_rho, valid),
+    }

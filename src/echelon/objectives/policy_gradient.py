@@ -119,6 +119,32 @@ def clipped_surrogate(
     return -masked_mean(surrogate, valid)
 
 
+def decoupled_range(log_rho: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """Returns the lowest and highest ratio of the current to the proximal policy in `decoupled_surrogate`, per step.
+
+    It is the part of PPO's range in which the ratio to the policy that acted is within twice that range, or the edge of
+    PPO's range that is closest to it. `log_rho` is the log-probability of the proximal policy minus that of the policy
+    that acted.
+    """
+    inverse = log_rho.detach().clamp(min=-20.0).neg_().exp_()  # finite
+    low, high = (1.0 - 2.0 * clip) * inverse, (1.0 + 2.0 * clip) * inverse
+    return low.clamp_(1.0 - clip, 1.0 + clip), high.clamp_(1.0 - clip, 1.0 + clip)
+
+
+def decoupled_surrogate(
+    log_prob: Tensor, proximal_log_prob: Tensor, log_rho: Tensor, advantage: Tensor, valid: Tensor, clip: float
+) -> Tensor:
+    """Returns the clipped surrogate loss relative to a proximal policy, which is not the one that acted.
+
+    Steps are weighted by the ratio of both policies (Hilton et al., 2022), truncated at 1. The ratio of the current to
+    the proximal policy is clipped to `decoupled_range`. No gradient flows into `advantage`.
+    """
+    advantage = advantage.detach() * log_rho.detach().exp().clamp_(max=1.0)
+    ratio = torch.where(valid, log_prob - proximal_log_prob.detach(), 0.0).exp()
+    low, high = decoupled_range(log_rho, clip)
+    return -masked_mean(torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage), valid)
+
+
 def value_loss(value: Tensor, target: Tensor, valid: Tensor) -> Tensor:
     """Returns half the squared error; no gradient flows into `target`."""
     return 0.5 * masked_mean((value - target.detach()).square(), valid)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from echelon.algorithm_config import (
     AlgorithmConfig,
     EntropyWeight,
+    NoiseCorrelation,
     NormalizeAdvantage,
     NormalizeReward,
     RewardClip,
@@ -15,16 +16,16 @@ from echelon.algorithm_config import (
 from echelon.config import (
     ActorConfig,
     EnvConfig,
-    EvaluationConfig,
     LearnerConfig,
     NetworkConfig,
     OptimizerConfig,
     TrainConfig,
     replace,
 )
-from echelon.families import is_atari
 from echelon.fields import doc
-from echelon.presets.registry import is_mario, register
+from echelon.presets.registry import register
+
+LagCorrection = Literal["none", "vtrace", "decoupled"]
 
 
 class PpoConfig(AlgorithmConfig, frozen=True):
@@ -45,43 +46,33 @@ class PpoConfig(AlgorithmConfig, frozen=True):
     normalize_advantage: NormalizeAdvantage = True
     reward_clip: RewardClip = 0.0
     normalize_reward: NormalizeReward = False
-    correct_lag: Annotated[bool, doc("use V-trace targets and advantages in place of GAE, to correct for lag")] = False
+    noise_correlation: NoiseCorrelation = 0.0
+    lag_correction: Annotated[
+        LagCorrection,
+        doc(
+            "correction for lag: none; vtrace: V-trace targets and advantages in place of GAE; decoupled: the clip "
+            "range is around the learner's policy when the batch arrives, not the policy that acted (docs/async.md)"
+        ),
+    ] = "none"
 
 
 @register(PpoConfig)
-def ppo(env: str = "CartPole-v1") -> TrainConfig:
+def ppo(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
     """Clipped PPO, synchronous: actors wait while the learner updates."""
-    if is_mario(env):  # async-ppo clears World 1-1 with these values (docs/mario.md)
-        return TrainConfig(
-            preset="ppo",
-            env=EnvConfig(id=env, kwargs={"actions": "two", "noop_max": 30}),
-            actor=ActorConfig(envs=4, trajectory=32),
-            learner=LearnerConfig(batch=16, max_lag=0),
-            algorithm=PpoConfig(discount=0.95, epochs=8, minibatches=8, entropy_weight=0.01, normalize_reward=True),
-            optimizer=OptimizerConfig(learning_rate=3e-4, schedule="linear"),
-            evaluation=EvaluationConfig(interval_s=0.0),  # an evaluator would take a core from the emulators
-        )
-    if is_atari(env):
-        return TrainConfig(
-            preset="ppo",
-            env=EnvConfig(id=env),
-            actor=ActorConfig(envs=8, trajectory=128),
-            learner=LearnerConfig(max_lag=0),
-            algorithm=PpoConfig(clip=0.1, entropy_weight=0.01, reward_clip=1.0),
-            optimizer=OptimizerConfig(learning_rate=2.5e-4),
-        )
     return TrainConfig(
         preset="ppo",
         env=EnvConfig(id=env),
-        actor=ActorConfig(envs=8, trajectory=128),
+        actor=ActorConfig(total_envs=16, trajectory=128),
         learner=LearnerConfig(max_lag=0),
-        network=NetworkConfig(),
-        algorithm=PpoConfig(epochs=10, minibatches=8),
+        network=NetworkConfig(normalize_observation=True),
+        algorithm=PpoConfig(epochs=10, minibatches=8, normalize_reward=True),
         optimizer=OptimizerConfig(learning_rate=5e-4),
     )
 
 
 @register(PpoConfig)
-def async_ppo(env: str = "CartPole-v1") -> TrainConfig:
+def async_ppo(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
     """The same algorithm with actors that run ahead by at most one version, corrected for that lag."""
-    return replace(ppo(env), **{"preset": "async-ppo", "learner.max_lag": 1, "algorithm.correct_lag": True})
+    return replace(
+        ppo(env, family), **{"preset": "async-ppo", "learner.max_lag": 1, "algorithm.lag_correction": "decoupled"}
+    )
