@@ -91,11 +91,13 @@ class OneHot(nn.Module):
 class Image(nn.Module):
     """Image encoder: the Nature CNN (Mnih et al., 2015), or two 3x3 convolutions for images too small for it.
 
-    Channels come first, or last if `channels_last(shape)`.
+    Channels come first, or last if `channels_last(shape)`. A shape of two dimensions is a greyscale image.
     """
 
     def __init__(self, shape: tuple[int, ...], scale: float) -> None:
         super().__init__()
+        self.is_grey = len(shape) == 2
+        shape = (1, *shape) if self.is_grey else shape
         self.channels_last = channels_last(shape)
         channels, height, width = (shape[2], shape[0], shape[1]) if self.channels_last else shape
         self.scale = scale
@@ -117,6 +119,8 @@ class Image(nn.Module):
         x = x.float()
         if self.scale != 1.0:
             x = x * self.scale
+        if self.is_grey:
+            x = x.unsqueeze(1)
         if self.channels_last:
             x = x.permute(0, 3, 1, 2)
         for convolution in self.convolutions:

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from echelon.config import NetworkConfig
 from echelon.errors import ConfigError
 from echelon.layers import Core, Image, Normalizer, OneHot, State, initialize
-from echelon.schema import Spaces, Tree
+from echelon.schema import Spaces, Tree, is_image
 
-IMAGE_SIDE = 8  # pixels: a smaller array that is not uint8 is treated as a table, not as an image
 LARGE = 8192  # elements: above this the work of an operation outweighs its call overhead
 MASK = "action_mask"
 
@@ -156,7 +155,7 @@ def make_encoder(space: gym.Space[Any], normalize: bool) -> Flat | OneHot | Imag
             is_bytes = space.dtype == np.uint8
             scale = 1.0 / 255.0 if is_bytes else 1.0
             shape = tuple(space.shape)
-            if len(shape) == 3 and (is_bytes or sorted(shape)[1] >= IMAGE_SIDE):
+            if is_image(shape, space.dtype):
                 return Image(shape, scale)
             return Flat(shape, scale, normalize and np.issubdtype(space.dtype, np.floating))
         case _:

@@ -9,8 +9,9 @@ Shapes: T steps of a trajectory, K environments of a group, B lanes of a batch (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import gymnasium as gym
 import numpy as np
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 Tree = Any  # an array or tensor, or a dict / tuple of trees
+IMAGE_SIDE = 8  # pixels: what is smaller is a table, except for three dimensions of bytes
 
 
 def space_leaves(space: gym.Space[Any], path: str = "observation") -> list[Leaf]:
@@ -43,6 +45,14 @@ def space_leaves(space: gym.Space[Any], path: str = "observation") -> list[Leaf]
                 f"{path} has the space {space}, which Echelon does not support. Use Box, Discrete, MultiDiscrete, "
                 "MultiBinary, or a Dict or Tuple of them (a gymnasium wrapper can convert it)."
             )
+
+
+def is_image(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+    """Returns whether an array is an image: three dimensions of bytes or of floats, or two of bytes (greyscale)."""
+    is_bytes = dtype == np.uint8
+    if len(shape) == 2:
+        return is_bytes and min(shape) >= IMAGE_SIDE
+    return len(shape) == 3 and (is_bytes or sorted(shape)[1] >= IMAGE_SIDE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,41 +237,53 @@ class TrajectorySchema:
 
 
 @dataclass(slots=True)
-class Batch:
-    """A batch of trajectories, stacked along the lanes, as tensors on the learner's device.
+class Sequences:
+    """Base class of trajectories as tensors: lanes are on axis 1, or on axis 0 of the fields in `BY_LANE`."""
 
-    Shapes: observation and first (T+1, B, ...), version (T, B), state leaves (B, ...), everything else (T, B, ...).
-    """
+    BY_LANE: ClassVar = ("state", "lanes")
 
     observation: Tree
     first: torch.Tensor
     action: torch.Tensor
     log_prob: torch.Tensor
+
+    def map(self, function: Callable[[torch.Tensor, int], torch.Tensor]) -> Self:
+        """Returns a copy with the results of `function(tensor, axis)`, where `axis` is that of the lanes."""
+
+        def mapped(name: str) -> Tree:
+            axis, value = 0 if name in self.BY_LANE else 1, getattr(self, name)
+            return None if value is None else map_tree(lambda x: function(x, axis), value)
+
+        return type(self)(**{entry.name: mapped(entry.name) for entry in fields(self)})
+
+    def select(self, lanes: torch.Tensor) -> Self:
+        """Returns the columns `lanes`."""
+        return self.map(lambda x, axis: x.index_select(axis, lanes.to(x.device)))
+
+    def split(self, count: int) -> list[Self]:
+        """Returns views of `count` parts of consecutive columns, whose sizes differ by at most one."""
+        if count == 1:
+            return [self]
+        bounds = [self.first.shape[1] * i // count for i in range(count + 1)]
+        return [self._columns(start, stop) for start, stop in pairwise(bounds)]
+
+    def _columns(self, start: int, stop: int) -> Self:
+        return self.map(lambda x, axis: x.narrow(axis, start, stop - start))
+
+
+@dataclass(slots=True)
+class Batch(Sequences):
+    """A batch of trajectories, stacked along the lanes, as tensors on the learner's device.
+
+    Shapes: observation and first (T+1, B, ...), version (T, B), state leaves (B, ...), everything else (T, B, ...).
+    """
+
     reward: torch.Tensor
     terminated: torch.Tensor
     truncated: torch.Tensor
     valid: torch.Tensor
     state: tuple[torch.Tensor, ...]
     lanes: torch.Tensor  # (B,) index of each column's environment in the whole run, for statistics that span batches
-
-    def select(self, lanes: torch.Tensor) -> Batch:
-        """Returns the columns `lanes` of this batch."""
-
-        def column(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.index_select(1, lanes)
-
-        return Batch(
-            observation=map_tree(column, self.observation),
-            first=column(self.first),
-            action=column(self.action),
-            log_prob=column(self.log_prob),
-            reward=column(self.reward),
-            terminated=column(self.terminated),
-            truncated=column(self.truncated),
-            valid=column(self.valid),
-            state=tuple(leaf.index_select(0, lanes) for leaf in self.state),
-            lanes=self.lanes[lanes.to(self.lanes.device)],
-        )
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ ROOT = Path(echelon.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 MAX_LINES = 400
 
-GROUND = {"names", "families", "errors", "memory_check", "config", "config_io", "layout", "schema"}
+GROUND = {"names", "families", "errors", "control_groups", "memory_check", "config", "config_io", "layout", "schema"}
 LEARNING = {"objectives", "layers", "networks", "custom_network", "algorithms"}
 PLANES = {"transport", "engines", "world", "hosts"}
 
@@ -22,15 +22,17 @@ ALLOWED: dict[str, set[str]] = {
     "version": set(),
     "errors": set(),
     "disk": set(),
-    "memory_check": {"errors"},
+    "control_groups": set(),
+    "memory_check": {"errors", "control_groups"},
     "status_file": {"errors", "disk"},
     "names": {"errors"},
     "families": set(),
     "fields": {"errors"},
     "sections": {"fields"},
+    "run_sections": {"fields"},
     "kube": {"errors", "fields"},
     "algorithm_config": {"errors", "fields"},
-    "config": {"fields", "sections", "algorithm_config"},
+    "config": {"fields", "sections", "run_sections", "algorithm_config"},
     "config_io": {"errors", "fields", "config"},
     "config_page": {"fields", "config"},
     "video": {"errors"},
@@ -57,21 +59,31 @@ ALLOWED: dict[str, set[str]] = {
     "transport": {"errors", "disk", "layout", "schema"},
     "trust": {"errors", "names", "config", "transport"},
     "engines": {"errors", "disk", "schema", "transport"},
-    "world": {"errors", "disk", "schema", "transport", "engines"},
-    "hosts": {"version", "errors", "disk", "memory_check", "status_file", "transport", "engines", "world"},
+    "world": {"errors", "control_groups", "disk", "schema", "transport", "engines"},
+    "hosts": {
+        "version",
+        "errors",
+        "control_groups",
+        "disk",
+        "memory_check",
+        "status_file",
+        "transport",
+        "engines",
+        "world",
+    },
     "replay": {"errors", "disk", "memory_check", "layout", "schema", "config", "transport"},
     "servers": {"errors", "config", "layout", "schema", "transport", "engines", "world", "replay"} | LEARNING,
     "envs": {"errors", "names", "families", "config", "schema"},
     "runs": {"errors", "disk", "memory_check", "config", "config_io", "schema", "trust"},
     "frames": {"errors", "names", "objectives", "replay", "servers", "world", "runs"},
-    "roles": GROUND | LEARNING | PLANES | {"disk", "replay", "servers", "envs", "runs"},
+    "roles": GROUND | LEARNING | PLANES | {"version", "disk", "replay", "servers", "envs", "runs"},
     "process_state": set(),
     "evaluation": GROUND | LEARNING | {"video", "envs", "runs", "roles", "process_state"},
     "training": GROUND | LEARNING | PLANES | {"replay", "servers", "envs", "runs", "roles", "presets", "process_state"},
     "asynchronous": GROUND
     | LEARNING
     | PLANES
-    | {"replay", "envs", "roles", "presets", "training", "process_state", "status_file", "trust"},
+    | {"version", "replay", "envs", "roles", "presets", "training", "process_state", "status_file", "trust"},
     "__init__": {"version", "config", "evaluation", "training", "presets", "asynchronous"},
     "bench": GROUND
     | LEARNING

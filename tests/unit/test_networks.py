@@ -18,7 +18,7 @@ from echelon.config import NetworkConfig
 from echelon.custom_network import build_network
 from echelon.errors import ConfigError
 from echelon.layers import Image, channels_last
-from echelon.networks import ActorCritic, action_mask, tanh
+from echelon.networks import ActorCritic, Encoders, action_mask, tanh
 from echelon.objectives.distributions import make_distribution
 from echelon.schema import Spaces, map_tree
 
@@ -407,3 +407,20 @@ def test_the_wide_tanh_is_tanh_and_so_is_its_gradient() -> None:
     torch.testing.assert_close(y.double(), torch.tanh(exact.detach()), rtol=0.0, atol=3e-7)
     assert x.grad is not None and exact.grad is not None
     torch.testing.assert_close(x.grad.double(), exact.grad, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(84, 84), (12, 40)])
+def test_greyscale_images_need_no_channel_axis(shape: tuple[int, int]) -> None:
+    flat, deep = (gym.spaces.Box(0, 255, size, np.uint8) for size in (shape, (1, *shape)))
+    grey, usual = (Encoders(NetworkConfig(), space) for space in (flat, deep))
+    grey.load_state_dict(usual.state_dict())
+    pixels = torch.randint(0, 256, (3, *shape), dtype=torch.uint8)
+    assert grey.only_image
+    assert torch.equal(grey(pixels), usual(pixels.unsqueeze(1)))
+    in_dict = Encoders(NetworkConfig(), gym.spaces.Dict(camera=flat, speed=gym.spaces.Box(-1, 1, (2,))))
+    assert in_dict.has_image
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((84, 84), np.float32), ((7, 84), np.uint8), ((84,), np.uint8)])
+def test_tables_are_not_taken_for_greyscale_images(shape: tuple[int, ...], dtype: type) -> None:
+    assert not Encoders(NetworkConfig(), gym.spaces.Box(0, 255, shape, dtype)).has_image

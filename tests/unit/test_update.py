@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from echelon.algorithms.model import Model
-from echelon.algorithms.protocol import Loss
+from echelon.algorithms.protocol import Loss, ParameterGroup
 from echelon.config import NetworkConfig, OptimizerConfig
 from echelon.roles.update import LocalUpdate
 from echelon.schema import Spaces
@@ -28,11 +28,11 @@ def loss_of(model: Model, step: int, scale: float = 1.0) -> torch.Tensor:
 class PerParameter:
     """Clips and steps with torch's own clipping and optimizers."""
 
-    def __init__(self, config: OptimizerConfig, model: Model) -> None:
+    def __init__(self, config: OptimizerConfig, model: Model, **settings: float) -> None:
         self.config, self.model = config, model
         self.parameters = [torch.nn.Parameter(p.detach().clone()) for p in model.network.parameters()]
         kinds: dict[str, Any] = {"adam": torch.optim.Adam, "rmsprop": torch.optim.RMSprop}
-        self.optimizer = kinds[config.name](self.parameters, lr=config.learning_rate, eps=config.epsilon)
+        self.optimizer = kinds[config.name](self.parameters, lr=config.learning_rate, eps=config.epsilon, **settings)
 
     def __call__(self, loss: torch.Tensor) -> float:
         gradients = torch.autograd.grad(loss, list(self.model.network.parameters()))
@@ -41,6 +41,22 @@ class PerParameter:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm or float("inf"))
         self.optimizer.step()
         return float(norm)
+
+
+@pytest.mark.parametrize("name", ["adam", "rmsprop"])
+def test_the_weight_decay_of_a_group_is_an_l2_penalty(name: Any) -> None:
+    config = OptimizerConfig(name=name, learning_rate=0.01, clip_norm=0.0)
+    policy, flat, other = (Model(NetworkConfig(hidden=(6,)), SPACES, seed=1) for _ in range(3))
+    update = LocalUpdate(config, policy, {"critic": ParameterGroup(flat, 0.01, weight_decay=0.3)})
+    reference = PerParameter(config, other, weight_decay=0.3)
+    for step in range(10):
+        update(Loss(loss_of(flat, step), group="critic"))
+        reference(loss_of(other, step))
+        for found, expected in zip(flat.network.parameters(), reference.parameters, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        for parameter, expected in zip(other.network.parameters(), reference.parameters, strict=True):
+            parameter.data.copy_(expected)
+    assert torch.equal(policy.parameters, Model(NetworkConfig(hidden=(6,)), SPACES, seed=1).parameters)
 
 
 @pytest.mark.parametrize("name", ["adam", "rmsprop"])

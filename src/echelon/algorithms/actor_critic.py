@@ -43,8 +43,8 @@ def actor_critic_loss(
     value = value_loss(output.value[:-1], found.target_TB, batch.valid)
     entropy = masked_mean(distribution.entropy(params, mask), batch.valid)
     total = policy + config.value_weight * value - config.entropy_weight * entropy
-    count = batch.valid.sum() if peers.size > 1 else 1
-    return Loss(total, {"policy_loss": policy, "value_loss": value, "entropy": entropy}, count=count)
+    shown = {"policy_loss": policy, "value_loss": value, "entropy": entropy}
+    return Loss(total, shown, count=batch.valid.sum())
 
 
 class Passes:
@@ -64,12 +64,8 @@ class Passes:
         The permutation covers the sequences of all learners, whose lanes are concatenated; each learner takes the part
         of a minibatch that falls on its own lanes.
         """
+        self.check_sizes(rows, lanes)
         rank, width = self.peers.rank, lanes * self.peers.size
-        if rows * width < self.num_minibatches:
-            raise ConfigError(
-                f"algorithm.minibatches={self.num_minibatches} exceeds the {rows * width} sequences of a batch. "
-                "Lower it, or raise --envs-per-actor."
-            )
         for _ in range(self.num_passes):
             order = torch.randperm(rows * width, generator=self.generator)
             if self.peers.size == 1:
@@ -78,6 +74,21 @@ class Passes:
             for piece in order.tensor_split(self.num_minibatches):
                 row, lane = piece // width, piece % width - rank * lanes
                 yield (row * lanes + lane)[(lane >= 0) & (lane < lanes)].to(device)
+
+    def check_sizes(self, rows: int, lanes: int) -> None:
+        """Raises ConfigError unless `rows` x `lanes` sequences suffice for all minibatches and microbatches."""
+        num_sequences, remedy = rows * lanes * self.peers.size, "Lower it, or raise --envs-per-actor."
+        if num_sequences < self.num_minibatches:
+            raise ConfigError(
+                f"algorithm.minibatches={self.num_minibatches} exceeds the {num_sequences} sequences of a batch. "
+                f"{remedy}"
+            )
+        most = min(lanes, rows * lanes // self.num_minibatches)
+        if self.model.microbatches > max(most, 1):
+            raise ConfigError(
+                f"learner.microbatches={self.model.microbatches} exceeds the {most} sequences that a learner has of a "
+                f"minibatch. {remedy}"
+            )
 
     def priorities(self, minibatch: Any) -> None:
         """Returns None: trajectories are not replayed, so they have no priorities."""

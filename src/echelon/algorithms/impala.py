@@ -29,6 +29,7 @@ class Impala(Passes):
 
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         if self.config.epochs == self.config.minibatches == 1:
+            self.check_sizes(1, batch.valid.shape[1])
             yield batch
             return
         for lanes in self.minibatch_indices(1, batch.valid.shape[1], batch.valid.device):

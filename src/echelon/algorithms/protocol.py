@@ -19,6 +19,7 @@ class ParameterGroup:
 
     module: FlatModule
     learning_rate: float
+    weight_decay: float = 0.0  # L2 penalty
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class Loss:
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     group: str = POLICY  # the group that is updated; other groups get no gradient
     gradient: torch.Tensor | None = None  # flat gradient of the group, if an actor has computed it
-    count: torch.Tensor | int = 1  # number of entries that the loss averages: its weight among several learners
+    count: torch.Tensor | int = 1  # number of entries that the loss averages: its weight among learners, microbatches
 
 
 class Algorithm(Protocol):

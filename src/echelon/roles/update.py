@@ -1,16 +1,16 @@
 """Updates the model from batches: computes the losses and makes an optimizer step for each, on one or more learners.
 
-With several learners a loss is the mean over this learner's `count` samples. Each learner multiplies its gradient and
-its reported values by its count, one all-reduce sums both, and dividing by the sum of the counts gives the gradient and
-the values of the whole batch. All learners therefore clip and step identically, whatever their shares, and report the
-same numbers.
+With microbatches, or with several learners, a loss is the mean over the `count` samples of one part of a minibatch. Its
+gradient and its reported values are multiplied by the count and summed over the microbatches, then, in one all-reduce,
+over the learners. Dividing by the sum of the counts gives the gradient and the values of the whole minibatch. All
+learners therefore clip and step identically, whatever their shares, and report the same numbers.
 """
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +24,8 @@ from echelon.algorithms.peers import ALONE, Peers
 from echelon.algorithms.protocol import POLICY, Algorithm, Loss, ParameterGroup
 from echelon.algorithms.replayed import Replayed
 from echelon.config import OptimizerConfig, TrainConfig
-from echelon.schema import Batch, GradientBatch, TransitionBatch
+from echelon.errors import ConfigError
+from echelon.schema import Batch, GradientBatch, Sequences, TransitionBatch
 
 Array = np.ndarray[Any, Any]
 Tick = Callable[[], None]
@@ -107,43 +108,58 @@ class LossAccount:
 class Stepper:
     """An optimizer over one flat parameter tensor."""
 
-    def __init__(self, config: OptimizerConfig, module: FlatModule, learning_rate: float, peers: Peers = ALONE) -> None:
-        self.module, self.learning_rate, self.peers = module, learning_rate, peers
+    def __init__(self, config: OptimizerConfig, group: ParameterGroup, peers: Peers = ALONE) -> None:
+        module = self.module = group.module
+        self.learning_rate, self.peers = group.learning_rate, peers
         parameter = nn.Parameter(module.parameters)
         parameter.grad = module.gradients
-        on_gpu = module.device.type == "cuda"
-        settings: dict[str, Any] = {"lr": learning_rate, "eps": config.epsilon, "capturable": on_gpu}
+        settings: dict[str, Any] = {
+            "lr": group.learning_rate,
+            "weight_decay": group.weight_decay,
+            "eps": config.epsilon,
+            "capturable": module.device.type == "cuda",
+        }
         if config.name == "adam":
             self.optimizer: torch.optim.Optimizer = torch.optim.Adam([parameter], fused=True, **settings)
         else:
             self.optimizer = torch.optim.RMSprop([parameter], alpha=0.99, **settings)
+        self.is_accumulating = False
 
-    def __call__(self, loss: Loss, clip_norm: float) -> None:
+    def __call__(self, loss: Loss, clip_norm: float, accumulate: bool = False) -> None:
+        """Makes an optimizer step, or with `accumulate` keeps the gradient of `loss`, to which the next call adds."""
         gradients = self.module.gradients
         if loss.gradient is not None:
             gradients.copy_(loss.gradient)
-        elif self.peers.size == 1:
+        elif self.peers.size == 1 and not accumulate and not self.is_accumulating:
             self.module.descend(loss.value)
         else:
-            self._descend_together(loss)
+            self._add(loss)
+            self.is_accumulating = accumulate
+            if accumulate:
+                return
+            self._combine(loss)
         if clip_norm > 0:
             norm = torch.linalg.vector_norm(gradients)
             gradients.mul_((clip_norm / (norm + 1e-6)).clamp_(max=1.0))
         self.optimizer.step()
 
-    def _descend_together(self, loss: Loss) -> None:
-        """Computes the gradients of all learners' losses, and replaces the values of `loss` by theirs."""
+    def _add(self, loss: Loss) -> None:
+        """Adds the gradient and the values of `loss`, times its count, to the sums of the minibatch."""
         module, count = self.module, loss.count
-        module.shared_figures.zero_()
-        figures = module.shared_figures[: 2 + len(loss.metrics)]
+        if not self.is_accumulating:
+            module.exchange.zero_()
         if isinstance(count, int) and count == 0:  # an empty part: its mean loss is NaN
-            module.gradients.zero_()
-        else:
-            module.descend(loss.value * count)
-            shown = [loss.value, *loss.metrics.values()]
-            figures[0] = count
-            torch.mul(torch.stack([value.detach() for value in shown]), count, out=figures[1:])
+            return
+        module.accumulate(loss.value * count)
+        shown = torch.stack([value.detach() for value in (loss.value, *loss.metrics.values())])
+        module.shared_figures[0] += count
+        module.shared_figures[1 : 1 + len(shown)] += shown * count
+
+    def _combine(self, loss: Loss) -> None:
+        """Divides the sums over all learners by their count, and replaces the values of `loss` by the results."""
+        module = self.module
         self.peers.add_up(module.exchange)
+        figures = module.shared_figures[: 2 + len(loss.metrics)]
         total = figures[0].clamp(min=1.0)
         module.gradients.div_(total)
         loss.value, *values = (figures[1:] / total).unbind()
@@ -162,9 +178,8 @@ class LocalUpdate:
     ) -> None:
         """`groups` are the parameter groups that the algorithm trains besides the model."""
         self.config = config
-        self.steppers = {POLICY: Stepper(config, model, config.learning_rate, peers)}
-        for name, group in groups.items():
-            self.steppers[name] = Stepper(config, group.module, group.learning_rate, peers)
+        trained = {POLICY: ParameterGroup(model, config.learning_rate), **groups}
+        self.steppers = {name: Stepper(config, group, peers) for name, group in trained.items()}
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -178,8 +193,9 @@ class LocalUpdate:
                 for group in stepper.optimizer.param_groups:
                     group["lr"] = stepper.learning_rate * max(1.0 - progress, 0.0)
 
-    def __call__(self, loss: Loss) -> None:
-        self.steppers[loss.group](loss, self.config.clip_norm)
+    def __call__(self, loss: Loss, accumulate: bool = False) -> None:
+        """Makes an optimizer step, or with `accumulate` keeps the gradient of `loss`, to which the next call adds."""
+        self.steppers[loss.group](loss, self.config.clip_norm, accumulate)
 
     def is_finite(self) -> bool:
         """Returns whether the moments of all optimizers are finite: otherwise they could not be restored."""
@@ -221,20 +237,38 @@ def learn_once(
 ) -> None:
     """Learns from one batch, with any algorithm: makes an update for each loss of each minibatch, in order.
 
-    `tick` is called after each update, so that a learner with a long batch shows progress. `acknowledge` receives the
-    new priorities of each minibatch, if items are drawn by priority.
+    `tick` is called after each loss, so that a learner with a long batch shows progress. `acknowledge` receives the new
+    priorities of each minibatch, if items are drawn by priority.
     """
+    microbatches = algorithm.model.microbatches
     for minibatch in algorithm.minibatches(batch):
         shown: dict[str, torch.Tensor] = {}
-        for loss in algorithm.losses(minibatch):
-            update(loss)
+        losses = algorithm.losses(minibatch) if microbatches == 1 else _losses_of_parts(algorithm, minibatch)
+        for number, loss in enumerate(losses, 1):
+            update(loss, accumulate=number < microbatches)
             tick()
             shown["loss" if loss.group == POLICY else f"{loss.group}_loss"] = loss.value.detach()
             shown |= {name: value.detach() for name, value in loss.metrics.items()}
         account.note(tuple(shown), torch.stack(list(shown.values())))
         if acknowledge is not None and (priorities := algorithm.priorities(minibatch)) is not None:
             acknowledge(minibatch.keys, priorities)
-    algorithm.finish(batch)
+    for part in batch.split(microbatches) if isinstance(batch, Batch) else [batch]:
+        algorithm.finish(part)
+
+
+def _losses_of_parts(algorithm: Algorithm, minibatch: Sequences) -> Iterator[Loss]:
+    """Yields the losses of the microbatches of `minibatch`, lazily: the activations of one are freed before the next.
+
+    The optimizer steps after the last, so an algorithm whose second loss depends on the step of the first is refused.
+    """
+    for part in minibatch.split(algorithm.model.microbatches):
+        loss, *others = algorithm.losses(part)
+        if others:
+            raise ConfigError(
+                f"learner.microbatches={algorithm.model.microbatches} needs an algorithm with one loss per minibatch, "
+                f"but {type(algorithm).__name__} has {1 + len(others)}. Use --learner.microbatches 1."
+            )
+        yield loss
 
 
 class LearnFunction(Protocol):
