@@ -18,6 +18,15 @@ NormalizeAdvantage = Annotated[bool, doc("normalize advantages to mean 0 and sta
 RewardClip = Annotated[
     float, doc("clip rewards to [-reward_clip, reward_clip]; 0: no clipping; 1 is usual for Atari", ge=0)
 ]
+NoiseCorrelation = Annotated[
+    float,
+    doc(
+        "correlation of the exploration noise of consecutive steps; 0: independent; no effect on discrete actions",
+        ge=0,
+        lt=1,
+        because="noise with correlation 1 never changes",
+    ),
+]
 NormalizeReward = Annotated[bool, doc("divide rewards by the running standard deviation of discounted returns")]
 
 
@@ -58,6 +67,17 @@ class AlgorithmConfig(Section, frozen=True):
         return self.experience
 
     @property
+    def whole_minibatches(self) -> str:
+        """Why `learner.microbatches` must be 1, and what to use instead; "" if minibatches can be split."""
+        if self.is_users:
+            return "the user's program computes the update. Split its batches there"
+        if self.slots == "gradients":
+            return "the actors compute the gradients. Use --algorithm.minibatches and --learner.batch, which split them"
+        if self.experience == "replay":
+            return "it learns from transitions. Lower --replay.batch"
+        return ""
+
+    @property
     def publishes_reward_scale(self) -> bool:
         """Whether weights are published with the reward scale, which actors that compute gradients need."""
         return False
@@ -66,6 +86,11 @@ class AlgorithmConfig(Section, frozen=True):
     def reward_clip(self) -> float:
         """Bound on the absolute value of a reward; 0: no clipping. Every algorithm defines this field."""
         raise NotImplementedError
+
+    @property
+    def noise_correlation(self) -> float:
+        """Correlation of the exploration noise of consecutive steps; a field of algorithms with continuous actions."""
+        return 0.0
 
     @classmethod
     def classes(cls) -> dict[str, type[AlgorithmConfig]]:

@@ -43,6 +43,14 @@ def test_lock_step_gives_the_same_weights_on_every_engine(tmp_path: Path, shm_di
     assert not list(shm_dir.iterdir())
 
 
+@pytest.mark.parametrize("mode", ["local", "central"])
+def test_lock_step_gives_the_same_weights_with_correlated_noise(tmp_path: Path, shm_dir: Path, mode: str) -> None:
+    noisy = {"env.id": "Pendulum-v1", "algorithm.noise_correlation": 0.9, "acting.mode": mode, "acting.groups": 1}
+    one = {"actor.num_actors": 1, "algorithm.epochs": 2, "stop.steps": 4_000}
+    summaries = [train(tmp_path, shm_dir, "ppo", engine, **noisy, **one) for engine in ("inline", "local")]
+    assert len({summary["weights_sha256"] for summary in summaries}) == 1
+
+
 @pytest.mark.parametrize("max_lag", [1, 2])
 def test_lag_stays_within_its_bound(tmp_path: Path, shm_dir: Path, max_lag: int) -> None:
     small = {"actor.trajectory": 16, "algorithm.epochs": 2, "learner.max_lag": max_lag}

@@ -179,7 +179,9 @@ def staged(tmp_path: Path) -> Iterator[Any]:
     def make(**changes: Any) -> Stage:
         shape = {"actor.num_actors": 1, "actor.envs": 4, "actor.trajectory": 8, "network.hidden": (5,)}
         settings = {"engine": "inline", "acting.mode": "local", "learner.device": "cpu", "stop.steps": 10**6}
-        config = replace(preset("a3c", "CartPole-v1"), **{**shape, **settings, **changes})
+        plain = {"network.normalize_observation": False, "algorithm.normalize_advantage": False}
+        plain |= {"optimizer.schedule": "constant"}
+        config = replace(preset("a3c", "CartPole-v1"), **{**shape, **settings, **plain, **changes})
         stages.append(Stage(tmp_path, config))
         return stages[-1]
 

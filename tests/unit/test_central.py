@@ -208,7 +208,7 @@ def test_groups(envs: int, groups: int, found: int) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"acting.groups": 3}, r"acting.groups=3 does not divide the actor.envs=4 environments"),
+    ({"acting.groups": 3}, r"acting.groups=3 does not divide the 4 environments of an actor"),
     ({"acting.servers": 2}, r"acting.servers=2 exceeds actor.num_actors=1"),
 ]
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from echelon.algorithms.model import Model
+from echelon.algorithms.model import Model, Policy
 from echelon.config import NetworkConfig
 from echelon.layout import Leaf
 from echelon.schema import Spaces, action_leaf, space_leaves
@@ -160,17 +160,19 @@ class Scene:
         network: NetworkConfig,
         *,
         space: gym.Space[Any] | None = None,
+        action: gym.Space[Any] | None = None,
         num_clients: int = 4,
         rows: int = 3,
         **options: Any,
     ) -> None:
         self.space = space or gym.spaces.Box(-1.0, 1.0, (6,), np.float32)
-        spaces = Spaces(self.space, gym.spaces.Discrete(NUM_ACTIONS))
+        spaces = Spaces(self.space, action or gym.spaces.Discrete(NUM_ACTIONS))
         self.here, there = Model(network, spaces, seed=1), Model(network, spaces, seed=1, device="cuda")
+        noise = {"noise_correlation": options.get("noise_correlation", 0.0)}
         self.layout = ActLayout(
             tuple(space_leaves(self.space)),
             action_leaf(spaces.action),
-            self.here.network.state_shapes,
+            tuple(leaf.shape[1:] for leaf in Policy(self.here, **noise).initial_state(1)),
             rows=rows,
             num_clients=num_clients,
             num_groups=2,
@@ -313,6 +315,19 @@ class TestCudaAnswerer:
                 found = leaf[int(round.asked[0]) % 2, seats].reshape(expected.shape)
                 np.testing.assert_allclose(found, expected.numpy(), atol=TF32)
         scene.answerer.close()
+
+    def test_correlated_noise_goes_through_the_board(self, shm_dir: Path) -> None:
+        action = gym.spaces.Box(-1.0, 1.0, (2,))
+        scene = Scene(shm_dir, NetworkConfig(), action=action, rows=512, noise_correlation=0.9)
+        seats, noises = [0, 1, 2, 3], []
+        for _ in range(3):
+            round = scene.ask(seats)
+            scene.answerer.answer(round)
+            noises.append(scene.board.state[-1][int(round.asked[0]) % 2, seats].copy())
+        products = [float((noises[0] * noise).mean()) for noise in noises]
+        assert products == pytest.approx([1.0, 0.9, 0.81], abs=0.1)
+        scene.answerer.close()
+        assert not scene.told
 
     @pytest.mark.parametrize("core", ["none", "lstm"])
     def test_values_are_left_out_where_nobody_reads_them(self, shm_dir: Path, core: str) -> None:

@@ -1,8 +1,8 @@
 """DDPG (Lillicrap et al., 2016, https://arxiv.org/abs/1509.02971) and TD3 (Fujimoto et al., 2018,
 https://arxiv.org/abs/1802.09477); the configuration selects one.
 
-Differences from the papers: exploration noise is Gaussian, not an Ornstein-Uhlenbeck process; transitions are n-step
-(Horgan et al., 2018). With several critics the policy maximises the first, as in TD3.
+Difference from the papers: transitions are n-step (Horgan et al., 2018). With several critics the policy maximises the
+first, as in TD3. Exploration noise is Gaussian; with `noise_correlation` it is an Ornstein-Uhlenbeck process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Ddpg(Replayed):
         super().__init__(model, seed, peers)
         self.config = config
         self.critic = self.build_critic(config.num_critics, seed + 1)
-        self.groups["critic"] = ParameterGroup(self.critic, config.critic_learning_rate)
+        self.groups["critic"] = ParameterGroup(self.critic, config.critic_learning_rate, config.critic_weight_decay)
         self.target_critic = TargetNetwork(self.critic, tau=config.target_tau)
         self.target_policy = TargetNetwork(model, tau=config.target_tau)
         self.targets |= {"critic": self.target_critic, "policy": self.target_policy}

@@ -1,10 +1,15 @@
 """Exploration: random actions and action noise, per row, as an inference server serves many actors in one batch.
 
+Noise can be correlated in time, so that it moves an environment further than independent noise, whose effects cancel
+(`algorithm.noise_correlation`). It is the same process for the noise of a Gaussian policy, which `Policy` keeps, and
+for the noise that is added to the actions of a deterministic one, which `ActionNoise` keeps.
+
 Shapes: K rows (environments).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,12 +27,40 @@ from echelon.presets.sac import SacConfig
 LADDER_BASE, LADDER_EXPONENT = 0.4, 7.0  # Horgan et al. (2018), section 4.1
 
 
+def next_noise(last: Tensor, correlation: float, rng: torch.Generator) -> Tensor:
+    """Returns the noise after `last`: every entry is a stationary AR(1) process with unit variance,
+
+        eps_t = rho eps_{t-1} + sqrt(1 - rho^2) xi_t,  xi_t ~ N(0, 1).
+
+    The density of eps_t alone is the standard normal one for every rho, so the density of an action, and its stored
+    log-probability, do not depend on `correlation`. Hollenstein et al. (2024, https://arxiv.org/abs/2312.11091) use
+    coloured noise for PPO in the same way. An Ornstein-Uhlenbeck process with step theta has rho = 1 - theta. An entry
+    of 0 starts a process. Processes go on over the ends of episodes.
+    """
+    fresh = torch.empty_like(last).normal_(generator=rng)
+    return torch.where(last == 0.0, fresh, correlation * last + math.sqrt(1.0 - correlation**2) * fresh)
+
+
+class NoiseProcess:
+    """The noise of K rows, step by step."""
+
+    def __init__(self, correlation: float) -> None:
+        self.correlation = correlation
+        self.last: Tensor | None = None
+
+    def draw(self, like: Tensor, rng: torch.Generator) -> Tensor:
+        """Returns the noise of the next step, in the shape of `like`."""
+        self.last = next_noise(torch.zeros_like(like) if self.last is None else self.last, self.correlation, rng)
+        return self.last
+
+
 @dataclass(frozen=True, slots=True)
 class Exploration:
     """How the actions of K rows are changed."""
 
     random: Tensor | None = None  # (K,) probability of a random action
     noise: Tensor | None = None  # (K,) standard deviation of the noise added to a continuous action
+    process: NoiseProcess | None = None  # of that noise; None: independent at every step
 
     def apply(
         self, distribution: Distribution, sample: Sample, rng: torch.Generator, mask: Tensor | None = None
@@ -35,7 +68,8 @@ class Exploration:
         """Returns the policy's actions with exploration applied per row."""
         action, log_prob = sample
         if self.noise is not None:
-            noise = torch.empty_like(action).normal_(generator=rng)
+            process = self.process
+            noise = process.draw(action, rng) if process else torch.empty_like(action).normal_(generator=rng)
             action = torch.addcmul(action, self.noise.unsqueeze(-1), noise).clamp_(-1.0, 1.0)
         if self.random is None:
             return Sample(action, log_prob)
@@ -113,6 +147,7 @@ class ActionNoise(RandomStart):
         last = config.noise_ladder or config.noise
         ladder = noise_ladder(num_envs, config.noise, last) if config.noise else torch.zeros(num_envs)
         self.noise = ladder[torch.tensor(envs)]
+        self.process = NoiseProcess(config.noise_correlation) if config.noise_correlation else None
 
     def at(self, env_steps: int) -> Exploration:
-        return Exploration(self.ones if env_steps < self.num_steps else None, self.noise)
+        return Exploration(self.ones if env_steps < self.num_steps else None, self.noise, self.process)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from echelon.algorithms.exploration import Exploration
+from echelon.algorithms.exploration import Exploration, next_noise
 from echelon.algorithms.value_networks import Critic, build_acting
 from echelon.config import AlgorithmConfig, NetworkConfig
 from echelon.errors import ConfigError
@@ -74,6 +74,10 @@ class FlatModule:
     def descend(self, loss: Tensor) -> None:
         """Sets `gradients` to the gradient of `loss`."""
         self.gradients.zero_()
+        self.accumulate(loss)
+
+    def accumulate(self, loss: Tensor) -> None:
+        """Adds the gradient of `loss` to `gradients`."""
         loss.backward(inputs=self.leaves)  # type: ignore[no-untyped-call]
 
     def copy(self) -> FlatModule:
@@ -136,8 +140,10 @@ class Model(FlatModule):
         device: str = "cpu",
         precision: str = "float32",
         compile: bool = False,
+        microbatches: int = 1,
     ) -> None:
-        self.config, self.spaces = config, spaces
+        """The learner computes a minibatch in `microbatches` parts."""
+        self.config, self.spaces, self.microbatches = config, spaces, microbatches
         self.mixed = precision == "bfloat16"
         _check_fits(config, spaces, algorithm or ImpalaConfig())
         with torch.random.fork_rng(devices=[]):
@@ -243,19 +249,35 @@ class Action(NamedTuple):
 
     action: Tensor
     log_prob: Tensor
-    state: State  # recurrent state after the step
+    state: State  # after the step, as in `Policy.initial_state`
     value: Tensor | None  # of the observation, if requested
     action_values: ActionValues | None  # if requested and the model has them
 
 
 class Policy:
-    """Chooses actions with a model. It holds neither recurrent state nor a random generator."""
+    """Chooses actions with a model. It holds neither the state of the rows nor a random generator."""
 
     def __init__(
-        self, model: Model, *, with_value: bool = False, with_action_values: bool = False, mixed: bool = False
+        self,
+        model: Model,
+        *,
+        with_value: bool = False,
+        with_action_values: bool = False,
+        mixed: bool = False,
+        noise_correlation: float = 0.0,
     ) -> None:
-        """With `mixed`, the network is computed in bfloat16."""
+        """With `mixed`, the network is computed in bfloat16.
+
+        `noise_correlation` is that of the noise of a row's samples with the noise of its previous sample.
+        """
         self.model, self.with_value, self.with_action_values, self.mixed = model, with_value, with_action_values, mixed
+        self.noise_correlation = noise_correlation
+        self.noise_size = model.distribution.noise_size if noise_correlation else 0
+
+    def initial_state(self, num_rows: int) -> State:
+        """Returns the state of rows before their first step: the network's, then the last noise if it is correlated."""
+        state = self.model.network.initial_state(num_rows, self.model.device)
+        return (*state, torch.zeros(num_rows, self.noise_size, device=self.model.device)) if self.noise_size else state
 
     @torch.inference_mode()
     def act(
@@ -273,18 +295,25 @@ class Policy:
         Actions are sampled with `rng` and changed by `exploration`; with `greedy` they are the most likely ones.
         """
         distribution, mask = self.model.distribution, action_mask(observation)
+        noise: State = ()
+        if self.noise_size:
+            state, noise = state[:-1], state[-1:]
         output = self._forward(observation, state, first)
         if greedy:
             action = distribution.mode(output.params, mask)
             sample = Sample(action, distribution.log_prob(output.params, action, mask))
         else:
-            sample = distribution.sample(output.params, rng, mask)
+            if noise:
+                noise = (next_noise(noise[0], self.noise_correlation, rng),)
+                sample = distribution.sample_at(output.params, noise[0])
+            else:
+                sample = distribution.sample(output.params, rng, mask)
             if exploration is not None:
                 sample = exploration.apply(distribution, sample, rng, mask)
         values = (
             self._action_values(observation, output.params, sample.action, mask) if self.with_action_values else None
         )
-        return Action(sample.action, sample.log_prob, output.state, output.value, values)
+        return Action(sample.action, sample.log_prob, (*output.state, *noise), output.value, values)
 
     def _forward(self, observation: Tree, state: State, first: Tensor) -> ActOutput:
         network = self.model.network

@@ -55,7 +55,8 @@ class ModelActing:
         self.version, self.space = 0, spaces.observation
         self.model = Model(config.network, spaces, config.algorithm, seed=config.seed)
         self.mirror = Mirror(self.model)
-        self.policy, self.rng = Policy(self.model), torch.Generator().manual_seed(seed)
+        self.policy = Policy(self.model, noise_correlation=config.algorithm.noise_correlation)
+        self.state, self.rng = self.policy.initial_state(num_envs), torch.Generator().manual_seed(seed)
         self.first = torch.zeros(num_envs, dtype=torch.bool)
         self.explorer = Explorer(config.algorithm, rungs(place, num_envs), NUM_RUNGS)
 
@@ -71,12 +72,13 @@ class ModelActing:
     def act(self, observation: list[Array], evaluates: Array, env_steps: int) -> Array:
         tree = unflatten(self.space, iter([torch.from_numpy(leaf) for leaf in observation]))
         if evaluates.all():
-            action: Array = self.policy.act(tree, (), self.first, self.rng, greedy=True).action.numpy()
+            action: Array = self.policy.act(tree, self.state, self.first, self.rng, greedy=True).action.numpy()
         else:
             exploration = self.explorer.at(env_steps)
-            action = self.policy.act(tree, (), self.first, self.rng, exploration).action.numpy()
+            chosen = self.policy.act(tree, self.state, self.first, self.rng, exploration)
+            action, self.state = chosen.action.numpy(), chosen.state
             if evaluates.any():
-                greedy = self.policy.act(tree, (), self.first, self.rng, greedy=True).action.numpy()
+                greedy = self.policy.act(tree, self.state, self.first, self.rng, greedy=True).action.numpy()
                 action[evaluates] = greedy[evaluates]
         if action.dtype.kind == "f" and not np.isfinite(action).all():
             raise DivergedError(f"the policy of version {self.version} chose an action that is not finite.")

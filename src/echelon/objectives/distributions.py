@@ -40,10 +40,15 @@ class Distribution(ABC):
     """Maps parameters to actions."""
 
     num_params: int
+    noise_size = 0  # of the standard normal noise that `sample` draws; 0: it draws something else
 
     @abstractmethod
     def sample(self, params: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Sample:
         """Samples an action, with its log-probability; `generator` must be on the device of `params`."""
+
+    def sample_at(self, params: Tensor, noise: Tensor) -> Sample:
+        """Returns the sample that standard normal `noise` (..., noise_size) yields, as if `sample` had drawn it."""
+        raise NotImplementedError(f"{type(self).__name__} is not computed from normal noise")
 
     @abstractmethod
     def mode(self, params: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -101,6 +106,12 @@ def forbid(scores: Tensor, mask: Tensor | None) -> Tensor:
         return scores
     allowed = mask != 0
     return torch.where(allowed | ~allowed.any(-1, keepdim=True), scores.float(), FORBIDDEN)
+
+
+def num_allowed(mask: Tensor) -> Tensor:
+    """Returns the number of actions that each row of `mask` allows; a mask that allows none allows all."""
+    count = (mask != 0).sum(-1)
+    return torch.where(count > 0, count, mask.shape[-1])
 
 
 def _log_probabilities(logits: Tensor, mask: Tensor | None) -> Tensor:
@@ -235,7 +246,7 @@ class DiagonalGaussian(Distribution):
     """
 
     def __init__(self, space: gym.spaces.Box) -> None:
-        self.size = int(space.shape[0])
+        self.size = self.noise_size = int(space.shape[0])
         self.num_params = 2 * self.size
         self.scale = ActionScale(space)
 
@@ -245,10 +256,13 @@ class DiagonalGaussian(Distribution):
         return mean, log_std
 
     def sample(self, params: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Sample:
-        mean, log_std = self._split(params, mask)
-        noise = torch.empty_like(mean).normal_(generator=generator)
-        action = torch.addcmul(mean, log_std.exp(), noise)
-        return Sample(action, self._log_density(noise, log_std))
+        assert mask is None, "a continuous action has no mask"
+        noise = torch.empty_like(params[..., : self.size], dtype=torch.float32).normal_(generator=generator)
+        return self.sample_at(params, noise)
+
+    def sample_at(self, params: Tensor, noise: Tensor) -> Sample:
+        mean, log_std = self._split(params, None)
+        return Sample(torch.addcmul(mean, log_std.exp(), noise), self._log_density(noise, log_std))
 
     def mode(self, params: Tensor, mask: Tensor | None = None) -> Tensor:
         return self._split(params, mask)[0]
@@ -314,7 +328,7 @@ class SquashedGaussian(Deterministic):
 
     def __init__(self, space: gym.spaces.Box) -> None:
         super().__init__(space)
-        self.num_params = 2 * self.size
+        self.noise_size, self.num_params = self.size, 2 * self.size
         node, weight = np.polynomial.hermite_e.hermegauss(self.NUM_NODES)
         self.node = torch.as_tensor(node, dtype=torch.float32)
         self.weight = torch.as_tensor(weight / weight.sum(), dtype=torch.float32)
@@ -325,8 +339,11 @@ class SquashedGaussian(Deterministic):
 
     def sample(self, params: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Sample:
         assert mask is None, "a continuous action has no mask"
+        noise = torch.empty_like(params[..., : self.size], dtype=torch.float32).normal_(generator=generator)
+        return self.sample_at(params, noise)
+
+    def sample_at(self, params: Tensor, noise: Tensor) -> Sample:
         mean, log_std = self._split(params)
-        noise = torch.empty_like(mean).normal_(generator=generator)
         before = torch.addcmul(mean, log_std.exp(), noise)
         return Sample(torch.tanh(before), self._log_density(noise, log_std, before))
 

@@ -75,7 +75,7 @@ class Acting(Protocol):
         """Returns the reply to the last request of `group`, or None if it has not arrived."""
 
     def state_before(self, group: int) -> Sequence[Array]:
-        """Returns the recurrent state from which the last reply to `group` was computed."""
+        """Returns the state from which the last reply to `group` was computed (`Policy.initial_state`)."""
 
     @property
     def asking(self) -> bool:

@@ -41,13 +41,16 @@ class Inference(Serving):
     def _make_server(self, context: Context, plan: Plan, batcher: Batcher) -> InferenceServer:
         """Returns a server on the configured device."""
         config, weights = context.train, plan.board()
+        correlation = config.algorithm.noise_correlation
         start = (context.generation << 16) + context.incarnation  # unique for every start of this server
         seed = env_seeds(config.seed, INFERENCE_SEED + context.index, start, 1)[0]
         device = server_device(config, plan.model.parameters.numel(), context.index)
         if device == "cpu":
             if not context.shares_process:  # otherwise the setting would apply to the other roles, too
                 torch.set_num_threads(server_threads(config, plan.model))
-            answerer = PolicyAnswerer(plan.model, batcher.board, weights, seed, with_value=config.acting.value)
+            answerer = PolicyAnswerer(
+                plan.model, batcher.board, weights, seed, with_value=config.acting.value, noise_correlation=correlation
+            )
             return InferenceServer(batcher, answerer, plan.act_listener(batcher, self.report))
         from echelon.servers.cuda import CudaAnswerer, CudaServer  # imported late: most runs do not need it
 
@@ -58,7 +61,14 @@ class Inference(Serving):
             torch.cuda.set_device(device)
         model = Plan(context, device=device).model
         answerer_on_gpu = CudaAnswerer(
-            model, batcher.board, weights, seed, groups=batcher.groups, report=report, with_value=config.acting.value
+            model,
+            batcher.board,
+            weights,
+            seed,
+            groups=batcher.groups,
+            report=report,
+            with_value=config.acting.value,
+            noise_correlation=correlation,
         )
         return CudaServer(batcher, answerer_on_gpu, plan.act_listener(batcher, self.report))
 

@@ -77,6 +77,7 @@ class CudaAnswerer:
         precision: str = "float32",
         report: Reporter = lambda text: print(text, file=sys.stderr),
         with_value: bool = True,
+        noise_correlation: float = 0.0,
     ) -> None:
         """`groups` are the seats of each group (`Batcher.groups`); a round has no other seats.
 
@@ -88,7 +89,8 @@ class CudaAnswerer:
         model.network.requires_grad_(False)
         self.model, self.board, self.groups = model, board, groups
         locked = page_lock(board.memory, report)
-        policy = Policy(model, with_value=with_value, mixed=precision == "bfloat16")
+        mixed = precision == "bfloat16"
+        policy = Policy(model, with_value=with_value, mixed=mixed, noise_correlation=noise_correlation)
         self._passes = PipelineContext(policy, board, locked, report)
         self._weights = _Weights(model, weights)
         self._pipelines = [GpuPipeline(self._passes, seats, seed + i) for i, seats in enumerate(groups)]

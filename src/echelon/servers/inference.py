@@ -60,11 +60,18 @@ class PolicyAnswerer:
     """
 
     def __init__(
-        self, model: Model, board: ActBoard, weights: WeightsBoard, seed: int, *, with_value: bool = True
+        self,
+        model: Model,
+        board: ActBoard,
+        weights: WeightsBoard,
+        seed: int,
+        *,
+        with_value: bool = True,
+        noise_correlation: float = 0.0,
     ) -> None:
         """`with_value=False` leaves the value out of the replies."""
-        self.mirror, self.weights, self.policy = Mirror(model), weights, Policy(model, with_value=with_value)
-        self.model, self.board = model, board
+        self.mirror, self.weights, self.model, self.board = Mirror(model), weights, model, board
+        self.policy = Policy(model, with_value=with_value, noise_correlation=noise_correlation)
         self.rng = torch.Generator().manual_seed(seed)
         self._observation = [torch.from_numpy(leaf) for leaf in board.observation]
         self._first = torch.from_numpy(board.first)
