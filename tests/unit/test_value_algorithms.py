@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -210,8 +212,35 @@ def test_sac_has_the_losses_of_its_equations() -> None:
     torch.testing.assert_close(critic.value, (0.5 * (target - q) ** 2 * batch.weight).sum(0).mean())
     torch.testing.assert_close(policy.value, (0.3 * now.log_prob - own).mean())
     torch.testing.assert_close(temperature.value, -0.3 * (now.log_prob.mean() - 1.5))
-    assert make(SacConfig(), CONTINUOUS).target_entropy == -2.0
-    assert make(SacConfig(), DISCRETE).target_entropy == pytest.approx(0.98 * np.log(4.0))
+
+
+def test_the_entropy_that_sac_aims_for() -> None:
+    assert make(SacConfig(), CONTINUOUS).target_entropy(observe(CONTINUOUS, 5, 0)) == -2.0
+    fraction = SacConfig(target_entropy_fraction=0.3)
+    assert make(fraction, DISCRETE).target_entropy(observe(DISCRETE, 5, 0)) == pytest.approx(0.3 * np.log(4.0))
+    masks = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
+    observation = {"action_mask": masks, "x": torch.zeros(4, 3)}
+    found = make(fraction, MASKED).target_entropy(observation)
+    torch.testing.assert_close(found, 0.3 * torch.tensor([2.0, 1.0, 4.0, 4.0]).log())
+    explicit = SacConfig(target_entropy=1.2, target_entropy_fraction=0.3)
+    assert make(explicit, MASKED).target_entropy(observation) == 1.2
+
+
+def test_the_temperature_stays_bounded_where_few_actions_are_allowed() -> None:
+    space = gym.spaces.Dict({"action_mask": gym.spaces.MultiBinary(8), "x": gym.spaces.Box(-9.0, 9.0, (3,))})
+    observation = {"action_mask": torch.tensor([1, 1, 0, 0, 0, 0, 0, 0]).repeat(12, 1), "x": torch.zeros(12, 3)}
+    batch = dataclasses.replace(
+        batch_of(CONTINUOUS), observation=observation, next_observation=observation, action=torch.arange(12) % 2
+    )
+    found = []
+    for target in (None, 0.98 * math.log(8.0)):  # two actions never have this much entropy
+        config = SacConfig(target_entropy=target, temperature_learning_rate=1e-2)
+        algorithm = make(config, Spaces(space, gym.spaces.Discrete(8)))
+        update = updater(algorithm, clip_norm=0.0)
+        for _ in range(400):  # as far as 4,000 updates at the default rate
+            learn(algorithm, update, batch)
+        found.append(float(algorithm.log_temperature.detach().exp()))
+    assert found[0] < 2.0 and found[1] > 20.0
 
 
 def test_discrete_sac_expects_over_the_allowed_actions() -> None:

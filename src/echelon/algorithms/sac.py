@@ -19,7 +19,7 @@ from echelon.algorithms.protocol import Loss, ParameterGroup
 from echelon.algorithms.replayed import Replayed
 from echelon.algorithms.target import TargetNetwork
 from echelon.networks import action_mask
-from echelon.objectives.distributions import Categorical
+from echelon.objectives.distributions import Categorical, num_allowed
 from echelon.objectives.values import expected_soft_value, huber_loss, soft_targets, temperature_loss
 from echelon.presets.sac import SacConfig
 from echelon.schema import TransitionBatch, Tree
@@ -47,13 +47,16 @@ class Sac(Replayed):
         if config.learn_temperature:
             self.groups["temperature"] = ParameterGroup(self.temperature, config.temperature_learning_rate)
         self.discrete = isinstance(model.distribution, Categorical)
-        self.target_entropy = self._target_entropy()
 
-    def _target_entropy(self) -> float:
+    def target_entropy(self, observation: Tree) -> float | Tensor:
+        """Returns the entropy that the temperature aims for: one for all rows, or (B,) where actions are masked."""
         if self.config.target_entropy is not None:
             return self.config.target_entropy
-        num_params = self.model.distribution.num_params
-        return 0.98 * math.log(num_params) if self.discrete else -num_params / 2.0
+        num_params, fraction = self.model.distribution.num_params, self.config.target_entropy_fraction
+        if not self.discrete:
+            return -num_params / 2.0
+        mask = action_mask(observation)
+        return fraction * (math.log(num_params) if mask is None else num_allowed(mask).log())
 
     @property
     def log_temperature(self) -> Tensor:
@@ -64,7 +67,8 @@ class Sac(Replayed):
         policy_loss, log_prob_B = self._policy_loss(minibatch)
         yield policy_loss
         if self.config.learn_temperature:
-            loss = temperature_loss(self.log_temperature, log_prob_B, self.target_entropy)
+            target_entropy = self.target_entropy(minibatch.observation)
+            loss = temperature_loss(self.log_temperature, log_prob_B, target_entropy)
             yield Loss(loss, {"temperature": self.log_temperature.exp()}, "temperature", count=len(log_prob_B))
         self.target.follow()
 

@@ -89,12 +89,13 @@ def huber_loss(error_B: Tensor, weight_B: Tensor, delta: float) -> Tensor:
     return (loss_B * weight_B).sum() / weight_B.numel()
 
 
-def temperature_loss(log_temperature: Tensor, log_prob_B: Tensor, target_entropy: float) -> Tensor:
+def temperature_loss(log_temperature: Tensor, log_prob_B: Tensor, target_entropy: float | Tensor) -> Tensor:
     """Returns the loss of the temperature (Haarnoja et al., 2018, eq. 18).
 
-    Minimising it raises the temperature while the policy's entropy is below `target_entropy`.
+    Minimising it raises the temperature while the policy's entropy is below `target_entropy`, one for all rows or (B,).
     """
-    return -log_temperature.exp() * (log_prob_B.detach().mean() + target_entropy)
+    target = target_entropy.mean() if isinstance(target_entropy, Tensor) else target_entropy
+    return -log_temperature.exp() * (log_prob_B.detach().mean() + target)
 
 
 def priorities(error: Tensor) -> Tensor:

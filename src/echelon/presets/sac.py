@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from echelon.algorithm_config import AlgorithmConfig, RewardClip
+from echelon.algorithm_config import AlgorithmConfig, NoiseCorrelation, RewardClip
 from echelon.config import (
     ActorConfig,
     EnvConfig,
@@ -13,7 +13,6 @@ from echelon.config import (
     ReplayConfig,
     TrainConfig,
 )
-from echelon.families import is_atari
 from echelon.fields import doc
 from echelon.presets.registry import register
 
@@ -40,21 +39,26 @@ class SacConfig(AlgorithmConfig, frozen=True):
     temperature_learning_rate: Annotated[float, doc("learning rate of the temperature", gt=0)] = 1e-3
     target_entropy: Annotated[
         float | None,
-        doc("entropy that the temperature aims for; none: -(action components), discrete: 0.98 log(actions)"),
+        doc("entropy that the temperature aims for; none: -(action components), discrete: by target_entropy_fraction"),
     ] = None
+    target_entropy_fraction: Annotated[
+        float,
+        doc("discrete actions: target_entropy as a fraction of log(actions), of those allowed in a state", ge=0, le=1),
+    ] = 0.7
     random_steps: Annotated[int, doc("steps with random actions at the start", "steps", ge=0)] = 1_000
+    noise_correlation: NoiseCorrelation = 0.0
     reward_clip: RewardClip = 0.0
 
 
 @register(SacConfig)
-def sac(env: str = "Pendulum-v1") -> TrainConfig:
+def sac(env: str = "Pendulum-v1", family: str = "") -> TrainConfig:
     """Soft actor-critic with a learned temperature, one actor, uniform replay."""
     return TrainConfig(
         preset="sac",
         env=EnvConfig(id=env),
         actor=ActorConfig(num_actors=1, envs=1, trajectory=1),
-        network=NetworkConfig(hidden=(256, 256), activation="relu"),
-        algorithm=SacConfig(reward_clip=1.0 if is_atari(env) else 0.0),
+        network=NetworkConfig(hidden=(256, 256), activation="relu", normalize_observation=True),
+        algorithm=SacConfig(),
         replay=ReplayConfig(),
         optimizer=OptimizerConfig(learning_rate=3e-4, clip_norm=0.0),
     )
