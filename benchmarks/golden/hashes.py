@@ -14,7 +14,7 @@ from pathlib import Path
 from golden.checkout import Checkout, Row, Tell, both
 
 SEED = 7
-PENDULUM = ("ddpg", "apex-ddpg", "sac")  # presets for continuous actions; all others play CartPole-v1
+PENDULUM = ("ddpg", "td3", "apex-ddpg", "sac")  # presets for continuous actions; all others play CartPole-v1
 PICTURES = f"{Path(__file__).parent / 'pictures.py'}:Dot"
 ALWAYS = ("--device=cpu", "--learner.threads=1", "--evaluation.interval-s=0", f"--seed={SEED}")
 MEMORY = ("--network.core=lstm", "--network.core-size=16")

@@ -20,7 +20,8 @@ SOFT = {"algorithm.random_steps": 200, "algorithm.target_tau": 0.02, "algorithm.
 RULES: dict[str, dict[str, Any]] = {
     "dqn": {"algorithm.epsilon_steps": 600, "algorithm.target_period": 50},
     "apex-dqn": {"algorithm.target_period": 50},
-    "ddpg": SOFT,
+    "ddpg": {**SOFT, "algorithm.critic_weight_decay": 0.0},  # rewards are far below 1 here
+    "td3": SOFT,
     "apex-ddpg": SOFT,
     "sac": SOFT,
 }
@@ -51,7 +52,9 @@ def test_entropy_finds_the_best_arm(learn: Learn) -> None:
     assert play(learn("sac", Bandit, 800, **fields), 5) == 1.0
 
 
-@pytest.mark.parametrize("name", [pytest.param("ddpg", marks=pytest.mark.full), "apex-ddpg", "sac"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.full) for name in ("ddpg", "td3")), "apex-ddpg", "sac"]
+)
 def test_a_continuous_target_is_hit(name: str, learn: Learn) -> None:
     fields = {"algorithm.target_entropy": -3.0, "algorithm.temperature": 0.1} if name == "sac" else {}
     assert play(learn(name, Target, 1_600, **fields), 5) > -0.01

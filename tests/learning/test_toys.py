@@ -135,6 +135,7 @@ class Cut(Bandit):
 
 
 Learn = Callable[..., echelon.RunResult]
+PLAIN = ("impala", "a3c")  # rules whose rewards are normalized here
 
 
 @pytest.fixture
@@ -146,8 +147,10 @@ def learn(tmp_path: Path, shm_dir: Path) -> Learn:
         common = {"engine": "inline", "seed": 1, "shm_dir": str(shm_dir), "run.dir": str(tmp_path / "run")}
         shape = {"actor.num_actors": 1, "actor.envs": 16, "actor.trajectory": 16, "network.hidden": (16,)}
         rule = {"optimizer.learning_rate": 0.01, "evaluation.interval_s": 0.0, "stop.steps": steps, "env.id": env}
+        rule |= {"optimizer.schedule": "constant", "network.normalize_observation": False}
         if name.endswith("ppo"):
             rule |= {"algorithm.epochs": 4, "algorithm.minibatches": 4, "algorithm.entropy_weight": 0.01}
+        rule |= {"algorithm.normalize_advantage": name.endswith("ppo"), "algorithm.normalize_reward": name in PLAIN}
         return echelon.train(replace(config, **{**common, **shape, **rule, **fields}), output=io.StringIO())
 
     return train

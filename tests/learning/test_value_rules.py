@@ -29,8 +29,8 @@ DISCRETE = {
     "sac": {"preset": "sac", "algorithm.target_entropy": 0.3, "algorithm.temperature": 0.2},
 }
 CONTINUOUS = {
-    "ddpg": {"preset": "ddpg", "algorithm.num_critics": 1, "algorithm.policy_delay": 1, "algorithm.target_noise": 0.0},
-    "td3": {"preset": "ddpg"},
+    "ddpg": {"preset": "ddpg", "algorithm.critic_weight_decay": 0.0},  # rewards are far below 1 here
+    "td3": {"preset": "td3"},
     "apex-ddpg": {"preset": "apex-ddpg"},
     "sac": {"preset": "sac", "algorithm.target_entropy": -3.0, "algorithm.temperature": 0.1},
 }

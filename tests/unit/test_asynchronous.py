@@ -36,7 +36,8 @@ from echelon.runs.checkpoint import save_weights
 from echelon.runs.console import Status, final_summary, plain_line
 from echelon.runs.folder import RunFolder
 from echelon.schema import Spaces
-from echelon.transport.episode_wire import PROTOCOL, Task, TaskRequest
+from echelon.transport.episode_wire import Task, TaskRequest
+from echelon.version import __version__
 
 Array = np.ndarray[Any, Any]
 CART_POLE = Spaces(gym.spaces.Box(-np.inf, np.inf, (4,), np.float32), gym.spaces.Discrete(2))
@@ -129,7 +130,7 @@ def test_the_help_of_the_learner_shows_presets_that_replay(capsys: pytest.Captur
     with pytest.raises(SystemExit):
         main(["learner", "--help"])
     text = capsys.readouterr().out
-    assert "dqn, apex-dqn, ddpg, apex-ddpg, sac" in text and "`echelon learner sac --help`" in text
+    assert "dqn, apex-dqn, ddpg, td3, apex-ddpg, sac" in text and "`echelon learner sac --help`" in text
     assert "ppo" not in text and "impala" not in text
     with pytest.raises(SystemExit):
         main(["worker", "--help"])
@@ -321,7 +322,7 @@ def test_a_worker_gives_a_silent_learner_up_after_its_patience(monkeypatch: pyte
         nobody.bind(("127.0.0.1", 0))
         connection = LearnerConnection(f"tcp://127.0.0.1:{nobody.getsockname()[1]}", "w", 0.05, told.append)
         with pytest.raises(TransportTimeout, match=r"was silent for \d+ s: nothing listens there"):
-            connection.ask(TaskRequest(PROTOCOL), Task)
+            connection.ask(TaskRequest(__version__), Task)
         connection.close()
 
 

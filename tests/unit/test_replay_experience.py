@@ -115,7 +115,7 @@ def test_central_acting_strays_row_by_row(make_stage: MakeStage) -> None:
 
 def test_central_acting_adds_noise_and_starts_at_random(make_stage: MakeStage) -> None:
     fields = {"acting.mode": "central", "actor.envs": 2, "env.kwargs": {"dtype": "float32"}, "replay.n_step": 1}
-    stage = make_open(make_stage, toy.ForceEnv, "ddpg", **fields, **{"algorithm.random_steps": 400})
+    stage = make_open(make_stage, toy.ForceEnv, "td3", **fields, **{"algorithm.random_steps": 400})
     model = stage.plan.model
     model.network.get_parameter("head.weight").data.zero_()  # the policy always chooses action 0
     stage.board.publish(model.parts(), 2)

@@ -1,10 +1,15 @@
-"""DDPG and TD3, with one actor or with many (Ape-X)."""
+"""DDPG and TD3, with one actor or with many (Ape-X).
+
+`ddpg` has the values of the paper for observations that are vectors. Differences from the paper: the critic's first
+layer, not its second, takes the action; the weight decay includes biases; there is no batch normalisation; the output
+layers begin with orthogonal weights of gain 0.01, not with uniform ones up to 0.003.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from echelon.algorithm_config import AlgorithmConfig, RewardClip
+from echelon.algorithm_config import AlgorithmConfig, NoiseCorrelation, RewardClip
 from echelon.config import (
     ActorConfig,
     EnvConfig,
@@ -14,7 +19,6 @@ from echelon.config import (
     TrainConfig,
     replace,
 )
-from echelon.families import is_atari
 from echelon.fields import doc, require
 from echelon.presets.registry import register
 
@@ -37,10 +41,12 @@ class DdpgConfig(AlgorithmConfig, frozen=True):
     critic_learning_rate: Annotated[
         float, doc("learning rate of the critics; optimizer.learning_rate is the policy's", gt=0)
     ] = 1e-3
+    critic_weight_decay: Annotated[float, doc("L2 penalty on the parameters of the critics; DDPG: 0.01", ge=0)] = 0.0
     huber: Annotated[float, doc("delta of the Huber loss: larger TD errors count linearly; 0: squared error", ge=0)] = (
         0.0
     )
     noise: Annotated[float, doc("standard deviation of the exploration noise", "half the action range", ge=0)] = 0.1
+    noise_correlation: NoiseCorrelation = 0.0
     noise_ladder: Annotated[
         float,
         doc(
@@ -65,25 +71,44 @@ class DdpgConfig(AlgorithmConfig, frozen=True):
 
 
 @register(DdpgConfig)
-def ddpg(env: str = "Pendulum-v1") -> TrainConfig:
-    """DDPG with twin critics, delayed policy updates and target smoothing (TD3), one actor, uniform replay."""
+def ddpg(env: str = "Pendulum-v1", family: str = "") -> TrainConfig:
+    """DDPG as in its paper: one critic, slow targets, Ornstein-Uhlenbeck noise; one actor, uniform replay."""
     return TrainConfig(
         preset="ddpg",
         env=EnvConfig(id=env),
         actor=ActorConfig(num_actors=1, envs=1, trajectory=1),
-        network=NetworkConfig(hidden=(256, 256), activation="relu"),
+        network=NetworkConfig(hidden=(400, 300), activation="relu"),
         algorithm=DdpgConfig(
-            num_critics=2, policy_delay=2, target_noise=0.2, reward_clip=1.0 if is_atari(env) else 0.0
+            target_tau=0.001,
+            critic_learning_rate=1e-3,
+            critic_weight_decay=1e-2,
+            noise=0.38,  # stationary deviation of an Ornstein-Uhlenbeck process: sigma / sqrt(1 - (1 - theta)^2)
+            noise_correlation=0.85,  # theta = 0.15, sigma = 0.2
+            random_steps=0,
         ),
+        replay=ReplayConfig(batch=64, samples_per_insert=64.0),
+        optimizer=OptimizerConfig(learning_rate=1e-4, clip_norm=0.0),
+    )
+
+
+@register(DdpgConfig)
+def td3(env: str = "Pendulum-v1", family: str = "") -> TrainConfig:
+    """DDPG with twin critics, delayed policy updates and target smoothing (TD3), one actor, uniform replay."""
+    return TrainConfig(
+        preset="td3",
+        env=EnvConfig(id=env),
+        actor=ActorConfig(num_actors=1, envs=1, trajectory=1),
+        network=NetworkConfig(hidden=(256, 256), activation="relu", normalize_observation=True),
+        algorithm=DdpgConfig(num_critics=2, policy_delay=2, target_noise=0.2),
         replay=ReplayConfig(batch=128, samples_per_insert=128.0),
         optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=0.0),
     )
 
 
 @register(DdpgConfig)
-def apex_ddpg(env: str = "Pendulum-v1") -> TrainConfig:
-    """The same algorithm with many actors of different noise, which compute initial priorities with the critic."""
-    config = ddpg(env)
+def apex_ddpg(env: str = "Pendulum-v1", family: str = "") -> TrainConfig:
+    """TD3 with many actors of different noise, which compute initial priorities with the critic."""
+    config = td3(env, family)
     return replace(
         config,
         **{
