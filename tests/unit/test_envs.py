@@ -248,11 +248,35 @@ def test_pong_runs_as_single_environments_too() -> None:
     assert probe_spaces(config).observation.shape == (210, 160, 3)
 
 
-@pytest.mark.parametrize("id", ["ale_py:ALE/Pong-v5", "PongNoFrameskip-v4"])
-def test_other_spellings_of_an_atari_game_are_preprocessed_too(id: str) -> None:
-    group = make_group(EnvConfig(id=id), [1])
-    assert group.spaces.observation.shape == (4, 84, 84)
-    group.close()
+STICKY, EXACT = ({"repeat_action_probability": probability} for probability in (0.25, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("id", "same", "other"),
+    [
+        ("ALE/Pong-v5", STICKY, EXACT),
+        ("ale_py:ALE/Pong-v5", STICKY, EXACT),
+        ("PongNoFrameskip-v0", STICKY, EXACT),
+        ("PongNoFrameskip-v4", EXACT, STICKY),
+        ("PongDeterministic-v4", EXACT, STICKY),
+        ("Pong-v4", EXACT, STICKY),
+    ],
+)
+def test_every_spelling_of_an_atari_game_is_preprocessed_and_as_sticky_as_it_is_registered(
+    id: str, same: dict[str, float], other: dict[str, float]
+) -> None:
+    actions = np.random.default_rng(0).integers(0, 6, (60, 1))
+    found = rollout(make_group(EnvConfig(id=id), [1]), actions)
+    assert found["observation.0"].shape[2:] == (4, 84, 84)
+    assert_same(found, rollout(make_group(EnvConfig(id="ALE/Pong-v5", kwargs=same), [1]), actions))
+    differing = rollout(make_group(EnvConfig(id=id, kwargs=other), [1]), actions)
+    assert found["observation.0"].tobytes() != differing["observation.0"].tobytes(), "env.kwargs overrides it"
+
+
+def test_an_atari_game_has_all_actions_of_the_console_if_asked() -> None:
+    config = EnvConfig(id="PongDeterministic-v4", kwargs={"full_action_space": True})
+    assert probe_spaces(config).action == gym.spaces.Discrete(18)
+    assert probe_spaces(EnvConfig(id="PongDeterministic-v4", vector="loop")).observation.shape == (210, 160, 3)
 
 
 def test_atari_refuses_to_step_a_part_of_its_group() -> None:
@@ -313,11 +337,15 @@ def test_what_cannot_be_made_says_why(config: EnvConfig, message: str) -> None:
         ("envpool:Pong-v5", "envpool", "pip install envpool"),
         ("phys2d/CartPole-v1", "jax", r'pip install "gymnasium\[jax\]"'),
         ("LunarLander-v3", "Box2D", r'pip install "gymnasium\[box2d\]"'),
+        ("Humanoid-v5", "mujoco", r'pip install "gymnasium\[mujoco\]"'),
+        ("pybullet_envs_gymnasium:HumanoidBulletEnv-v0", "pybullet_envs_gymnasium", "pip install pybullet pybullet-e"),
+        ("HumanoidBulletEnv-v0", "pybullet_envs_gymnasium", 'write "pybullet_envs_gymnasium:HumanoidBulletEnv-v0"'),
     ],
 )
 def test_a_missing_package_is_named(id: str, module: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # importing it now raises ModuleNotFoundError
-    for name in [name for name in sys.modules if name.startswith(("gymnasium.envs.phys2d", "gymnasium.envs.box2d"))]:
+    loaded = tuple(f"gymnasium.envs.{family}" for family in ("phys2d", "box2d", "mujoco"))
+    for name in [name for name in sys.modules if name.startswith(loaded)]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ConfigError, match=remedy):
         probe_spaces(EnvConfig(id=id))

@@ -2,17 +2,20 @@
 
 The usual preprocessing: 4 frames per step with the maximum of the last two, 84x84 grey, 4 frames stacked (uint8
 (4, 84, 84)), up to 30 no-op frames at a reset, one whole game per episode, truncated after 108,000 frames (27,000
-steps). Rewards are raw, so that reported returns are true scores (algorithms clip the rewards that they learn from),
-and actions are not sticky. `env.kwargs` overrides each setting; render_mode="rgb_array" adds a second emulator that
-renders in colour.
+steps). Rewards are raw, so that reported returns are true scores (algorithms clip the rewards that they learn from).
+The id decides whether actions are sticky: ALE/Pong-v5 and the ids of version 0 repeat the previous action with
+probability 0.25, those of version 4 never. `env.kwargs` overrides each setting; render_mode="rgb_array" adds a second
+emulator that renders in colour.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from echelon.config import EnvConfig
@@ -28,13 +31,12 @@ DEFAULTS: dict[str, Any] = {
     "stack_num": 4,
     "maxpool": True,
     "noop_max": 30,
-    "repeat_action_probability": 0.0,
-    "full_action_space": False,
     "episodic_life": False,
     "reward_clipping": False,
     "max_num_frames_per_episode": 108_000,
     "autoreset_mode": AutoresetMode.NEXT_STEP,
 }
+BY_ID = ("repeat_action_probability", "full_action_space")  # settings that an id's registration decides
 SCREEN = {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}
 FRAMES_PER_SECOND = 60
 
@@ -75,7 +77,20 @@ def import_ale(env_id: str) -> None:
         raise ConfigError(f'env.id="{env_id}" needs the package ale-py: pip install ale-py.') from error
 
 
-def atari_group(config: EnvConfig, spec: gym.envs.registration.EnvSpec, seeds: list[int]) -> VectorGroup:
+def find_game(name: str) -> EnvSpec | None:
+    """Returns the registration of an Atari id.
+
+    ale_py no longer registers PongDeterministic-v4: it is PongNoFrameskip-v4 with 4 frames per step.
+    """
+    spec = gym.registry.get(name)
+    other = gym.registry.get(name.replace("Deterministic-v", "NoFrameskip-v"))
+    if spec is None and other is not None:
+        spec = copy.deepcopy(other)
+        spec.kwargs["frameskip"] = 4
+    return spec
+
+
+def atari_group(config: EnvConfig, spec: EnvSpec, seeds: list[int]) -> VectorGroup:
     """Returns the group of the ALE game of `spec`."""
     from ale_py.vector_env import AtariVectorEnv
 
@@ -84,7 +99,7 @@ def atari_group(config: EnvConfig, spec: gym.envs.registration.EnvSpec, seeds: l
             f"env.kwargs has batch_size={config.kwargs['batch_size']}, which steps only a part of a group; Echelon "
             "steps all environments. Remove batch_size and set actor.envs."
         )
-    kwargs = {**DEFAULTS, **config.kwargs}
+    kwargs = {**DEFAULTS, **{name: spec.kwargs[name] for name in BY_ID if name in spec.kwargs}, **config.kwargs}
     renders = kwargs.get("render_mode") == "rgb_array"
     if renders:
         del kwargs["render_mode"]  # unknown to ale_py's vector environment

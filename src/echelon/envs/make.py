@@ -16,7 +16,7 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from echelon.config import EnvConfig, replace
-from echelon.envs.atari import atari_group, import_ale
+from echelon.envs.atari import atari_group, find_game, import_ale
 from echelon.envs.envpool import envpool_group
 from echelon.envs.loop import LoopGroup
 from echelon.envs.mario import check_mario_id, is_mario, mario_group
@@ -29,6 +29,10 @@ from echelon.schema import Spaces
 __all__ = ["describe_callable", "env_seeds", "make_group", "probe_spaces", "resolve", "with_rendering"]
 
 Wrapper = Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]
+PACKAGES = {  # modules that register environments, with their packages
+    "pybullet": "pybullet pybullet-envs-gymnasium",
+    "pybullet_envs_gymnasium": "pybullet pybullet-envs-gymnasium",
+}
 GYM_ID = re.compile(r"([\w:-]+/)?[\w.:-]+-v\d+")
 
 
@@ -91,13 +95,16 @@ def _find_spec(id: str, module: str, name: str) -> EnvSpec:
         try:
             import_module(module)
         except ModuleNotFoundError as error:
-            raise ConfigError(f'env.id="{id}" cannot import "{error.name}"; install its package.') from error
+            command = f": pip install {PACKAGES[error.name]}" if error.name in PACKAGES else ""
+            raise ConfigError(f'env.id="{id}" cannot import "{error.name}"; install its package{command}.') from error
     if is_atari(name):
         import_ale(id)
     elif not module:
         check_mario_id(id)
-    spec = gym.registry.get(name)
+    spec = find_game(name) if is_atari(name) else gym.registry.get(name)
     if spec is None:
+        if "BulletEnv" in name and not module:
+            raise ConfigError(f'env.id="{id}" is registered by PyBullet: write "pybullet_envs_gymnasium:{id}".')
         near = difflib.get_close_matches(name, gym.registry, n=3, cutoff=0.6)
         hint = f"Did you mean {' or '.join(near)}?" if near else "gymnasium.pprint_registry() lists all ids."
         raise ConfigError(

@@ -1,0 +1,44 @@
+"""Finds out what an unknown environment observes, images or vectors, in a process of its own.
+
+The process that starts a run imports neither the environment nor gymnasium, and code of the user's runs once more only.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from echelon.families import OWN
+
+TIMEOUT_S = 60.0  # an environment that takes longer to create counts as one of vectors
+
+
+def observed_family(env: str, kwargs: str = "{}", wrappers: str = "") -> str:
+    """Returns the family of an environment that is not known by its id: "images" or "vectors".
+
+    `kwargs` and `wrappers` are the texts of these options. An environment that cannot be created counts as one of
+    vectors: the run then reports why.
+    """
+    command = [sys.executable, "-m", __name__, env, kwargs, wrappers]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return OWN[0]
+    last = ended.stdout.rstrip().rpartition("\n")[2]
+    return last if ended.returncode == 0 and last in OWN else OWN[0]
+
+
+def main(env: str, kwargs: str, wrappers: str) -> None:
+    from echelon.config import EnvConfig
+    from echelon.envs.make import probe_spaces
+    from echelon.schema import is_image, space_leaves
+
+    names = tuple(name.strip() for name in wrappers.split(",") if name.strip())
+    spaces = probe_spaces(EnvConfig(id=env, kwargs=json.loads(kwargs), wrappers=names))
+    leaves = space_leaves(spaces.observation)
+    print("images" if any(is_image(leaf.shape, leaf.dtype) for leaf in leaves) else "vectors")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
