@@ -6,11 +6,14 @@ import base64
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from echelon.bench.harness import amount
+
+if TYPE_CHECKING:
+    from echelon.bench.timelines import Timelines
 
 LOG_RATIO = 20.0  # above this ratio small bars on a linear axis are unreadable
 COLORS = ("#1f5fa8", "#e08a2e", "#4f9a68")
@@ -112,12 +115,13 @@ def _frame(axes: Any, chart: Chart) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The content of a page: charts by name, and tables as HTML."""
+    """The content of a page: charts and timelines by name, and tables as HTML."""
 
     title: str
     lead: str
     charts: Mapping[str, Chart]
     sections: Sequence[str]
+    timelines: Mapping[str, Timelines] = field(default_factory=dict)
 
 
 def page_html(page: Page, name: str, images: Mapping[str, bytes]) -> str:

@@ -1,4 +1,4 @@
-"""`echelon bench plot`: draws a report of `echelon bench rpc` or `replay` as figures and one page.
+"""`echelon bench plot`: draws a report of `echelon bench rpc`, `replay` or `async` as figures and one page.
 
 It also reads reports of PyTorch's RPC benchmark: percentiles are named "50" or "p50", and the name of a latency may
 include its unit.
@@ -16,9 +16,11 @@ from typing import Annotated, Any
 
 import msgspec
 
+from echelon.bench.async_page import async_page
 from echelon.bench.figures import Chart, Page, Series, draw_chart, facts, page_html, section, table
 from echelon.bench.harness import Figure, Measure, amount
 from echelon.bench.replay import FACTS, SHOWN
+from echelon.bench.timelines import draw_timelines
 from echelon.errors import ConfigError
 
 METRICS = {
@@ -68,6 +70,7 @@ def draw_report(path: Path, output_dir: Path | None = None) -> list[Path]:
     page = page_of(path)
     folder = output_dir or path.absolute().parent
     images = {name: draw_chart(chart) for name, chart in page.charts.items()}
+    images |= {name: draw_timelines(timelines) for name, timelines in page.timelines.items()}
     files = {folder / f"{path.stem}-{_slug(name)}.png": image for name, image in images.items()}
     files[folder / f"{path.stem}.html"] = page_html(page, path.name, images).encode()
     try:
@@ -89,7 +92,12 @@ def _slug(name: str) -> str:
 def page_of(path: Path) -> Page:
     """Returns the page of the report at `path`; raises ConfigError if the report is invalid."""
     report = load_report(path)
-    return replay_page(report, path) if report.get("bench") == "replay" else rpc_page(read_sweep(report, path))
+    match report.get("bench"):
+        case "replay":
+            return replay_page(report, path)
+        case "async":
+            return async_page(report, path, _machine(report))
+    return rpc_page(read_sweep(report, path))
 
 
 def load_report(path: Path) -> dict[str, Any]:
@@ -140,8 +148,8 @@ def read_sweep(report: Mapping[str, Any], path: Path) -> RpcSweep:
         bench = report.get("bench")
         kind = f"a report of `echelon bench {bench}`" if bench else "not a report of `echelon bench rpc`"
         raise ConfigError(
-            f"{path} is {kind}: it has no list of `benchmark_results`. `plot` draws reports of `rpc` and `replay`: "
-            "make one with `echelon bench rpc --world_size 10,20 --output_file_path FILE`."
+            f"{path} is {kind}: it has no list of `benchmark_results`. `plot` draws reports of `rpc`, `replay` and "
+            "`async`: make one with `echelon bench rpc --world_size 10,20 --output_file_path FILE`."
         )
     if not isinstance(x_axis_name, str) or not x_axis_name:
         raise ConfigError(

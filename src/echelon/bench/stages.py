@@ -133,7 +133,7 @@ class Collecting:
 
     def __init__(self, plan: Plan) -> None:
         config = plan.context.train
-        seeds = env_seeds(config.seed, BENCH_ACTOR, 0, config.actor.envs + 1)
+        seeds = env_seeds(config.seed, BENCH_ACTOR, 0, config.actor.envs_per_actor + 1)
         self.acting = plan.local_acting(seeds[-1], lambda: LATE)
         self.distribution = plan.model.distribution
         self.group = make_group(config.env, seeds[:-1])
@@ -154,14 +154,14 @@ class Collecting:
         )  # for choosing among allowed actions
         views["first"][0] = True
         self.group.reset([views[name][0] for name in names])
-        self._roll_out()
+        self.roll_out()
 
     def _draw_actions(self) -> list[Array]:
         """Returns random actions of all environments for every step."""
         space, schema = self.group.spaces.action, self.schema
         return [np.stack([space.sample() for _ in range(schema.num_envs)]) for _ in range(schema.num_steps)]
 
-    def _roll_out(self) -> None:
+    def roll_out(self) -> None:
         """Fills the slot, as an actor does."""
         for t, row in enumerate(self.rows):
             self.group.step(self._act(t), row)

@@ -9,20 +9,22 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from echelon.bench.async_setting import DEFAULTS, MIN_ITERATIONS, AsyncSetting
 from echelon.bench.harness import Benchmark, Runs, Sweep, write_report
 from echelon.cli.main import Parser
 from echelon.cli.output import check_writable, progress_bar
+from echelon.cli.train import SHORT, parse_config
 from echelon.cli.train import make_parser as make_train_parser
-from echelon.cli.train import parse_config
 from echelon.errors import ConfigError
 
 # The description of each benchmark; its module is imported only when it runs.
 BENCHES = {
     "train": "steps per second of a training, compared with the limit of its cores: echelon bench train PRESET ENV",
+    "async": "throughput of synchronous and asynchronous PPO, compared with its bound: echelon bench async ENV",
     "rpc": "latency and throughput of act requests over each transport: echelon bench rpc",
     "replay": "inserts, samples, priority updates and memory of the replay: echelon bench replay",
     "world": "calls between two processes, compared with torch.distributed.rpc: echelon bench world",
-    "plot": "draws a report of `rpc` or `replay`: echelon bench plot REPORT",
+    "plot": "draws a report of `rpc`, `replay` or `async`: echelon bench plot REPORT",
     "act": "actions per second of the inference server: echelon bench act",
 }
 SWEPT = {
@@ -31,6 +33,16 @@ SWEPT = {
     "world": "echelon.bench.world:WorldBenchmark",
     "act": "echelon.bench.act:ActBenchmark",
 }
+
+ASYNC_OPTIONS = ("device", "acting", "seed", "env-kwargs", "on-env-error", "shm-dir")
+ASYNC_TEXT = """\
+Train PPO synchronously (one actor) and asynchronously (N actors that roll out while the learner learns), for each
+number K of environments per actor. Report the mean time T between two iterations of the learner, EPS = K / T, and the
+bound of this machine, which follows from a rollout and an iteration of the learner, measured alone.
+
+Unless set by options: trajectories of 512 steps (--actor.trajectory), 20 passes (--algorithm.epochs), three layers of
+32 (--network.hidden), a learning rate of 3e-4, an entropy weight of 0.01, one slot per actor (--actor.slots).
+"""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -44,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"there is no benchmark {name!r}. Benchmarks: {', '.join(BENCHES)}.")
     if name in SWEPT:
         return run_benchmark(make_benchmark(name), rest)
-    return run_train(rest) if name == "train" else run_plot(rest)
+    return {"train": run_train, "async": run_async, "plot": run_plot}[name](rest)
 
 
 def make_benchmark(name: str) -> Benchmark[Any, Any]:
@@ -113,7 +125,7 @@ def run_train(arguments: Sequence[str]) -> int:
         )
         each.add_argument("--json", default="", metavar="FILE", help="also write the full report to FILE")
     known, rest = own.parse_known_args(list(arguments))
-    config = parse_config(parser, rest)
+    config = parse_config(parser, rest, observe=True)
     path = Path(known.json) if known.json else None
     if path is not None:
         check_writable(path, "--json")
@@ -127,11 +139,59 @@ def run_train(arguments: Sequence[str]) -> int:
     return 0
 
 
+def run_async(arguments: Sequence[str]) -> int:
+    """Runs `echelon bench async ENV`: options of its own, and those of `echelon train ppo`."""
+    prog, default = "echelon bench async", AsyncSetting()
+    options = {name: SHORT[name] for name in ASYNC_OPTIONS}
+    own = Parser(prog=prog, add_help=False, allow_abbrev=False)
+    parser = make_train_parser(prog, ASYNC_TEXT, ("ppo", *arguments), options, ("ppo",))
+    for each in (own, parser):  # `own` parses them first; `parser` shows them in its help
+        add = each.add_argument
+        add("--envs-per-actor", default=default.envs, type=_numbers, metavar="K,K", help="list of K (32,48,96)")
+        add("--actors", dest="num_actors", default=2, type=int, metavar="N", help="actors of async (2)")
+        text = "one more K, for sync alone; 0: none (N times the largest K: as many environments as async has)"
+        add("--sync-envs", type=int, metavar="K", help=text)
+        add("--minibatch", default=default.minibatch, type=int, metavar="STEPS", help="steps of a minibatch (4096)")
+        text = f"length of a run; at least {MIN_ITERATIONS} iterations are measured (20; with --time-to-score 600)"
+        add("--seconds", type=float, metavar="S", help=text)
+        add("--rounds", default=default.rounds, type=int, metavar="R", help="rounds; the table has medians (1)")
+        text = "train until the mean return of 100 episodes is R, and report time and steps"
+        add("--time-to-score", dest="score", type=float, metavar="R", help=text)
+        add("--output", default="", metavar="FILE", help="write the report here, as JSON, and pictures beside it")
+    known, rest = own.parse_known_args(list(arguments))
+    values = vars(known)
+    path = Path(output) if (output := values.pop("output")) else None
+    if path is not None:
+        check_writable(path, "--output")
+    seeded = [word for field, text in DEFAULTS.items() for word in (f"--{field}", text)]
+    config = parse_config(parser, [*seeded, *rest], options)
+    setting = AsyncSetting(envs=values.pop("envs_per_actor"), **values, with_timelines=path is not None)
+
+    from echelon.bench.async_training import bench_async, table
+
+    report = bench_async(
+        config,
+        setting,
+        lambda label: progress_bar(label, "iterations"),
+        lambda report: None if path is None else write_report(path, report),
+    )
+    print(table(report))
+    if path is not None:
+        from echelon.bench.plot import draw_report
+
+        print(f"the report is in {path}, its pictures in {', '.join(map(str, draw_report(path)))}", file=sys.stderr)
+    return 0
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
+
+
 def run_plot(arguments: Sequence[str]) -> int:
     """Runs `echelon bench plot REPORT`: prints the files it has drawn, one per line."""
     text = """\
-Draw a sweep of `echelon bench rpc`, or a report of `echelon bench replay`: figures as PNG, and one HTML page with all
-figures and tables.
+Draw a sweep of `echelon bench rpc`, or a report of `echelon bench replay` or `echelon bench async`: figures as PNG, and
+one HTML page with all figures and tables.
 """
     parser = Parser(prog="echelon bench plot", description=text, allow_abbrev=False)
     parser.add_argument("report", metavar="REPORT", help="the JSON file that the benchmark wrote")

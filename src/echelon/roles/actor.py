@@ -11,6 +11,7 @@ the lag.
 
 from __future__ import annotations
 
+import collections
 import random
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from echelon.algorithms.model import Mirror, Policy
+from echelon.algorithms.model import Mirror, Policy, WeightsReader
 from echelon.algorithms.value_networks import acting_distribution
 from echelon.envs.make import env_seeds, make_group
 from echelon.errors import DivergedError, EnvError
@@ -30,7 +31,6 @@ from echelon.roles.plan.layouts import num_groups
 from echelon.roles.plan.parts import Plan
 from echelon.roles.saved_episodes import SavedEpisodes
 from echelon.schema import action_leaf, space_choices
-from echelon.transport.shared_memory import WeightsBoard
 
 Array = np.ndarray[Any, Any]
 MAX_RESTORE_S = 600.0  # how long environments may take to continue their episodes, which may replay them
@@ -43,11 +43,11 @@ class LocalActing:
     """
 
     def __init__(
-        self, policy: Policy, board: WeightsBoard, num_envs: int, seed: int, exploring: Exploring | None = None
+        self, policy: Policy, board: WeightsReader, num_envs: int, seed: int, exploring: Exploring | None = None
     ) -> None:
         self.policy, self.board, self.exploring = policy, board, exploring
         self.mirror, self.rng = Mirror(policy.model), torch.Generator().manual_seed(seed)
-        self._state = self._before = policy.model.network.initial_state(num_envs, policy.model.device)
+        self._state = self._before = policy.initial_state(num_envs)
         self._request: ActRequest
 
     def begin(self, group: int) -> bool:
@@ -98,7 +98,7 @@ class Actor:
         self.is_continuous = np.issubdtype(action_leaf(context.spaces.action).dtype, np.floating)
         self.choices = space_choices(context.spaces.observation)
         start = (context.generation << 16) + context.incarnation  # unique for every start of this actor
-        seeds = env_seeds(config.seed, context.index, start, config.actor.envs + 1)
+        seeds = env_seeds(config.seed, context.index, start, config.actor.envs_per_actor + 1)
         self.acting = plan.acting(self.distribution, seeds[-1])
         if not context.shares_process:  # forked with equal global generators, which environments may draw from
             random.seed(seeds[-1])
@@ -111,6 +111,7 @@ class Actor:
             self._continue_episodes()
         self.turn = 0
         self.opened = self.experience.head  # number of trajectories that at least one team has entered
+        self.begun = collections.deque[float]()  # the start of each trajectory that is not complete, for the timeline
 
     def _make_teams(self, seeds: list[int]) -> list[Team]:
         num_teams, head = num_groups(self.config), self.experience.head
@@ -199,6 +200,8 @@ class Actor:
         if team.trajectory == self.opened:
             self.experience.open(team.trajectory)
             self.opened += 1
+            if self.station.timeline is not None:
+                self.begun.append(start)
         page = team.enter()
         self.acting.submit(team.index, page.rows[0].request)
         self.station.phases["transfer"] += time.perf_counter() - start
@@ -216,7 +219,8 @@ class Actor:
         if reply.version < row.version[0]:  # teams share the field: record the oldest version
             row.version[0] = reply.version
         if team.t == 0:
-            for target, source in zip(page.state, self.acting.state_before(team.index), strict=True):
+            # Of the acting state, only the recurrent state is stored, which is its beginning.
+            for target, source in zip(page.state, self.acting.state_before(team.index), strict=False):
                 target[...] = source
         if self.is_continuous and not np.isfinite(reply.action).all():
             raise self._diverged(team, reply)
@@ -261,7 +265,10 @@ class Actor:
         start = time.perf_counter()
         team.leave()
         self.experience.left(team, self.teams)
-        self.station.phases["transfer"] += time.perf_counter() - start
+        now = time.perf_counter()
+        self.station.phases["transfer"] += now - start
+        if self.station.timeline is not None and min(other.trajectory for other in self.teams) == team.trajectory:
+            self.station.timeline.add(self.begun.popleft(), now)
 
     def _wait(self, timeout_s: float) -> None:
         """Sleeps until actions arrive for a team or, if no request is outstanding, until a team is admitted."""

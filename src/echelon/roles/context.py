@@ -18,6 +18,7 @@ from echelon.config import TrainConfig
 from echelon.roles.gauge import PHASES, Gauge
 from echelon.roles.user_objects import UserObjects
 from echelon.runs.outage import Fallback
+from echelon.runs.timeline import Timeline
 from echelon.schema import Spaces, TrajectorySchema
 from echelon.world.node import Node
 
@@ -107,7 +108,7 @@ class Context:
         is_replayed = train.has_hosts and train.experience == "replay"
         # The head computes the priorities of other hosts from the values of actors that act by themselves.
         with_values = is_replayed and train.replay.prioritized and train.acting.mode != "central"
-        return TrajectorySchema(self.spaces, actor.trajectory, actor.envs, self.state_shapes, with_values)
+        return TrajectorySchema(self.spaces, actor.trajectory, actor.envs_per_actor, self.state_shapes, with_values)
 
 
 class Station:
@@ -121,6 +122,8 @@ class Station:
         self.phases = dict.fromkeys(PHASES, 0.0)
         self.gauge = Gauge(context.session, context.name)
         self.gauge.begin(context.incarnation)
+        records = context.train.run.timeline and context.is_at_head
+        self.timeline = Timeline(context.run_dir, context.name, context.started_at) if records else None
         self._next_tick, self._has_begun = 0.0, False
         self.world.serve("stop", self._stop)
         self.tick(time.perf_counter())
@@ -179,4 +182,6 @@ class Station:
     def close(self) -> None:
         """Publishes the final values and leaves: a short run may end before the first tick was due."""
         self.gauge.show(self.progress, self.phases)
+        if self.timeline is not None:
+            self.timeline.close()
         self.world.close()

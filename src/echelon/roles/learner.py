@@ -246,6 +246,8 @@ class Learner:
         published = time.perf_counter()
         phases["learn"] += learned - taken
         phases["transfer"] += published - learned
+        if self.station.timeline is not None:
+            self.station.timeline.add(taken, published)
         self._report_if_due(published)
         if self.is_first and time.monotonic() >= self.record.next_checkpoint:
             self.record.checkpoint()

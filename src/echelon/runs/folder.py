@@ -1,7 +1,7 @@
 """The run folder: all files of one training, sufficient to repeat, resume, evaluate and report it.
 
-`config.json`, `metrics.jsonl`, TensorBoard events, `checkpoints/`, `replay/`, `open_episodes/`, `logs/`, and at the end
-`summary.json`, `curve.png`.
+`config.json`, `metrics.jsonl`, TensorBoard events, `checkpoints/`, `replay/`, `open_episodes/`, `timeline/`, `logs/`,
+and at the end `summary.json`, `curve.png`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from echelon.disk import check_regular, open_regular, put_file, read_json
 from echelon.errors import ConfigError
 from echelon.runs.episode_log import LOG, PICTURE
 from echelon.runs.metrics import METRICS, plain
+from echelon.runs.timeline import TIMELINE
 from echelon.trust import check_names, has_mark, mark, run_folder
 
 FORMAT = 1
 CONFIG, SUMMARY, LOCK = "config.json", "summary.json", ".lock"
 FILES = (CONFIG, SUMMARY, LOCK, METRICS, "weights.safetensors", "curve.png", "processes.json", LOG, PICTURE)
 OPEN_EPISODES = "open_episodes"
-FOLDERS = ("checkpoints", "replay", OPEN_EPISODES, "logs", "videos")
+FOLDERS = ("checkpoints", "replay", OPEN_EPISODES, "logs", "videos", TIMELINE)
 GIT_TIMEOUT_S = 2.0
 
 
