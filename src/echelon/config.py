@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from importlib import import_module
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import field
 from msgspec.structs import replace as replace_struct
 
 from echelon.algorithm_config import AlgorithmConfig as AlgorithmConfig
 from echelon.fields import AnySection, Section, doc, require
+from echelon.run_sections import EvaluationConfig as EvaluationConfig
+from echelon.run_sections import HostsConfig as HostsConfig
+from echelon.run_sections import RunConfig as RunConfig
+from echelon.run_sections import StopConfig as StopConfig
+from echelon.run_sections import SupervisionConfig as SupervisionConfig
 from echelon.sections import ActingConfig as ActingConfig
 from echelon.sections import ActorConfig as ActorConfig
 from echelon.sections import EnvConfig as EnvConfig
-from echelon.sections import EvaluationConfig as EvaluationConfig
-from echelon.sections import HostsConfig as HostsConfig
 from echelon.sections import LearnerConfig as LearnerConfig
 from echelon.sections import NetworkConfig as NetworkConfig
 from echelon.sections import OptimizerConfig as OptimizerConfig
 from echelon.sections import ReplayConfig as ReplayConfig
-from echelon.sections import RunConfig as RunConfig
-from echelon.sections import StopConfig as StopConfig
-from echelon.sections import SupervisionConfig as SupervisionConfig
 from echelon.sections import WorkersConfig as WorkersConfig
 
 _MAX_SHOWN_LEARNERS = 1_000  # in a message about --learners
-RENAMED = {"stop.epochs": "stop.episodes"}  # old path of a field: its current path
+
+
+class Renamed(NamedTuple):
+    """The current path of a field; if its type changed, too, also the current values by the old ones as text."""
+
+    path: str
+    values: Mapping[str, Any] = MappingProxyType({})
+
+    def value(self, old: Any) -> Any:
+        """Returns the current value for the value `old` of the field under its old path."""
+        return self.values.get(str(old).strip().lower(), old)
+
+
+RENAMED = {  # by the old path
+    "stop.epochs": Renamed("stop.episodes"),
+    "algorithm.correct_lag": Renamed("algorithm.lag_correction", {"false": "none", "true": "vtrace"}),
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -170,7 +188,7 @@ class TrainConfig(Section, frozen=True):
         require(
             not self.has_workers or self.algorithm.experience == "replay",
             f"{address} does not work with {self.algorithm.name}: it is on-policy, and workers' episodes come from "
-            "older weights. Use a preset with replay, such as dqn, ddpg or sac (`echelon learner --help` lists them).",
+            "older weights. Use a preset with replay, such as dqn, td3 or sac (`echelon learner --help` lists them).",
         )
         require(
             not self.has_workers or self.workers.max_steps >= self.replay.n_step,
@@ -223,6 +241,12 @@ class TrainConfig(Section, frozen=True):
             count == 1 or self.engine != "inline",
             f"--learners {count} needs --engine local: learners wait for each other within a batch, so each needs a "
             "process. Use --engine local, or --learners 1.",
+        )
+        reason = self.algorithm.whole_minibatches
+        require(
+            self.learner.microbatches == 1 or not reason,
+            f"learner.microbatches={self.learner.microbatches} does not work with {self.algorithm.name}: {reason}, or "
+            "--learner.microbatches 1.",
         )
         alone = f"--learners {count} does not work: only one learner can receive {{}}. Use --learners 1."
         require(count == 1 or not self.has_workers, alone.format("workers' episodes"))
@@ -302,12 +326,17 @@ class TrainConfig(Section, frozen=True):
         return self.learner.batch or self.actor.num_actors
 
 
-def current_path(path: str) -> str:
-    """Returns the current dotted path of a field; warns if `path` is its old path."""
-    if path not in RENAMED:
-        return path
-    warnings.warn(f"{path} is now {RENAMED[path]}; the next release drops the old name.", FutureWarning, stacklevel=3)
-    return RENAMED[path]
+def current_fields(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `changes`, values by dotted path of their field, with current paths; warns of old ones."""
+    current = {}
+    for path, value in changes.items():
+        if path in RENAMED:
+            renamed = RENAMED[path]
+            text = f"{path} is now {renamed.path}; the next release drops the old name."
+            warnings.warn(text, FutureWarning, stacklevel=3)
+            path, value = renamed.path, renamed.value(value)
+        current[path] = value
+    return current
 
 
 def replace(config: AnySection, **changes: Any) -> AnySection:
@@ -316,8 +345,8 @@ def replace(config: AnySection, **changes: Any) -> AnySection:
     All changes are applied together, so fields that must fit each other can be changed in one call.
     """
     sections: dict[str, dict[str, Any]] = {}
-    for path, value in changes.items():
-        head, _, rest = current_path(path).partition(".")
+    for path, value in current_fields(changes).items():
+        head, _, rest = path.partition(".")
         section = getattr(config, head, None)
         known = section.__struct_fields__ if isinstance(section, Section) else ()
         exists = head in config.__struct_fields__ and (not rest or rest in known)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from echelon.config import RENAMED, AlgorithmConfig, TrainConfig, current_path, replace
+from echelon.config import RENAMED, AlgorithmConfig, TrainConfig, current_fields, replace
 from echelon.errors import ConfigError
 from echelon.fields import ConfigField, Section, fields, guess, is_union, no_choice, unwrapped
 
@@ -55,7 +55,7 @@ def set_fields(config: TrainConfig, texts: Mapping[str, str]) -> TrainConfig:
     All fields change together, so fields that must fit each other can be given in any order.
     """
     known = {info.path: info.field.hint for info in fields_of(config)}
-    texts = {current_path("stop.epochs" if path == "epochs" else path): text for path, text in texts.items()}
+    texts = current_fields({"stop.epochs" if path == "epochs" else path: text for path, text in texts.items()})
     for path, text in texts.items():
         if path not in known:
             raise _unknown(path, text, list(known))
@@ -100,7 +100,8 @@ def _read(cls: type[Section], data: Any) -> Any:
     known, values = {field.name: field for field in fields(cls)}, {}
     for name, value in data.items():
         path = f"{cls.SECTION}.{name}".lstrip(".")
-        name = RENAMED.get(path, path).rpartition(".")[2]  # a run folder of an older release has the old name
+        if path in RENAMED:  # a run folder of an older release has the old name
+            name, value = RENAMED[path].path.rpartition(".")[2], RENAMED[path].value(value)
         if name not in known:
             raise _unknown(path, value, [field.path for field in known.values()])
         values[name] = _read(known[name].hint, value) if known[name].is_section else value

@@ -14,7 +14,7 @@ This page lists every configuration field. Set a field on the command line with 
 The run folder stores all fields in `config.json`. The defaults below are those of the config classes; presets change
 some of them. `echelon train PRESET --help` shows the values of a preset.
 
-This page is generated from the annotations in `src/echelon/config.py`, `sections.py` and `presets/`:
+This page is generated from the annotations in `src/echelon/config.py`, `sections.py`, `run_sections.py` and `presets/`:
 `python -m echelon.config_page > docs/configuration.md`.
 """
 COLUMNS = "| field | type | default | bounds | unit | meaning |\n|---|---|---|---|---|---|"

@@ -6,6 +6,7 @@ Heavy modules are imported inside functions, as in `training`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 
 from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError
+from echelon.families import name_of
 from echelon.names import text_of
 from echelon.video import Array, Cell, Screen, VideoConfig, make_screens, video_files
 
@@ -40,8 +42,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Plays greedy episodes with a run's newest weights, in its environment or in `env`; returns statistics.
 
-    `env_kwargs` are keyword arguments of the environment: they are added to the run's, or replace them, unless `env` is
-    given. Only with `trust` is code imported that somebody else's configuration names, as by `resume`.
+    `env_kwargs` are keyword arguments of the environment: they are added to the run's, or replace them. An `env` of
+    another name than the run's (SuperMarioBros-1-2 has the name of SuperMarioBros-1-1) drops the run's. Only with
+    `trust` is code imported that somebody else's configuration names, as by `resume`.
     """
     from echelon.envs.make import env_seeds
     from echelon.roles.evaluator import EVALUATION_SEED, Match
@@ -73,7 +76,8 @@ def play(
     """Plays episodes one after the other and shows them as `video` says; returns statistics and the `files` written.
 
     The weights are those of `checkpoint`, by default the newest. Actions are `greedy`, or sampled and explored as at
-    the end of training. With `steps`, longer episodes are cut. `env`, `env_kwargs` and `trust` are those of `evaluate`.
+    the end of training, with independent noise. With `steps`, longer episodes are cut. `env`, `env_kwargs` and `trust`
+    are those of `evaluate`.
     `report` is called with lines of text, `progress` with the number of steps so far.
     """
     from echelon.envs.make import env_seeds, with_rendering
@@ -205,10 +209,18 @@ def _load_config(
     if config.algorithm.is_users:
         raise ConfigError(f"{run_dir} trained a user's own policy: evaluate it in the user's program.")
     if env is not None:
-        config = replace(config, env=replace(config.env, id=env, kwargs={}, wrappers=()))
+        kwargs = config.env.kwargs if _same_kind(env, config.env.id) else {}
+        config = replace(config, env=replace(config.env, id=env, kwargs=kwargs, wrappers=()))
     if not config.env.id:
         raise ConfigError(f"{run_dir} names no environment, as its workers had their own: give one with --env (env=).")
     return replace(config, **{"env.kwargs": {**config.env.kwargs, **env_kwargs}})
+
+
+def _same_kind(env: str, other: str | Callable[..., Any]) -> bool:
+    """Returns whether both ids name one environment, but for its stage or version: the same arguments fit both."""
+    if not isinstance(other, str):
+        return False
+    return name_of(env) == name_of(other) and env.rpartition(":")[0] == other.rpartition(":")[0]
 
 
 def _load_model(config: TrainConfig, source: Path, run_dir: str | Path) -> Model:
@@ -223,8 +235,12 @@ def _load_model(config: TrainConfig, source: Path, run_dir: str | Path) -> Model
 
 
 def _final_exploration(config: TrainConfig) -> Exploration | None:
-    """Returns the exploration at the end of training, of the environment that explores least."""
+    """Returns the exploration at the end of training, of the environment that explores least.
+
+    Its noise is independent at every step, as is that of a policy that samples.
+    """
     from echelon.algorithms.exploration import Explorer
 
-    num_envs = config.actor.num_actors * config.actor.envs
-    return Explorer(config.algorithm, [num_envs - 1], num_envs).at(sys.maxsize)
+    num_envs = config.actor.num_actors * config.actor.envs_per_actor
+    last = Explorer(config.algorithm, [num_envs - 1], num_envs).at(sys.maxsize)
+    return dataclasses.replace(last, process=None) if last is not None else None

@@ -109,6 +109,7 @@ def test_without_a_bound_learners_go_on_and_stop_together(tmp_path: Path, shm_di
 
 def test_what_diverges_is_told_once(tmp_path: Path, shm_dir: Path) -> None:
     changes = {"learner.num_learners": 2, "optimizer.learning_rate": 1e30, "stop.steps": 100_000, **SMALL}
+    changes |= {"optimizer.schedule": "constant"}
     with pytest.raises(DivergedError, match=r"Lower --optimizer\.learning-rate \(now 1e\+30\)"):
         train_shortly(tmp_path, shm_dir, "impala", "local", **changes)
     assert not list(shm_dir.iterdir())

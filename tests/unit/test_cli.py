@@ -44,6 +44,17 @@ def options(*arguments: str) -> TrainConfig:
     return parse_config(make_parser("echelon train", ""), arguments)
 
 
+@pytest.mark.parametrize(
+    ("env", "family"), [("toy_envs:Film", "images"), ("toy_envs:CounterEnv", "vectors"), ("x:y", "")]
+)
+def test_an_unknown_environment_gets_the_values_for_what_it_observes(
+    env: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    found = parse_config(make_parser("echelon train", ""), ["dqn", env], observe=True)
+    assert found == preset("dqn", env, family)
+
+
 def test_without_a_command_it_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--help"], ["-h"]):
         assert main(arguments) == 0
@@ -151,7 +162,7 @@ def test_a_run_leaves_its_record_and_goes_on_and_plays(
     name: str, here: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rule = REPLAY if name in REPLAY_PRESETS else PPO if name.endswith("ppo") else []
-    env = PENDULUM if name in ("ddpg", "apex-ddpg", "sac") else ["CartPole-v1"]
+    env = PENDULUM if name in ("ddpg", "td3", "apex-ddpg", "sac") else ["CartPole-v1"]
     train = ["train", name, *env, *INLINE, *rule, "--steps", "200", "--shm-dir", str(shm_dir), "--seed", "5"]
     assert main([*train, "--run-dir", "run"]) == 0
     run = here / "run"
@@ -188,8 +199,11 @@ def test_eval_and_play_add_to_the_arguments_of_the_environment(
     assert evaluated("--env-kwargs", '{"max_episode_steps": 2}')["length_mean"] == 2, "replaces the run's"
     other = evaluated("--env-kwargs", '{"sutton_barto_reward": true}')
     assert (other["length_mean"], other["return_mean"]) == (5, 0), "is added to the run's"
-    alone = evaluated("--env", "CartPole-v1", "--env-kwargs", '{"sutton_barto_reward": true}')
-    assert (alone["length_mean"] > 5, alone["return_mean"]) == (True, -1), "--env drops the run's"
+    same = evaluated("--env", "CartPole-v0", "--env-kwargs", '{"sutton_barto_reward": true}')
+    assert (same["length_mean"], same["return_mean"]) == (5, 0), "an environment of the same name keeps the run's"
+    words = ("--env", "gymnasium.envs.classic_control:CartPoleEnv", "--env-kwargs", '{"sutton_barto_reward": true}')
+    alone = evaluated(*words)
+    assert (alone["length_mean"] > 5, alone["return_mean"]) == (True, -1), "any other --env drops the run's"
     assert echelon.evaluate("run", env_kwargs={"max_episode_steps": 2})["length_mean"] == 2
     words = ["--env-kwargs", '{"max_episode_steps": 2}', "--output", "two.gif", "--json"]
     assert main(["play", "run", *words]) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -13,10 +15,14 @@ import pytest
 
 import echelon
 from echelon import config_io
+from echelon.cli.main import main
 from echelon.config import AlgorithmConfig, ImpalaConfig, PpoConfig, TrainConfig, replace
 from echelon.errors import ConfigError
+from echelon.families import ATARI, FAMILIES, FAMILY_OF, family_of
 from echelon.names import resolve
 from echelon.presets import DEFAULT_ENVS, PRESETS, preset
+from echelon.presets.ddpg import DdpgConfig
+from echelon.presets.zoo import Row, all_results, all_rows
 from echelon.roles.plan.layouts import window
 
 ENVS = ["CartPole-v1", "ALE/Pong-v5", "SuperMarioBros-1-1", "Pendulum-v1", "module:factory"]
@@ -37,8 +43,8 @@ class NewConfig(DqnConfig, frozen=True):
 
 
 @register(NewConfig)
-def new_rule(env: str) -> TrainConfig:
-    return replace(dqn(env), preset="new-rule", algorithm=NewConfig())
+def new_rule(env: str, family: str = "") -> TrainConfig:
+    return replace(dqn(env, family), preset="new-rule", algorithm=NewConfig())
 """
 USE_NEW_RULE = """
 import sys
@@ -72,9 +78,9 @@ def test_a_preset_names_itself_and_its_environment_and_travels_as_json(name: str
 def test_synchronous_training_is_asynchronous_training_without_lag(env: str) -> None:
     sync, lagging = preset("ppo", env), preset("async-ppo", env)
     assert isinstance(sync.algorithm, PpoConfig) and isinstance(lagging.algorithm, PpoConfig)
-    assert sync.learner.max_lag == 0 and not sync.algorithm.correct_lag
-    assert lagging.learner.max_lag == 1 and lagging.algorithm.correct_lag
-    same = {"preset": "ppo", "learner.max_lag": 0, "algorithm.correct_lag": False}
+    assert sync.learner.max_lag == 0 and sync.algorithm.lag_correction == "none"
+    assert lagging.learner.max_lag == 1 and lagging.algorithm.lag_correction in ("vtrace", "decoupled")
+    same = {"preset": "ppo", "learner.max_lag": 0, "algorithm.lag_correction": "none"}
     assert replace(lagging, **same) == sync
     assert preset("impala", env).learner.max_lag is None
 
@@ -86,13 +92,53 @@ def test_atari_gets_clipped_rewards_and_everything_else_its_own() -> None:
     assert isinstance(preset("impala", "CartPole-v1").algorithm, ImpalaConfig)
 
 
-@pytest.mark.parametrize("num_actors", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("name", ["ppo", "async-ppo"])
-def test_ppo_learns_super_mario_bros_from_equal_batches_of_any_number_of_actors(name: str, num_actors: int) -> None:
-    config = replace(preset(name, "SuperMarioBros-1-1"), **{"actor.num_actors": num_actors})
-    assert config.batch_trajectories * config.actor.envs * config.actor.trajectory == 2_048
-    assert window(config) * num_actors == 16 * (1 + (name == "async-ppo"))
-    assert config.env.kwargs["actions"] == "two" and preset(name, "CartPole-v1").env.kwargs == {}
+@pytest.mark.parametrize("num_actors", [1, 2, 3, 8, 14, 16])
+@pytest.mark.parametrize("env", ENVS)
+@pytest.mark.parametrize("name", ["ppo", "async-ppo", "impala"])
+def test_more_actors_do_not_make_larger_batches(name: str, env: str, num_actors: int) -> None:
+    config = preset(name, env)
+    alone = replace(config, **{"actor.num_actors": 1})
+    many = replace(config, **{"actor.num_actors": num_actors})
+    size = many.batch_trajectories * many.actor.envs_per_actor
+    assert alone.actor.envs_per_actor <= size < alone.actor.envs_per_actor + num_actors
+    assert window(many) == window(config)  # nor more lag
+
+
+def test_the_environments_of_an_actor_can_be_given() -> None:
+    config = replace(preset("ppo", "CartPole-v1"), **{"actor.envs": 32, "actor.num_actors": 4})
+    assert config.actor.envs_per_actor == 32
+
+
+def test_super_mario_bros_has_two_actions() -> None:
+    assert preset("async-ppo", "SuperMarioBros-1-1").env.kwargs["actions"] == "two"
+    assert preset("ppo", "CartPole-v1").env.kwargs == {}
+
+
+def test_ddpg_is_the_papers_and_td3_has_two_critics() -> None:
+    ddpg, td3 = preset("ddpg", "Pendulum-v1"), preset("td3", "Pendulum-v1")
+    assert isinstance(ddpg.algorithm, DdpgConfig) and isinstance(td3.algorithm, DdpgConfig)
+    plain = {"num_critics": 1, "policy_delay": 1, "target_noise": 0.0, "target_tau": 0.001, "critic_weight_decay": 0.01}
+    assert {name: getattr(ddpg.algorithm, name) for name in plain} == plain
+    theta, sigma = 1.0 - ddpg.algorithm.noise_correlation, 0.2
+    assert theta == pytest.approx(0.15)
+    assert ddpg.algorithm.noise == pytest.approx(sigma / math.sqrt(1.0 - (1.0 - theta) ** 2), rel=0.01)
+    assert (td3.algorithm.num_critics, td3.algorithm.policy_delay, td3.algorithm.target_noise) == (2, 2, 0.2)
+
+
+def test_a_run_keeps_the_values_that_its_preset_had_when_it_began(tmp_path: Path, shm_dir: Path) -> None:
+    """`ddpg` was TD3 before there was a preset of that name, and some fields are newer."""
+    short = {"replay.min_size": 100, "replay.batch": 16, "network.hidden": (8,), "evaluation.interval_s": 0.0}
+    places = {"run.dir": str(tmp_path / "run"), "shm_dir": str(shm_dir), "engine": "inline", "stop.steps": 200}
+    config = replace(preset("td3", "Pendulum-v1"), **{"preset": "ddpg", **short, **places})
+    echelon.train(config, output=io.StringIO())
+    path = tmp_path / "run" / "config.json"
+    stored = json.loads(path.read_text())
+    for newer in ("noise_correlation", "critic_weight_decay"):
+        del stored["config"]["algorithm"][newer]
+    path.write_text(json.dumps(stored))
+    assert echelon.resume(tmp_path / "run", steps=400, output=io.StringIO()).summary["env_steps"] >= 400
+    resumed = config_io.from_json(json.loads(path.read_text())["config"])
+    assert resumed.preset == "ddpg" and resumed.algorithm == config.algorithm
 
 
 def test_an_unknown_preset_is_told_with_the_nearest() -> None:
@@ -158,7 +204,64 @@ def test_an_atari_game_has_the_same_values_however_it_is_spelled(name: str, env:
     assert preset(name, env) == replace(usual, env=replace(usual.env, id=env))
 
 
-@pytest.mark.parametrize("env", ["Blackjack-v1", "envpool:Ant-v5", "envpool:Blackjack-v1", "Pong-v4.py:make", "x:Pong"])
-def test_other_environments_are_not_taken_for_atari(env: str) -> None:
-    usual = preset("ppo", "CartPole-v1")
-    assert preset("ppo", env) == replace(usual, env=replace(usual.env, id=env))
+@pytest.mark.parametrize(("env", "family"), [
+    ("Blackjack-v1", "toy-text"),
+    ("envpool:Blackjack-v1", "toy-text"),
+    ("envpool:Ant-v5", "mujoco"),
+    ("Ant-v4", "mujoco"),
+    ("pybullet_envs_gymnasium:HumanoidBulletEnv-v0", "mujoco"),
+    ("gymnasium:CartPole-v1", "classic-control"),
+    ("CarRacing-v3", "images"),
+    ("SuperMarioBros-3-2", "mario"),
+    ("Pong-v4.py:make", "vectors"),
+    ("x:Pong", "vectors"),
+    ("my_module:CartPole", "vectors"),
+])  # fmt: skip
+def test_families_are_recognized_by_ids_of_any_spelling(env: str, family: str) -> None:
+    assert family_of(env) == family
+
+
+@pytest.mark.parametrize("name", ["ppo", "async-ppo", "impala", "a3c"])
+def test_an_unknown_environment_gets_normalized_rewards_and_observations(name: str) -> None:
+    config = preset(name, "my_module:make")
+    assert config.algorithm.normalize_reward and config.network.normalize_observation  # type: ignore[attr-defined]
+
+
+def test_rows_of_a_family_come_before_those_of_an_environment() -> None:
+    dqn, own = preset("dqn", "my_module:make", "images"), preset("dqn", "my_module:make")
+    assert dqn.replay.batch == preset("dqn", "ALE/Pong-v5").replay.batch != own.replay.batch
+    assert dqn.replay.capacity == 100_000 and preset("dqn", "ALE/Pong-v5").replay.capacity == 1_000_000
+    with pytest.raises(ConfigError, match=r"no family 'pictures'.*images"):
+        preset("dqn", "my_module:make", "pictures")
+
+
+def test_a_preset_has_the_rows_of_the_one_that_it_builds_on() -> None:
+    assert preset("async-ppo", "Pendulum-v1").algorithm.discount == preset("ppo", "Pendulum-v1").algorithm.discount
+    assert preset("qr-dqn", "ALE/Pong-v5").replay.batch == preset("dqn", "ALE/Pong-v5").replay.batch
+
+
+@pytest.mark.parametrize("row", all_rows(), ids=lambda row: f"{row.preset}-{row.targets[0]}")
+def test_every_row_of_the_zoo_names_a_preset_and_changes_it(row: Row) -> None:
+    assert row.preset in PRESETS and row.values
+    for target in row.targets:
+        assert target in FAMILIES or target in FAMILY_OF or target in ATARI, target
+        env, family = ("x:y", target) if target in FAMILIES else (f"{target}-v0", "")
+        values = {info.path: info.value for info in config_io.fields_of(preset(row.preset, env, family))}
+        assert row.values.keys() <= values.keys()
+        assert any(values[path] == value for path, value in row.values.items()), "later rows replace all of it"
+
+
+def test_results_of_the_zoo_are_complete() -> None:
+    for result in all_results():
+        assert result.preset in PRESETS and result.steps > 0 and family_of(result.env) in FAMILIES
+        assert len(result.seeds) == len(result.returns) > 0
+
+
+def test_the_command_shows_presets_and_their_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets"]) == 0 and all(f"{name} " in capsys.readouterr().out for name in ["ppo"])
+    assert main(["presets", "ppo"]) == 0
+    assert "Pendulum " in capsys.readouterr().out
+    assert main(["presets", "ppo", "Pendulum-v1"]) == 0
+    shown = capsys.readouterr().out
+    assert "* --algorithm.discount" in shown and "  --algorithm.clip " in shown and "replay" not in shown
+    assert main(["presets", "pppo"]) == 2 and "Did you mean ppo?" in capsys.readouterr().err

@@ -93,7 +93,7 @@ def test_a_linear_schedule_begins_at_the_full_rate_and_ends_above_zero(tmp_path:
         ("impala", {"optimizer.schedule": "linear"}, ["--until-return alone", "the learning rate stays at", "--steps"]),
         ("apex-dqn", {"optimizer.schedule": "constant"}, ["--until-return alone", "replay.beta_start=0.4"]),
         ("impala", {"optimizer.schedule": "linear", "stop.minutes": 60.0}, []),
-        ("impala", {}, []),
+        ("impala", {"optimizer.schedule": "constant"}, []),
     ],
 )
 def test_what_cannot_follow_a_run_without_a_length_is_told(

@@ -23,6 +23,7 @@ NOT_READ = 128 + signal.SIGPIPE
 LONG_RUNNING = ("train", "resume", "learner", "worker", "host")  # a stalled reader of their output must not stop them
 COMMANDS = {
     "train": "train a policy: echelon train PRESET ENV",
+    "presets": "show presets, their values for an environment, and their results: echelon presets [PRESET] [ENV]",
     "resume": "continue a run from its newest checkpoint: echelon resume RUN",
     "learner": "learn from the episodes of workers: echelon learner PRESET ENV",
     "worker": "collect episodes for a learner: echelon worker --learner HOST:PORT",
@@ -30,7 +31,7 @@ COMMANDS = {
     "kube": "render Kubernetes objects of a training: echelon kube render --flavour plain|kuberay",
     "eval": "play greedy episodes with a run's newest weights: echelon eval RUN",
     "play": "watch episodes of a run, as mp4 and gif or in a window: echelon play RUN",
-    "bench": "run a benchmark: echelon bench train | rpc | act | replay | world | plot",
+    "bench": "run a benchmark: echelon bench train | async | rpc | act | replay | world | plot",
     "doctor": "check this machine: cores, GPU, shared memory, leftovers of killed runs",
 }
 
@@ -73,8 +74,8 @@ def add_env(parser: Parser) -> None:
         "--env-kwargs",
         metavar="JSON",
         default="{}",
-        help="keyword arguments for the environment; they are added to the run's, or replace them, unless --env is "
-        "given",
+        help="keyword arguments for the environment; they are added to the run's, or replace them; an --env of another "
+        "name than the run's drops the run's",
     )
 
 

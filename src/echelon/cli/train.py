@@ -12,6 +12,7 @@ from echelon.cli.main import Parser
 from echelon.config import TrainConfig
 from echelon.config_io import FieldInfo, fields_of, set_fields
 from echelon.errors import ConfigError
+from echelon.families import FAMILY_OF, OWN, family_of, name_of
 from echelon.presets import DEFAULT_ENVS, PRESETS, check_preset, preset
 
 Options = Mapping[str, tuple[str, str]]  # short name: path of the field, metavar
@@ -75,7 +76,10 @@ def make_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("preset", metavar="PRESET", help=", ".join(presets))
+    if len(presets) > 1:
+        parser.add_argument("preset", metavar="PRESET", help=", ".join(presets))
+    else:  # the command is made for one
+        parser.set_defaults(preset=shown)
     own = "; ".join(f"default of {name}: {env}" for name, env in DEFAULT_ENVS.items() if name in presets)
     text = "gymnasium id, module:factory, file.py:factory or envpool:ID"
     parser.add_argument("env", metavar="ENV", nargs="?", help=f"{text} ({own})" if own else text)
@@ -90,17 +94,21 @@ def make_parser(
 
 
 def _fields_help(name: str, infos: Sequence[FieldInfo], others: Sequence[str]) -> str:
-    lines = [
-        f"all fields, with the values of the {name} (other presets: {', '.join(others)}; some values depend on ENV):"
-    ]
+    known = f"other presets: {', '.join(others)}; " if others else ""
+    lines = [f"all fields, with the values of the {name} ({known}some values depend on ENV):"]
     for info in infos:
         option = info.path.replace("_", "-")
         lines.append(f"  --{option} {info.field.type}  (default {info.value}) {info.field.text}")
     return "\n".join(lines)
 
 
-def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str], options: Options = SHORT) -> TrainConfig:
-    """Returns the configuration of the preset with the options applied."""
+def parse_config(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], options: Options = SHORT, *, observe: bool = False
+) -> TrainConfig:
+    """Returns the configuration of the preset with the options applied.
+
+    With `observe`, an environment that is not known by its id is created, to see whether it observes images.
+    """
     rest, texts = _take_fields(arguments, {*options, *RANKS})
     known = parser.parse_intermixed_args(rest)  # ENV, which may be missing, need not follow PRESET
     short = {path: value for name, (path, _) in options.items() if (value := vars(known)[name.replace("-", "_")])}
@@ -112,13 +120,13 @@ def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str], opti
                 "--max-actors needs --min-actors: between them is the number of actors. Or use --actors N."
             )
         short |= _ranks(known, {**short, **texts})
-    config = preset(known.preset, _env_of(parser, known))
+    env = _env_of(parser, known)
+    config = preset(known.preset, env, _observed(env, {**short, **texts}) if observe else "")
     for path, value in (("preset", known.preset), ("algorithm.name", config.algorithm.name)):
         if texts.get(path, value) != value:
-            raise ConfigError(
-                f"--{path} {texts[path]} does not fit the preset {known.preset}, the first argument. Write "
-                f"`{parser.prog} {texts[path]} {config.env.id}`."
-            )
+            other = f"Write `{parser.prog} {texts[path]} {config.env.id}`."
+            remedy = other if _has_presets(parser) else f"Remove --{path}."
+            raise ConfigError(f"--{path} {texts[path]} does not fit the preset {known.preset}. {remedy}")
     if both := sorted(short.keys() & texts.keys()):
         raise ConfigError(f"{both[0]} is set twice, as --{both[0]} and by its short option. Remove one of them.")
     stray = next((path for path in texts if path.startswith("replay.")), None)
@@ -146,12 +154,28 @@ def parse_config(parser: argparse.ArgumentParser, arguments: Sequence[str], opti
     return set_fields(config, fields)
 
 
+def _observed(env: str, given: Mapping[str, str]) -> str:
+    """Returns the family of `env`: by its id, or by what it observes."""
+    family = family_of(env)
+    if family not in OWN or name_of(env) in FAMILY_OF:
+        return family
+    from echelon.envs.observed import observed_family
+
+    return observed_family(env, given.get("env.kwargs", "{}"), given.get("env.wrappers", ""))
+
+
 def _env_of(parser: argparse.ArgumentParser, known: argparse.Namespace) -> str:
     check_preset(known.preset)
     env: str = known.env or DEFAULT_ENVS.get(known.preset, "")
     if not env:
-        parser.error(f"the environment is missing: `{parser.prog} {known.preset} ENV`, for example CartPole-v1")
+        command = f"{parser.prog} {known.preset}" if _has_presets(parser) else parser.prog
+        parser.error(f"the environment is missing: `{command} ENV`, for example CartPole-v1")
     return env
+
+
+def _has_presets(parser: argparse.ArgumentParser) -> bool:
+    """Returns whether the preset is an argument of the command."""
+    return parser.get_default("preset") is None
 
 
 def _ranks(known: argparse.Namespace, given: Mapping[str, str]) -> dict[str, str]:
@@ -204,7 +228,7 @@ def start(parser: argparse.ArgumentParser, arguments: Sequence[str], options: Op
         f"{STOPPED} if the run is stopped before: for a supervisor that then starts the command again",
     )
     words = [word for word in arguments if word != AUTO_RESUME]
-    config = parse_config(parser, words, options)
+    config = parse_config(parser, words, options, observe=True)
     from echelon.training import train, train_or_resume
 
     if len(words) == len(arguments):

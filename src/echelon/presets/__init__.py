@@ -27,7 +27,7 @@ _discover()
 # After the discovery, so that a preset function replaces the submodule of the same name; type checkers need the names.
 globals().update({function.__name__: function for function in PRESETS.values()})
 from echelon.presets.a3c import a3c  # noqa: E402
-from echelon.presets.ddpg import apex_ddpg, ddpg  # noqa: E402
+from echelon.presets.ddpg import apex_ddpg, ddpg, td3  # noqa: E402
 from echelon.presets.dqn import apex_dqn, dqn  # noqa: E402
 from echelon.presets.impala import impala  # noqa: E402
 from echelon.presets.ppo import async_ppo, ppo  # noqa: E402
@@ -42,10 +42,13 @@ def check_preset(name: str) -> None:
         raise ConfigError(f"there is no preset {name!r}. Presets: {', '.join(PRESETS)}.{hint}")
 
 
-def preset(name: str, env: str) -> TrainConfig:
-    """Returns the configuration of the preset `name` for the environment `env`."""
+def preset(name: str, env: str, family: str = "") -> TrainConfig:
+    """Returns the configuration of the preset `name` for the environment `env`, with the values of the zoo.
+
+    `family` is that of an environment whose id is not known: "images" or "vectors" (the default).
+    """
     check_preset(name)
-    return PRESETS[name](env)
+    return PRESETS[name](env, family)
 
 
 __all__ = [
@@ -63,4 +66,5 @@ __all__ = [
     "ppo",
     "preset",
     "sac",
+    "td3",
 ]

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from echelon.algorithm_config import (
     AlgorithmConfig,
     EntropyWeight,
+    NoiseCorrelation,
     NormalizeAdvantage,
     NormalizeReward,
     RewardClip,
@@ -16,10 +17,10 @@ from echelon.config import (
     ActorConfig,
     EnvConfig,
     LearnerConfig,
+    NetworkConfig,
     OptimizerConfig,
     TrainConfig,
 )
-from echelon.families import is_atari
 from echelon.fields import doc
 from echelon.presets.registry import register
 
@@ -43,6 +44,7 @@ class A3cConfig(AlgorithmConfig, frozen=True):
     normalize_advantage: NormalizeAdvantage = False
     reward_clip: RewardClip = 0.0
     normalize_reward: NormalizeReward = False
+    noise_correlation: NoiseCorrelation = 0.0
 
     @property
     def reaches_learner(self) -> Literal["gradients"]:
@@ -54,22 +56,14 @@ class A3cConfig(AlgorithmConfig, frozen=True):
 
 
 @register(A3cConfig)
-def a3c(env: str = "CartPole-v1") -> TrainConfig:
+def a3c(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
     """Advantage actor-critic: actors compute gradients of their own rollouts, and the learner applies them."""
-    if is_atari(env):
-        return TrainConfig(
-            preset="a3c",
-            env=EnvConfig(id=env),
-            actor=ActorConfig(envs=16, trajectory=20, slots=1),
-            learner=LearnerConfig(batch=1),
-            algorithm=A3cConfig(reward_clip=1.0),
-            optimizer=OptimizerConfig(learning_rate=3e-4),
-        )
     return TrainConfig(
         preset="a3c",
         env=EnvConfig(id=env),
         actor=ActorConfig(envs=16, trajectory=20, slots=1),
         learner=LearnerConfig(batch=1),
+        network=NetworkConfig(normalize_observation=True),
         algorithm=A3cConfig(gae_lambda=0.95, normalize_reward=True),
         optimizer=OptimizerConfig(learning_rate=1e-3),
     )

@@ -14,7 +14,6 @@ from echelon.config import (
     TrainConfig,
     replace,
 )
-from echelon.families import is_atari
 from echelon.fields import doc, require
 from echelon.presets.registry import register
 
@@ -77,18 +76,8 @@ class DqnConfig(AlgorithmConfig, frozen=True):
 
 
 @register(DqnConfig)
-def dqn(env: str = "CartPole-v1") -> TrainConfig:
+def dqn(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
     """Double DQN with a dueling network, one actor, uniform replay."""
-    if is_atari(env):
-        return TrainConfig(
-            preset="dqn",
-            env=EnvConfig(id=env),
-            actor=ActorConfig(num_actors=1, envs=8, trajectory=4),
-            network=NetworkConfig(hidden=(256,), activation="relu"),
-            algorithm=DqnConfig(target_period=2_000, epsilon_end=0.01, epsilon_steps=250_000, reward_clip=1.0),
-            replay=ReplayConfig(min_size=20_000, batch=32, samples_per_insert=8.0, publish_every=16),
-            optimizer=OptimizerConfig(learning_rate=1e-4, epsilon=1.5e-4, clip_norm=10.0),
-        )
     return TrainConfig(
         preset="dqn",
         env=EnvConfig(id=env),
@@ -102,27 +91,15 @@ def dqn(env: str = "CartPole-v1") -> TrainConfig:
 
 
 @register(DqnConfig)
-def apex_dqn(env: str = "CartPole-v1") -> TrainConfig:
+def apex_dqn(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
     """The same algorithm with many actors: each has its own final epsilon and computes its own initial priorities."""
-    config = replace(
-        dqn(env),
+    return replace(
+        dqn(env, family),
         **{
             "preset": "apex-dqn",
             "actor.num_actors": 2,
             "algorithm.epsilon_ladder": True,
             "replay.prioritized": True,
             "replay.n_step": 3,
-        },
-    )
-    if not is_atari(env):
-        return config
-    return replace(  # batches of 128 train faster than the paper's 512, for whose frames a GPU waits
-        config,
-        **{
-            "algorithm.target_period": 1_000,
-            "algorithm.epsilon_steps": 0,
-            "replay.batch": 128,
-            "replay.beta_end": config.replay.beta_start,
-            "optimizer.learning_rate": 2e-4,
         },
     )

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from echelon.algorithm_config import (
     AlgorithmConfig,
     EntropyWeight,
+    NoiseCorrelation,
     NormalizeAdvantage,
     NormalizeReward,
     RewardClip,
@@ -15,10 +16,10 @@ from echelon.algorithm_config import (
 from echelon.config import (
     ActorConfig,
     EnvConfig,
+    NetworkConfig,
     OptimizerConfig,
     TrainConfig,
 )
-from echelon.families import is_atari
 from echelon.fields import doc
 from echelon.presets.registry import register
 
@@ -41,23 +42,23 @@ class ImpalaConfig(AlgorithmConfig, frozen=True):
     normalize_advantage: NormalizeAdvantage = False
     reward_clip: RewardClip = 0.0
     normalize_reward: NormalizeReward = False
+    noise_correlation: NoiseCorrelation = 0.0
+
+    @property
+    def whole_minibatches(self) -> str:
+        if self.normalize_advantage:
+            return "it normalizes the advantages of a whole minibatch. Use --algorithm.normalize-advantage false"
+        return super().whole_minibatches
 
 
 @register(ImpalaConfig)
-def impala(env: str = "CartPole-v1") -> TrainConfig:
+def impala(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
     """V-trace actor-critic: actors do not wait for the learner, and V-trace corrects for their lag."""
-    if is_atari(env):
-        return TrainConfig(
-            preset="impala",
-            env=EnvConfig(id=env),
-            actor=ActorConfig(envs=16, trajectory=20, slots=2),
-            algorithm=ImpalaConfig(reward_clip=1.0, entropy_weight=0.01),
-            optimizer=OptimizerConfig(learning_rate=3e-4, clip_norm=0.5),
-        )
     return TrainConfig(
         preset="impala",
         env=EnvConfig(id=env),
-        actor=ActorConfig(envs=32, trajectory=20, slots=2),
+        actor=ActorConfig(total_envs=32, trajectory=20, slots=2),
+        network=NetworkConfig(normalize_observation=True),
         algorithm=ImpalaConfig(entropy_weight=0.01, normalize_reward=True),
-        optimizer=OptimizerConfig(learning_rate=2e-3, clip_norm=0.5),
+        optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=0.5),
     )

@@ -14,15 +14,16 @@ from echelon.config import (
     StopConfig,
     TrainConfig,
 )
+from echelon.families import is_mario
 from echelon.presets.dqn import DqnConfig
-from echelon.presets.registry import is_mario, register
+from echelon.presets.registry import register
 
 LEARN_EVERY = 3  # steps per update
 TARGET_STEPS = 10_000  # between copies to the target network
 
 
 @register(DqnConfig, env="SuperMarioBros-1-1")
-def mario(env: str = "SuperMarioBros-1-1") -> TrainConfig:
+def mario(env: str = "SuperMarioBros-1-1", family: str = "") -> TrainConfig:
     """Double DQN on Super Mario Bros with four actors; slow and simple, to compare with."""
     return TrainConfig(
         preset="mario",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from echelon.config import TrainConfig, replace
-from echelon.families import is_atari
 from echelon.fields import doc
 from echelon.presets.dqn import DqnConfig, dqn
 from echelon.presets.registry import register
@@ -23,29 +22,9 @@ class QrDqnConfig(DqnConfig, frozen=True):
 
 
 @register(QrDqnConfig)
-def qr_dqn(env: str = "CartPole-v1") -> TrainConfig:
+def qr_dqn(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
     """Quantile regression DQN, one actor, uniform replay."""
-    if is_atari(env):  # as in the paper, except for actors, gradient clipping and publish_every
-        return replace(
-            dqn(env),
-            **{
-                "preset": "qr-dqn",
-                "algorithm": QrDqnConfig(
-                    double=False,
-                    dueling=False,
-                    target_period=10_000,
-                    epsilon_end=0.01,
-                    epsilon_steps=250_000,
-                    reward_clip=1.0,
-                ),
-                "replay.min_size": 50_000,
-                "optimizer.learning_rate": 5e-5,
-                "optimizer.epsilon": 0.01 / 32,
-            },
-        )
-    return replace(
-        dqn(env),
-        preset="qr-dqn",
-        # Returns are far above 1, so kappa is too: otherwise a large error at an episode's end weighs like a small one.
-        algorithm=QrDqnConfig(num_quantiles=32, huber=50.0, target_period=100, epsilon_end=0.04, epsilon_steps=8_000),
-    )
+    config = dqn(env, family)
+    shared = {name: getattr(config.algorithm, name) for name in DqnConfig.__struct_fields__ if name != "name"}
+    # Returns are far above 1, so kappa is too: otherwise a large error at an episode's end weighs like a small one.
+    return replace(config, preset="qr-dqn", algorithm=QrDqnConfig(**{**shared, "num_quantiles": 32, "huber": 50.0}))

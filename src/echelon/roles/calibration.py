@@ -147,7 +147,9 @@ class Calibration:
         self.context, self.config, self.finished = context, context.train, False
         self.model = Plan(context).model
         self.model.network.eval()
-        self._seeds = env_seeds(self.config.seed, CALIBRATION_SEED, context.generation, self.config.actor.envs)
+        self._seeds = env_seeds(
+            self.config.seed, CALIBRATION_SEED, context.generation, self.config.actor.envs_per_actor
+        )
         self._trials: list[TrialEnvs] = []
 
     def step(self, timeout_s: float) -> bool:
@@ -164,7 +166,7 @@ class Calibration:
         If environments are stepped one by one and are slow to make or step, a single one is measured and its cost is
         multiplied.
         """
-        envs, groups = self.config.actor.envs, num_groups(self.config)
+        envs, groups = self.config.actor.envs_per_actor, num_groups(self.config)
         trial = self._make(1)
         [step] = measure(trial.step, before=[trial.act])
         if isinstance(trial.group, LoopGroup):
@@ -183,7 +185,7 @@ class Calibration:
 
     def _acting(self) -> tuple[CallCost, CallCost]:
         """Measures choosing the actions of one actor's environments locally, and those of one round of a server."""
-        rows, envs, model = round_rows(self.config), self.config.actor.envs, self.model
+        rows, envs, model = round_rows(self.config), self.config.actor.envs_per_actor, self.model
         device = pick_device(self.config.acting.device, model.parameters.numel(), "--acting.device")
         threads = server_threads(self.config, model) if device == "cpu" else 1
         alone = self._forward(envs)
@@ -205,7 +207,7 @@ class Calibration:
         learner, model, actor = self.config.learner, self.model, self.config.actor
         if learner_device(self.config, model.parameters.numel()) != "cpu":
             return CallCost(0.0, 0.0)
-        rows = actor.envs * (actor.trajectory if act.cpu_s < SHORT_S else 1)
+        rows = actor.envs_per_actor * (actor.trajectory if act.cpu_s < SHORT_S else 1)
         [forward] = measure(self._forward(rows).evaluate)
         cpu_s = LEARN_FORWARDS * num_passes(self.config) * forward.cpu_s / rows
         return CallCost(cpu_s / ((learner.threads or 1) * learner.num_learners), cpu_s)

@@ -51,7 +51,7 @@ class GradientSchema:
     @classmethod
     def of(cls, actor: ActorConfig, num_gradients: int, model: Model) -> GradientSchema:
         """Returns the layout for an actor that computes `num_gradients` gradients from each rollout."""
-        largest = -(-actor.envs // num_gradients)  # environments per gradient
+        largest = -(-actor.envs_per_actor // num_gradients)  # environments per gradient
         return cls(model.parameters.numel(), num_statistics(model), actor.trajectory * largest)
 
     def views(self, memory: memoryview | Array) -> dict[str, Array]:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import select
 import signal
 import time
@@ -34,6 +33,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from echelon.config import TrainConfig, replace
+from echelon.control_groups import num_cores
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit, ProcessSpec
@@ -82,7 +82,7 @@ class Shape:
         return cls(
             cores=cores,
             actors=config.actors_per_host,
-            envs=actor.envs,
+            envs=actor.envs_per_actor,
             groups=num_groups(config),
             servers=config.acting.servers,
             round_rows=round_rows(config),
@@ -112,7 +112,7 @@ def _version_steps(config: TrainConfig) -> float:
     replay, actor = config.replay, config.actor
     if config.experience == "replay":
         return replay.publish_every * replay.batch / (replay.samples_per_insert or 1.0)
-    return config.batch_trajectories * actor.trajectory * actor.envs
+    return config.batch_trajectories * actor.trajectory * actor.envs_per_actor
 
 
 def forecast(shape: Shape, measured: Measured) -> Forecast:
@@ -182,7 +182,7 @@ def choose_acting(context: Context, engine: InlineEngine | LocalEngine, prepared
         how = f"did not finish within {LIMIT_S:g} s" if gone is None else _first_line(gone.cause)
         return Choice("local", f"the calibration {how}")
     measured = Measured.read(context.session / CALIBRATED)
-    shape = Shape.of(config, len(os.sched_getaffinity(0)), prepared.weights_bytes)
+    shape = Shape.of(config, num_cores(), prepared.weights_bytes)
     forecasted = forecast(shape, measured)
     return Choice(forecasted.mode, reason_text(shape, measured, forecasted))
 

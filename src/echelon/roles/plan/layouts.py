@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gymnasium as gym
+
 from echelon.config import TrainConfig
 from echelon.errors import ConfigError
 from echelon.roles.context import Context
-from echelon.schema import action_leaf, space_leaves
+from echelon.schema import Spaces, action_leaf, space_leaves
 from echelon.transport.act_board import ActLayout
 
 
@@ -49,7 +51,7 @@ def minibatch_samples(config: TrainConfig) -> int:
     if config.algorithm.slots == "gradients":
         return 1  # the actors process the samples
     actor, count = config.actor, int(getattr(config.algorithm, "minibatches", 1))
-    return config.batch_trajectories * actor.trajectory * actor.envs // count
+    return config.batch_trajectories * actor.trajectory * actor.envs_per_actor // count
 
 
 def num_groups(config: TrainConfig) -> int:
@@ -57,19 +59,19 @@ def num_groups(config: TrainConfig) -> int:
 
     The default is two, so that an actor steps one group while the actions of the other are computed.
     """
-    envs, groups = config.actor.envs, config.acting.groups
+    envs, groups = config.actor.envs_per_actor, config.acting.groups
     if config.acting.mode != "central":
         return 1
     if groups and envs % groups:
         raise ConfigError(
-            f"acting.groups={groups} does not divide the actor.envs={envs} environments of an actor. Use a divisor, or "
-            "0 for automatic choice."
+            f"acting.groups={groups} does not divide the {envs} environments of an actor (--envs-per-actor). Use a "
+            "divisor, or 0 for automatic choice."
         )
     groups = groups or (1 if envs % 2 else 2)
     if 0 < config.acting.max_batch < envs // groups:
         raise ConfigError(
             f"acting.max_batch={config.acting.max_batch} is below the {envs // groups} environments of one request "
-            f"(actor.envs={envs} in {groups} groups). Raise it, or --acting.groups, or use 0 for no limit."
+            f"({envs} per actor, in {groups} groups). Raise it, or --acting.groups, or use 0 for no limit."
         )
     return groups
 
@@ -77,11 +79,18 @@ def num_groups(config: TrainConfig) -> int:
 def round_rows(config: TrainConfig) -> int:
     """Returns the rows of a round in which every actor of a server requests actions for one group."""
     acting, actor = config.acting, config.actor
-    rows = actor.envs // num_groups(config)
+    rows = actor.envs_per_actor // num_groups(config)
     if not acting.batch:
         return rows
     most = rows * -(-config.actors_per_host // acting.servers)
     return max(rows, min(most, acting.max_batch // rows * rows)) if acting.max_batch else most
+
+
+def noise_shapes(config: TrainConfig, spaces: Spaces) -> tuple[tuple[int, ...], ...]:
+    """Returns the shape of the last noise of an environment, if the policy samples with correlated noise."""
+    algorithm, is_continuous = config.algorithm, isinstance(spaces.action, gym.spaces.Box)
+    is_sampled = is_continuous and algorithm.distribution in ("stochastic", "squashed")
+    return (action_leaf(spaces.action).shape,) if algorithm.noise_correlation and is_sampled else ()
 
 
 def act_layout(context: Context) -> ActLayout:
@@ -97,8 +106,8 @@ def act_layout(context: Context) -> ActLayout:
     return ActLayout(
         observation=tuple(space_leaves(spaces.observation)),
         action=action_leaf(spaces.action),
-        state_shapes=context.state_shapes,
-        rows=config.actor.envs // groups,
+        state_shapes=context.state_shapes + noise_shapes(config, spaces),
+        rows=config.actor.envs_per_actor // groups,
         num_clients=actors,
         num_groups=groups,
         num_servers=servers,

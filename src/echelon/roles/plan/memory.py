@@ -74,7 +74,7 @@ class Memory(ABC):
         for leaf in image_stacks(self.context.spaces):
             place = next(field for field in self.schema.fields if field.name == leaf.path)
             frames, frame_bytes = leaf.shape[0], math.prod(leaf.shape[1:])
-            stacks.append(Stack(place.offset, actor.trajectory + 1, actor.envs, frames, frame_bytes))
+            stacks.append(Stack(place.offset, actor.trajectory + 1, actor.envs_per_actor, frames, frame_bytes))
         return SlotBytes(self.schema.nbytes, tuple(stacks))
 
     def raw_ring(self) -> SlotRing:

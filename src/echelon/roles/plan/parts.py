@@ -54,6 +54,7 @@ class Plan(Memory):
             device=device,
             precision=config.learner.precision if device != "cpu" else "float32",
             compile=config.learner.compile and device != "cpu",
+            microbatches=config.learner.microbatches,
         )
 
     @cached_property
@@ -160,8 +161,12 @@ class Plan(Memory):
 
         config = self.context.train
         exploring = self._exploring(self.model.distribution, seed, env_steps)
-        policy = Policy(self.model, with_action_values=exploring is not None and config.replay.prioritized)
-        return LocalActing(policy, self.board(), config.actor.envs, seed, exploring)
+        policy = Policy(
+            self.model,
+            with_action_values=exploring is not None and config.replay.prioritized,
+            noise_correlation=config.algorithm.noise_correlation,
+        )
+        return LocalActing(policy, self.board(), config.actor.envs_per_actor, seed, exploring)
 
     def _exploring(self, distribution: Distribution, seed: int, env_steps: Callable[[], int]) -> Exploring | None:
         """Returns the exploration of the actor's groups, or None if only the policy itself explores."""
@@ -170,7 +175,7 @@ class Plan(Memory):
         config, index = self.context.train, self.context.index
         if config.algorithm.experience != "replay":
             return None
-        num_envs = config.actor.envs
+        num_envs = config.actor.envs_per_actor
         total, size = config.actor.num_actors * num_envs, num_envs // num_groups(config)
         firsts = range(index * num_envs, (index + 1) * num_envs, size)
         explorers = [Explorer(config.algorithm, range(first, first + size), total) for first in firsts]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from echelon.config import LearnerConfig, TrainConfig
+from echelon.control_groups import num_cores
 from echelon.errors import ConfigError
 from echelon.roles.placement import MIN_GPU_PARAMETERS, pick_device
 
@@ -86,7 +85,7 @@ def learner_threads(config: TrainConfig, num_parameters: int, num_samples: int) 
     leave four. A run in one process uses one thread, and so does a small network with max_lag=0: the order of summation
     changes the result, and such runs are reproducible.
     """
-    learner, cores = config.learner, len(os.sched_getaffinity(0))
+    learner, cores = config.learner, num_cores()
     device = learner_device(config, num_parameters)  # raises ConfigError if the device does not exist
     if learner.threads or device != "cpu":
         return learner.threads  # 0 on a GPU: a run that is resumed without its GPU chooses then
@@ -96,5 +95,5 @@ def learner_threads(config: TrainConfig, num_parameters: int, num_samples: int) 
         return max(1, cores // config.learners_per_host)
     if learner.max_lag == 0:
         return 1
-    work = num_parameters * num_samples // learner.num_learners
+    work = num_parameters * num_samples // (learner.num_learners * learner.microbatches)
     return max(1, min(work // THREAD_WORK, (cores - config.actors_per_host) // config.learners_per_host))

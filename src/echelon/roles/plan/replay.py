@@ -51,7 +51,7 @@ def _check_frames(config: TrainConfig, layout: ShardLayout) -> None:
 
     Assumes the best case, in which each step adds one new frame to its stack.
     """
-    replay, envs = config.replay, 1 if config.has_workers else config.actor.envs
+    replay, envs = config.replay, 1 if config.has_workers else config.actor.envs_per_actor
     depths = {f.ring: f.stack for f in layout.fields if f.stack}
     for ring in layout.rings:
         # In every environment the newest transition began n steps ago, and the oldest needs the earlier frames of its
@@ -85,7 +85,7 @@ def _chunk(config: TrainConfig) -> int:
     """
     if config.has_workers:
         return config.workers.max_steps
-    return config.actor.envs * (config.actor.trajectory + config.replay.n_step - 1)
+    return config.actor.envs_per_actor * (config.actor.trajectory + config.replay.n_step - 1)
 
 
 def limiter_rule(config: TrainConfig) -> LimiterRule:

@@ -65,7 +65,7 @@ class Preparation:
         if train.run.init_from and self.generation == 0:
             model.load_weights(find_weights(train.run.init_from), train.run.init_from)
         slots: TrajectorySchema | GradientSchema = TrajectorySchema(
-            spaces, train.actor.trajectory, train.actor.envs, shapes
+            spaces, train.actor.trajectory, train.actor.envs_per_actor, shapes
         )
         if train.algorithm.slots == "gradients":
             slots = GradientSchema.of(train.actor, num_gradients(train), model)

@@ -1,0 +1,118 @@
+"""`echelon presets [PRESET] [ENV]`: the presets, their values for an environment, and the returns that they reached."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+
+from echelon.cli.main import Parser
+from echelon.config_io import fields_of
+from echelon.families import FAMILIES, family_of, name_of
+from echelon.presets import PRESETS, check_preset, preset
+from echelon.presets.zoo import Result, all_results, all_rows
+
+UNKNOWN = "an environment that nobody has seen"
+SHOWN = ("actor.", "learner.", "network.", "optimizer.", "algorithm.", "replay.", "env.kwargs")
+NOTHING = ["no result is recorded for this environment"]
+
+
+def run(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        prog="echelon presets",
+        description="Show the presets; the environments for which one has tuned values; or its values for one of them.",
+    )
+    parser.add_argument("preset", metavar="PRESET", nargs="?", help=", ".join(PRESETS))
+    parser.add_argument("env", metavar="ENV", nargs="?", help="an environment, as for `echelon train`")
+    parser.add_argument(
+        "--family",
+        metavar="FAMILY",
+        default="",
+        choices=FAMILIES,
+        help=f"family of an ENV that is not known: {', '.join(FAMILIES)}",
+    )
+    known = parser.parse_args(list(arguments))
+    if known.preset is None:
+        lines = _overview()
+    else:
+        check_preset(known.preset)
+        lines = _environments(known.preset) if known.env is None else _values(known.preset, known.env, known.family)
+    print("\n".join(lines))
+    return 0
+
+
+def _overview() -> list[str]:
+    lines = []
+    for name, function in PRESETS.items():
+        about = (function.__doc__ or "").splitlines()[0]
+        lines.append(f"{name:<10} {about}")
+        reached = [_name_and_median(result) for result in all_results() if result.preset == name]
+        if reached:
+            lines.append(f"{'':<10} reached: {', '.join(reached)}")
+    return [*lines, "", "`echelon presets PRESET` lists the environments with values of their own."]
+
+
+def _environments(name: str) -> list[str]:
+    """Returns a line for each row of the zoo that a preset has, itself or from the preset that it builds on."""
+    targets = [target for row in all_rows() for target in row.targets]
+    lines = [f"{name} has tuned values for these environments and families, and others for {UNKNOWN}:"]
+    for target in dict.fromkeys(targets):
+        family, env = (target, "x:y") if target in FAMILIES else ("", f"{target}-v0")
+        changed = _changed(name, env, family)
+        if target not in FAMILIES:  # what differs from the values of its family
+            of_family = _changed(name, "x:y", family_of(env))
+            changed = {path: value for path, value in changed.items() if of_family.get(path) != value}
+        if changed:
+            lines.append(f"  {target:<24} {', '.join(f'{path} {value}' for path, value in changed.items())}")
+    results = [result for result in all_results() if result.preset == name]
+    if results:
+        lines += ["", "mean return of greedy episodes, per seed:", *map(_line, results)]
+    return [*lines, "", f"`echelon presets {name} ENV` shows all values for an environment."]
+
+
+def _values(name: str, env: str, family: str) -> list[str]:
+    config = preset(name, env, family)
+    changed = _changed(name, env, family)
+    family = family or family_of(env)
+    lines = [
+        f"{name} on {env}, family {family}: {len(changed)} values differ from those for {UNKNOWN} (marked *)"
+        if changed
+        else f"{name} on {env}, family {family}: the values for {UNKNOWN}"
+    ]
+    for info in fields_of(config):
+        is_used = not info.path.startswith("replay.") or config.experience == "replay"
+        if info.path.startswith(SHOWN) and is_used:
+            mark = "*" if info.path in changed else " "
+            lines.append(f"{mark} --{info.path.replace('_', '-'):<38} {_text(info.value)}")
+    results = [r for r in all_results() if r.preset == name and name_of(r.env) == name_of(env)]
+    return [*lines, "", *(["mean return of greedy episodes, per seed:", *map(_line, results)] if results else NOTHING)]
+
+
+def _changed(name: str, env: str, family: str) -> dict[str, str]:
+    """Returns the fields in which a preset for `env` differs from the preset for an unknown environment."""
+    mine, plain = (fields_of(preset(name, id, kind)) for id, kind in ((env, family), ("x:y", "")))
+    base = {info.path: info.value for info in plain}
+    return {
+        info.path: _text(info.value)
+        for info in mine
+        if info.path not in ("env.id", "preset") and base.get(info.path, info) != info.value
+    }
+
+
+def _line(result: Result) -> str:
+    shown = ", ".join(f"{value:g}" for value in result.returns)
+    return f"  {result.env:<26} {result.steps:>10,} steps   median {_median(result.returns):g} ({shown})"
+
+
+def _name_and_median(result: Result) -> str:
+    return f"{name_of(result.env)} {_median(result.returns):g}"
+
+
+def _median(values: Iterable[float]) -> float:
+    return round(statistics.median(values), 3)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return json.dumps(value) if isinstance(value, dict | bool) or value is None else f"{value}"
