@@ -73,7 +73,7 @@ def main() -> None:
     started: list[subprocess.Popen[bytes]] = []
     with two_hosts(arguments.mbit) as (head, other), (folder / "output").open("w") as output:
         train = ["train", "impala", "CartPole-v1", "--minutes=30", "--evaluation.interval-s=0", "--acting=local"]
-        train += [f"--network.hidden={arguments.units},{arguments.units}", "--actors=2", "--envs-per-actor=8"]
+        train += [f"--network.hidden={arguments.units},{arguments.units}", "--actors=2", "--envs-per-actor=64"]
         train += ["--engine=hosts", "--hosts=2", f"--hosts.address=tcp://{HEAD}:7000", f"--run-dir={folder}/run"]
         train += [f"--shm-dir={memories[0]}", "--run.checkpoint-interval-s=3600"]
         join = ["host", f"--join={HEAD}:7000", "--name=other", f"--shm-dir={memories[1]}"]
