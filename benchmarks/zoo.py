@@ -4,8 +4,8 @@
 
 Each run is the plain command `echelon train PRESET ENV --steps N --seed S`, without evaluation during training, and
 then `echelon eval` with the last weights. A task has a goal, which the median over the seeds must reach; every seed
-must reach 90 % of it. The goals are the returns of the zoo of stable-baselines3. A run makes 99 % of their steps, as it
-ends with a batch: it never has more than they had.
+must reach 90 % of it. The goals are the returns of the zoo of stable-baselines3. A run stops a little before their
+number of steps, at the end of a batch: it never has more than they had.
 FrozenLake-v1 (0.7) and Blackjack-v1 (-0.06, over 10,000 episodes, as its returns vary widely) have goals near their
 optimum. Recall (echelon.envs.recall) needs memory: its best return is 1, and chance is 0. Options after -- go to
 every training, to try other values. `--record` writes the returns into src/echelon/presets/results.json, which `echelon
@@ -29,7 +29,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent.parent / "src" / "echelon" / "presets" / "results.json"
 SHARE = 0.9  # of the goal, that every seed must reach
-OWN_STEPS = 0.99  # of the steps of a task, after which a run stops at the end of a batch
+SPARE_STEPS = 500  # besides 1 % of the steps of a task: a run stops at the end of a batch
 MEMORY = ["--network.core", "gru", "--network.core-size", "32", "--actors", "1", "--actor.trajectory", "64"]
 RECALL = ["--algorithm.minibatches", "4", "--optimizer.learning-rate", "1e-3", "--actor.total-envs", "16"]
 
@@ -91,7 +91,7 @@ def run(task: Task, seed: int, engine: str, options: list[str]) -> dict[str, Any
     with tempfile.TemporaryDirectory(prefix="echelon-zoo-") as folder:
         run_dir = str(Path(folder, "run"))
         chosen = [*task.options, "--engine", engine, "--seed", str(seed), "--evaluation.interval-s", "0", *options]
-        steps = [] if "--steps" in options else ["--steps", str(int(OWN_STEPS * task.steps))]
+        steps = [] if "--steps" in options else ["--steps", str(int(0.99 * task.steps) - SPARE_STEPS)]
         echelon("train", task.preset, task.env, *steps, *chosen, "--run-dir", run_dir)
         trained_s = time.perf_counter() - began
         summary = json.loads(Path(run_dir, "summary.json").read_text())

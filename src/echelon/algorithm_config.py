@@ -28,6 +28,9 @@ NoiseCorrelation = Annotated[
     ),
 ]
 NormalizeReward = Annotated[bool, doc("divide rewards by the running standard deviation of discounted returns")]
+NormalizeReplayedReward = Annotated[
+    bool, doc("divide rewards by their running root mean square; not with prioritized replay")
+]
 
 
 class AlgorithmConfig(Section, frozen=True):
@@ -86,6 +89,11 @@ class AlgorithmConfig(Section, frozen=True):
     def reward_clip(self) -> float:
         """Bound on the absolute value of a reward; 0: no clipping. Every algorithm defines this field."""
         raise NotImplementedError
+
+    @property
+    def normalize_reward(self) -> bool:
+        """Whether rewards are scaled by a running statistic; a field of every algorithm of the presets."""
+        return False
 
     @property
     def noise_correlation(self) -> float:

@@ -242,6 +242,11 @@ class TrainConfig(Section, frozen=True):
             f"--learners {count} needs --engine local: learners wait for each other within a batch, so each needs a "
             "process. Use --engine local, or --learners 1.",
         )
+        require(
+            not (self.algorithm.experience == "replay" and self.replay.prioritized and self.algorithm.normalize_reward),
+            "algorithm.normalize_reward=true does not work with replay.prioritized=true: actors compute initial "
+            "priorities, and do not know the scale of the rewards. Set one of them to false.",
+        )
         reason = self.algorithm.whole_minibatches
         require(
             self.learner.microbatches == 1 or not reason,

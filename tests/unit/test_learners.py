@@ -203,8 +203,9 @@ def test_learners_of_a_network_that_remembers_equal_one(config: AlgorithmConfig)
         (SacConfig(), CONTINUOUS),
         (SacConfig(), DISCRETE),
         (SacConfig(learn_temperature=False), CONTINUOUS),
+        (SacConfig(normalize_reward=True), CONTINUOUS),
     ],
-    ids=["dqn", "dqn-soft", "ddpg", "td3", "sac", "sac-discrete", "sac-fixed"],
+    ids=["dqn", "dqn-soft", "ddpg", "td3", "sac", "sac-discrete", "sac-fixed", "sac-scaled"],
 )
 @pytest.mark.parametrize("normalize", [False, True])
 def test_learners_of_transitions_equal_one_whatever_their_shares(

@@ -221,10 +221,16 @@ def test_families_are_recognized_by_ids_of_any_spelling(env: str, family: str) -
     assert family_of(env) == family
 
 
-@pytest.mark.parametrize("name", ["ppo", "async-ppo", "impala", "a3c"])
+@pytest.mark.parametrize("name", ["ppo", "async-ppo", "impala", "a3c", "dqn", "qr-dqn", "td3", "sac"])
 def test_an_unknown_environment_gets_normalized_rewards_and_observations(name: str) -> None:
     config = preset(name, "my_module:make")
-    assert config.algorithm.normalize_reward and config.network.normalize_observation  # type: ignore[attr-defined]
+    assert config.algorithm.normalize_reward and config.network.normalize_observation
+
+
+def test_prioritized_replay_does_not_normalize_rewards() -> None:
+    assert not preset("apex-dqn", "my_module:make").algorithm.normalize_reward
+    with pytest.raises(ConfigError, match="does not work with replay"):
+        replace(preset("sac", "my_module:make"), **{"replay.prioritized": True})
 
 
 def test_rows_of_a_family_come_before_those_of_an_environment() -> None:

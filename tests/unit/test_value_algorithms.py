@@ -51,6 +51,7 @@ MASKED = Spaces(
 
 PIXELS = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
 TD3 = DdpgConfig(num_critics=2, policy_delay=2, target_noise=0.2)
+TD3N = DdpgConfig(num_critics=2, policy_delay=2, target_noise=0.2, normalize_reward=True)
 RULES: dict[str, tuple[AlgorithmConfig, Spaces]] = {
     "dqn": (DqnConfig(), DISCRETE),
     "dqn soft": (DqnConfig(dueling=False, double=False, target_period=0, target_tau=0.1), DISCRETE),
@@ -60,6 +61,7 @@ RULES: dict[str, tuple[AlgorithmConfig, Spaces]] = {
     "sac": (SacConfig(), CONTINUOUS),
     "sac fixed": (SacConfig(learn_temperature=False), CONTINUOUS),
     "sac discrete": (SacConfig(), DISCRETE),
+    "sac scaled": (SacConfig(normalize_reward=True), CONTINUOUS),
 }
 
 
@@ -143,6 +145,35 @@ def test_a_batch_learned_again_and_again_is_learned(name: str) -> None:
     for _ in range(200):
         last = learn(algorithm, update, batch)[0].value.detach()
     assert float(last) < 0.1 * float(first)
+
+
+@pytest.mark.parametrize("unit", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("config", [DqnConfig(normalize_reward=True), TD3N, SacConfig(normalize_reward=True)])
+def test_normalized_rewards_make_learning_independent_of_their_unit(config: AlgorithmConfig, unit: float) -> None:
+    spaces = DISCRETE if isinstance(config, DqnConfig) else CONTINUOUS
+    learned = []
+    for scale in (1.0, unit):
+        algorithm = make(config, spaces)
+        batches = [dataclasses.replace(batch_of(spaces, seed=seed)) for seed in range(4)]
+        for batch in batches:
+            batch.reward *= scale
+        algorithm.finish(batches[0])  # seen before the first update, as its scale is not known
+        update = updater(algorithm)
+        for batch in batches[1:]:
+            learn(algorithm, update, batch)
+        learned.append(flats(algorithm))
+    for name, tensor in learned[0].items():
+        torch.testing.assert_close(tensor, learned[1][name], atol=1e-6, rtol=1e-4)
+
+
+def test_normalized_rewards_have_a_mean_square_of_one() -> None:
+    algorithm, batch = make(DqnConfig(normalize_reward=True), DISCRETE), batch_of(DISCRETE)
+    nothing = dataclasses.replace(batch, reward=torch.zeros(12))
+    algorithm.finish(nothing)
+    assert torch.equal(next(algorithm.minibatches(batch)).reward, batch.reward), "rewards of 0 have no magnitude"
+    algorithm = make(DqnConfig(normalize_reward=True), DISCRETE)
+    algorithm.finish(batch)
+    assert float(next(algorithm.minibatches(batch)).reward.square().mean()) == pytest.approx(1.0, rel=1e-5)
 
 
 def test_dqn_has_the_errors_of_its_equation() -> None:

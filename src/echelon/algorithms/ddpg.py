@@ -25,7 +25,7 @@ class Ddpg(Replayed):
     """Updates the critics at every step and the policy at every `policy_delay`-th; the model is the policy."""
 
     def __init__(self, config: DdpgConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
-        super().__init__(model, seed, peers)
+        super().__init__(model, seed, peers, normalize_reward=config.normalize_reward)
         self.config = config
         self.critic = self.build_critic(config.num_critics, seed + 1)
         self.groups["critic"] = ParameterGroup(self.critic, config.critic_learning_rate, config.critic_weight_decay)

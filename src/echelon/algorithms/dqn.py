@@ -27,7 +27,7 @@ class Dqn(Replayed):
     """One update per batch, on its TD errors; the model is the Q-network."""
 
     def __init__(self, config: DqnConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
-        super().__init__(model, seed, peers)
+        super().__init__(model, seed, peers, normalize_reward=config.normalize_reward)
         self.config = config
         self.target = TargetNetwork(model, tau=config.target_tau or 1.0)
         self.targets["model"] = self.target

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +20,42 @@ from echelon.objectives.values import priorities
 from echelon.schema import TransitionBatch
 
 
+class RewardMagnitude:
+    """The running root mean square of the rewards that were learned from.
+
+    Replayed transitions have no order, so discounted returns, whose deviation scales the rewards of trajectories, are
+    not known. All of it is stored on the device and computed there: a CUDA graph can include it.
+    """
+
+    def __init__(self, device: torch.device, peers: Peers) -> None:
+        self.peers = peers
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # number of rewards, sum of their squares
+
+    def normalized(self, reward_B: Tensor) -> Tensor:
+        """Returns rewards divided by the root mean square of those before; unchanged while all of them were 0."""
+        count, squares = self.sums.unbind()
+        scale = torch.where(squares > 0, (squares / count.clamp(min=1.0)).sqrt(), 1.0)
+        return (reward_B / scale).to(reward_B.dtype)
+
+    def observe(self, reward_B: Tensor) -> None:
+        """Adds the rewards of a batch, those of all learners."""
+        squares = reward_B.double().square().sum()
+        added = torch.stack((torch.full_like(squares, len(reward_B)), squares))
+        self.peers.add_up(added)
+        self.sums += added
+
+    def load(self, sums: Tensor) -> None:
+        if sums.shape != self.sums.shape or not bool((sums >= 0).all() and sums.isfinite().all()):
+            raise ValueError(f"the count and the squares of rewards are {sums.tolist()}")
+        self.sums.copy_(sums)
+
+
 class Replayed(ABC):
     """Base class: one batch of transitions is one minibatch; a transition's TD error is its new priority."""
 
-    def __init__(self, model: Model, seed: int, peers: Peers = ALONE) -> None:
+    def __init__(self, model: Model, seed: int, peers: Peers = ALONE, *, normalize_reward: bool = False) -> None:
         self.model, self.peers = model, peers
+        self.rewards = RewardMagnitude(model.device, peers) if normalize_reward else None
         self.groups: dict[str, ParameterGroup] = {}
         self.targets: dict[str, TargetNetwork] = {}
         self.seed, self.generator = seed, torch.Generator(model.device).manual_seed(seed)
@@ -50,7 +82,7 @@ class Replayed(ABC):
         return False
 
     def minibatches(self, batch: TransitionBatch) -> Iterator[TransitionBatch]:
-        yield batch
+        yield batch if self.rewards is None else replace(batch, reward=self.rewards.normalized(batch.reward))
 
     @abstractmethod
     def losses(self, minibatch: TransitionBatch) -> Iterator[Loss]:
@@ -61,6 +93,8 @@ class Replayed(ABC):
 
     def finish(self, batch: TransitionBatch) -> None:
         self.num_learned += 1
+        if self.rewards is not None:
+            self.rewards.observe(batch.reward)
         if self.model.config.normalize_observation:
             seen = torch.ones(len(batch.reward), dtype=torch.bool, device=batch.reward.device)
             self.model.network.update_normalizer(batch.observation, seen)
@@ -74,6 +108,7 @@ class Replayed(ABC):
             "generator": self.generator.get_state(),
             "groups": {name: group.module.weights() for name, group in self.groups.items()},
             "targets": {name: target.state_dict() for name, target in self.targets.items()},
+            **({} if self.rewards is None else {"rewards": self.rewards.sums.cpu()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -86,3 +121,5 @@ class Replayed(ABC):
             group.module.load_weights(state["groups"][name], f"the checkpoint's {name}")
         for name, target in self.targets.items():
             target.load_state_dict(state["targets"][name])
+        if self.rewards is not None:
+            self.rewards.load(state["rewards"])

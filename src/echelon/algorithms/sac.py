@@ -37,7 +37,7 @@ class Sac(Replayed):
     """Updates critics, policy and temperature at every step, in this order; the model is the policy."""
 
     def __init__(self, config: SacConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
-        super().__init__(model, seed, peers)
+        super().__init__(model, seed, peers, normalize_reward=config.normalize_reward)
         self.config = config
         self.critic = self.build_critic(config.num_critics, seed + 1)
         self.groups["critic"] = ParameterGroup(self.critic, config.critic_learning_rate)

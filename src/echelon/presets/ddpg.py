@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from echelon.algorithm_config import AlgorithmConfig, NoiseCorrelation, RewardClip
+from echelon.algorithm_config import AlgorithmConfig, NoiseCorrelation, NormalizeReplayedReward, RewardClip
 from echelon.config import (
     ActorConfig,
     EnvConfig,
@@ -60,6 +60,7 @@ class DdpgConfig(AlgorithmConfig, frozen=True):
         bool, doc("publish the critic to the actors, which compute initial priorities with it")
     ] = False
     reward_clip: RewardClip = 0.0
+    normalize_reward: NormalizeReplayedReward = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,7 +100,7 @@ def td3(env: str = "Pendulum-v1", family: str = "") -> TrainConfig:
         env=EnvConfig(id=env),
         actor=ActorConfig(num_actors=1, envs=1, trajectory=1),
         network=NetworkConfig(hidden=(256, 256), activation="relu", normalize_observation=True),
-        algorithm=DdpgConfig(num_critics=2, policy_delay=2, target_noise=0.2),
+        algorithm=DdpgConfig(num_critics=2, policy_delay=2, target_noise=0.2, normalize_reward=True),
         replay=ReplayConfig(batch=128, samples_per_insert=128.0),
         optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=0.0),
     )
@@ -115,6 +116,7 @@ def apex_ddpg(env: str = "Pendulum-v1", family: str = "") -> TrainConfig:
             "preset": "apex-ddpg",
             "actor.num_actors": 2,
             "actor.envs": 4,
+            "algorithm.normalize_reward": False,
             "algorithm.noise": 0.4,
             "algorithm.noise_ladder": 0.05,
             "algorithm.publish_critic": True,

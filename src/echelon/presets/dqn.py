@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from echelon.algorithm_config import AlgorithmConfig, RewardClip
+from echelon.algorithm_config import AlgorithmConfig, NormalizeReplayedReward, RewardClip
 from echelon.config import (
     ActorConfig,
     EnvConfig,
@@ -51,6 +51,7 @@ class DqnConfig(AlgorithmConfig, frozen=True):
         False
     )
     reward_clip: RewardClip = 0.0
+    normalize_reward: NormalizeReplayedReward = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,7 +85,7 @@ def dqn(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
         actor=ActorConfig(num_actors=1, envs=8, trajectory=1),
         network=NetworkConfig(hidden=(128, 128), normalize_observation=True),
         # Squared error: with returns far above 1 the Huber loss fits a median, which ignores the rare episode ends.
-        algorithm=DqnConfig(huber=0.0, target_period=100, epsilon_end=0.04, epsilon_steps=8_000),
+        algorithm=DqnConfig(huber=0.0, target_period=100, epsilon_end=0.04, epsilon_steps=8_000, normalize_reward=True),
         replay=ReplayConfig(capacity=50_000, batch=128, n_step=3, samples_per_insert=32.0),
         optimizer=OptimizerConfig(learning_rate=1e-3, schedule="linear", clip_norm=10.0),
     )
@@ -99,6 +100,7 @@ def apex_dqn(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
             "preset": "apex-dqn",
             "actor.num_actors": 2,
             "algorithm.epsilon_ladder": True,
+            "algorithm.normalize_reward": False,
             "replay.prioritized": True,
             "replay.n_step": 3,
         },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from echelon.algorithm_config import AlgorithmConfig, NoiseCorrelation, RewardClip
+from echelon.algorithm_config import AlgorithmConfig, NoiseCorrelation, NormalizeReplayedReward, RewardClip
 from echelon.config import (
     ActorConfig,
     EnvConfig,
@@ -48,6 +48,7 @@ class SacConfig(AlgorithmConfig, frozen=True):
     random_steps: Annotated[int, doc("steps with random actions at the start", "steps", ge=0)] = 1_000
     noise_correlation: NoiseCorrelation = 0.0
     reward_clip: RewardClip = 0.0
+    normalize_reward: NormalizeReplayedReward = False
 
 
 @register(SacConfig)
@@ -58,7 +59,7 @@ def sac(env: str = "Pendulum-v1", family: str = "") -> TrainConfig:
         env=EnvConfig(id=env),
         actor=ActorConfig(num_actors=1, envs=1, trajectory=1),
         network=NetworkConfig(hidden=(256, 256), activation="relu", normalize_observation=True),
-        algorithm=SacConfig(),
+        algorithm=SacConfig(normalize_reward=True),
         replay=ReplayConfig(),
         optimizer=OptimizerConfig(learning_rate=3e-4, clip_norm=0.0),
     )
