@@ -204,7 +204,7 @@ def site(tmp_path: Path, shm_dir: Path) -> Iterator[Site]:
 
 def gone(agent: Running) -> None:
     """Nothing is left of an agent and its roles."""
-    wait_until(lambda: not processes_marked(agent.mark), f"no process is left of\n{agent.text()}")
+    wait_until(lambda: not processes_marked(agent.mark), lambda: f"no process is left of\n{agent.text()}")
     wait_until(lambda: not list(agent.shm_dir.iterdir()), "shared memory is empty")
 
 

@@ -29,11 +29,14 @@ DEADLINE_S = 90.0  # of events that take a second on an idle machine
 MAX_PAUSE_S = 0.05
 
 
-def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
-    """What `condition` returns once that is true; asked less and less often, since asking takes processor time."""
+def wait_until(condition: Callable[[], T], what: str | Callable[[], str], deadline_s: float = DEADLINE_S) -> T:
+    """What `condition` returns once that is true; asked less and less often, since asking takes processor time.
+
+    A function `what` is called when the time is over, so that it can show the output until then.
+    """
     deadline, pause_s = time.monotonic() + deadline_s, 0.002
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {deadline_s} s until {what}"
+        assert time.monotonic() < deadline, f"waited {deadline_s} s until {what if isinstance(what, str) else what()}"
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, MAX_PAUSE_S)
     return value
@@ -139,7 +142,7 @@ class Running:
             assert value or not is_over, f"the run ended before {what}:\n{self.text()}"
             return value
 
-        return wait_until(look, f"{what}; so far:\n{self.text()}", deadline_s)
+        return wait_until(look, lambda: f"{what}; so far:\n{self.text()}", deadline_s)
 
     def processes(self) -> dict[str, int]:
         """Name -> process number of what runs now."""
@@ -218,7 +221,7 @@ class Running:
 
     def assert_nothing_left(self) -> None:
         """No process, no shared memory, no list of processes."""
-        wait_until(lambda: not processes_marked(self.mark), f"no process is left of\n{self.text()}")
+        wait_until(lambda: not processes_marked(self.mark), lambda: f"no process is left of\n{self.text()}")
         wait_until(lambda: not list(self.shm_dir.iterdir()), "shared memory is empty")
         assert not (self.run_dir / "processes.json").exists()
 

@@ -66,7 +66,7 @@ class Head:
             self.exits += tuple(self.engine.exits())
             return bool(condition())
 
-        wait_until(look, "\n".join(agent.text() for agent in self.agents))
+        wait_until(look, lambda: "\n".join(agent.text() for agent in self.agents))
 
 
 @pytest.fixture
