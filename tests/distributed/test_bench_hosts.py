@@ -40,5 +40,5 @@ def test_a_run_on_two_hosts_is_measured(site: Site) -> None:
     assert report["efficiency"]["alone"] == report["env_steps_per_s"] / report["limit"]["alone"] > 0
     assert report["processor"] is None or "carrier" in report["processor"]["roles_us"]
     assert "2 hosts with" in table(report) and report["rest"] in table(report)
-    assert agent.code() == 0
+    assert agent.code() == 0, agent.text()
     gone(agent)

@@ -109,6 +109,15 @@ def test_an_agent_whose_role_failed_the_run_says_so(head: Head) -> None:
     assert late.code() == 0 and "left: no run was joined" in late.text()
 
 
+def test_an_agent_that_has_no_role_yet_leaves_when_the_run_ends(head: Head) -> None:
+    agent = head.agent()
+    head.gather(2).join(60.0)
+    (head.session / "carrier.address").unlink()  # as if the carrier were still starting
+    head.until(lambda: "as second; the run is starting" in agent.text())
+    head.engine.close(0.0)
+    assert agent.code() == 0 and "left: the run is over" in agent.text(), agent.text()
+
+
 def test_an_interrupted_agent_says_what_it_does(head: Head) -> None:
     agent, status = head.agent(), head.shm_dir / "second.status"
     head.until(status.exists)

@@ -28,7 +28,7 @@ from echelon.engines.process import CRASHES, Exit, ProcessSpec
 from echelon.errors import EchelonError, PeerLost, RunError
 from echelon.hosts.bulk import Bulk
 from echelon.hosts.cpus import own_cpus
-from echelon.hosts.joining import describe_wait, own_address, why_unfit
+from echelon.hosts.joining import describe_wait, own_address, why_lost, why_unfit
 from echelon.hosts.logs import LogTails, make_log_folder
 from echelon.hosts.messages import (
     COMMANDS,
@@ -111,7 +111,7 @@ class Agent:
         return Client(what, address, max_bytes, name=name, **options)
 
     def join(self) -> None:
-        """Joins the run and waits until it is ready; raises Refused if the run takes no more hosts.
+        """Joins the run and waits until it is ready, or over; raises Refused if the run takes no more hosts.
 
         Meanwhile the fork server of this host preloads modules.
         """
@@ -126,6 +126,9 @@ class Agent:
             assert self._joining.answer is not None
             assignment: Assignment = unpack(self._joining.answer, Assignment)
             self._status.report(joined=bool(assignment.name))
+            if assignment.over:  # a short run may end before this host has its first role
+                self.over = assignment.over
+                return
             if self._preloading is None:
                 self._preloading = LocalEngine(str(self._session), assignment.preload)
                 self._closing.callback(self._preloading.close, 0.0)
@@ -310,16 +313,7 @@ class Agent:
         self._status.report(joined=silent_s < SILENT_S)
         if silent_s > lease_s:
             self._engine.close(0.0)  # before anything else
-            why = (
-                f"the run at {self.address} has not replied for {silent_s:.0f} s: it was killed, the link is cut, or "
-                "its host is down. If it is resumed, run `echelon host --join` again"
-            )
-            if away_s > lease_s / 2:
-                why = (
-                    f"this agent was suspended for {away_s:.0f} s, and the run at {self.address} gives a host up that "
-                    f"is silent for {lease_s:g} s (--hosts.lease-s)"
-                )
-            raise PeerLost(f"{why}. {self.name} has ended its actors, which the run starts elsewhere.")
+            raise PeerLost(why_lost(self.name, self.address, lease_s, silent_s, away_s))
         if self._bulk is not None and not self._is_warned and (why := self._bulk.why_unreached(SILENT_S)):
             self._is_warned = True
             text = (

@@ -150,10 +150,10 @@ class HostsEngine(LocalEngine):
     def _on_join(self, message: Message) -> None:
         request: JoinRequest = unpack(message.frames, JoinRequest)
         require_fit(request)
-        if self._over:
-            raise Refused(self._over)
         if message.connection in self._hosts:
             self._sender_of(message)
+        elif self._over:
+            raise Refused(self._over)
         elif self._assignment is not None:
             if self._assignment.check and not request.is_checked:
                 check = Assignment(wait=True, preload=self._preload, check=self._assignment.check)
@@ -162,9 +162,9 @@ class HostsEngine(LocalEngine):
             self._admit(request, message.connection)
         host = self._hosts.get(message.connection)
         name = host.name if host else ""
-        answer = Assignment(wait=True, name=name, missing=self._missing, preload=self._preload)
+        answer = Assignment(wait=True, over=self._over, name=name, missing=self._missing, preload=self._preload)
         is_divided = self._places is not None and not self._changes and (not self._has_bulk or self._carrier.exists())
-        if host is not None and self._assignment is not None and is_divided:
+        if host is not None and self._assignment is not None and is_divided and not self._over:
             answer = msgspec.structs.replace(
                 self._assignment,
                 name=host.name,

@@ -1,4 +1,4 @@
-"""How hosts join: what the head tells the user about missing ones, whom it refuses, and what an agent checks before."""
+"""How hosts join and are lost: what the head says about missing ones, whom it refuses, what agents check and say."""
 
 from __future__ import annotations
 
@@ -76,6 +76,20 @@ def describe_wait(address: str, assignment: Assignment) -> str:
         return f"reached {address}; the run is being prepared"
     more = f"; waiting for {assignment.missing}" if assignment.missing else "; the run is starting"
     return f"joined {address} as {assignment.name}{more}"
+
+
+def why_lost(name: str, address: str, lease_s: float, silent_s: float, away_s: float) -> str:
+    """Returns why the host `name` leaves, which has received no reply for `silent_s` and did nothing for `away_s`."""
+    why = (
+        f"the run at {address} has not replied for {silent_s:.0f} s: it was killed, the link is cut, or its host is "
+        "down. If it is resumed, run `echelon host --join` again"
+    )
+    if away_s > lease_s / 2:
+        why = (
+            f"this agent was suspended for {away_s:.0f} s, and the run at {address} gives a host up that is silent for "
+            f"{lease_s:g} s (--hosts.lease-s)"
+        )
+    return f"{why}. {name} has ended its actors, which the run starts elsewhere."
 
 
 def own_address(head: str) -> str:

@@ -49,6 +49,7 @@ class Assignment(msgspec.Struct):
     """What a host needs to know before its first role starts; with `wait` only the first fields hold."""
 
     wait: bool = False  # the run is not ready: ask again
+    over: str = ""  # why the run has ended while the host waited: leave
     name: str = ""  # of the host in this run; empty until it has a place
     missing: str = ""  # what the start of the run waits for
     lease_s: float = 0.0
