@@ -124,7 +124,7 @@ class ScaleEngine(HostsEngine):
 
 def run_head(setting: Setting, folder: Path, memory: Path, pipe: Pipe) -> None:
     """Runs the coordinator of one simulated run: the body of a process."""
-    from echelon.roles.interrupts import Interrupts
+    from echelon.interrupts import Interrupts
     from echelon.roles.plan.parts import Plan
     from echelon.runs.console import Console
     from echelon.runs.metrics import MetricsWriter

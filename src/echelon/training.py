@@ -24,8 +24,8 @@ from echelon.roles.plan.start import check_stop, find_bottleneck, make_engine, t
 from echelon.transport.session import create_session
 
 if TYPE_CHECKING:
+    from echelon.interrupts import Interrupts
     from echelon.roles.context import Context
-    from echelon.roles.interrupts import Interrupts
     from echelon.roles.user_objects import UserObjects
     from echelon.runs.folder import RunFolder
     from echelon.world.node import Node
@@ -295,7 +295,7 @@ def _train_in(
     hosts: HostsConfig,
 ) -> RunResult:
     from echelon import config_io
-    from echelon.roles.interrupts import Interrupts
+    from echelon.interrupts import Interrupts
     from echelon.runs.console import final_summary
     from echelon.runs.folder import SUMMARY, RunFolder
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from echelon.roles.interrupts import ECHO_S
+from echelon.interrupts import ECHO_S
 from echelon.runs.checkpoint import load_checkpoint, newest_intact
 from running import Running, Runs, has_torch
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,21 @@ from echelon.transport.slot_wire import SlotBytes
 from running import Running, processes_marked, wait_until
 
 SLOT = SlotBytes(64)
+INTERRUPTED = """
+import signal, sys
+from echelon.hosts.agent import take_part
+
+class Frame:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+def report(text):
+    print(text, flush=True)
+    if "takes part" in text:
+        Frame()
+
+print(take_part(*sys.argv[1:], report))
+"""
 
 
 class Head:
@@ -130,6 +147,19 @@ def test_an_interrupted_agent_says_what_it_does(head: Head) -> None:
     assert "leaving: ending 1 actor (Ctrl-C again: leave immediately)" in agent.text()
     assert "left: the run goes on without this host" in agent.text()
     assert ("message", "host second left: it was stopped; this host takes actor 1") in head.engine.reports()
+
+
+def test_a_signal_that_comes_while_a_frame_is_released_is_not_lost(head: Head) -> None:
+    """pyzmq handles signals there, in a finalizer, where Python ignores what a handler raises."""
+    path = os.pathsep.join(map(os.path.abspath, sys.path))
+    words = [sys.executable, "-c", INTERRUPTED, head.engine.address, str(head.shm_dir)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}) as agent:
+        try:
+            head.gather(2).join(60.0)
+            head.until(lambda: agent.poll() is not None)
+        finally:
+            agent.kill()
+        assert agent.stdout is not None and "\nleaving\n" in agent.stdout.read() and agent.returncode == 0
 
 
 def test_an_agent_that_is_interrupted_twice_still_says_goodbye(head: Head) -> None:

@@ -13,7 +13,10 @@ ROOT = Path(echelon.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 MAX_LINES = 400
 
-GROUND = {"names", "families", "errors", "control_groups", "memory_check", "config", "config_io", "layout", "schema"}
+GROUND = {
+    *("names", "families", "errors", "control_groups", "memory_check", "interrupts", "config", "config_io", "layout"),
+    "schema",
+}
 LEARNING = {"objectives", "layers", "networks", "custom_network", "algorithms"}
 PLANES = {"transport", "engines", "world", "hosts"}
 
@@ -25,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "control_groups": set(),
     "memory_check": {"errors", "control_groups"},
     "status_file": {"errors", "disk"},
+    "interrupts": set(),
     "names": {"errors"},
     "families": set(),
     "fields": {"errors"},
@@ -67,6 +71,7 @@ ALLOWED: dict[str, set[str]] = {
         "disk",
         "memory_check",
         "status_file",
+        "interrupts",
         "transport",
         "engines",
         "world",

@@ -24,8 +24,8 @@ from echelon.bench.harness import Progress
 from echelon.bench.processes import Processes, session_in
 from echelon.bench.rpc import Raw, RpcSetting, check_port
 from echelon.errors import RunError
+from echelon.interrupts import Interrupts
 from echelon.layout import Leaf, place, size_of, views_of
-from echelon.roles.interrupts import Interrupts
 from echelon.transport.act_board import WORDS_PER_LINE, ActBoard, ActLayout, Seat
 from echelon.transport.futex import Word
 from echelon.transport.segments import create_segment, open_segment
@@ -230,8 +230,7 @@ class BenchCoordinator:
     def until(self, condition: Callable[[], bool]) -> None:
         """Waits for `condition`; raises the error of a process that ended early."""
         while not condition():
-            if self.interrupts.came:
-                raise KeyboardInterrupt
+            self.interrupts.check()
             select.select(self.processes.engine.descriptors, [], [], LOOK_INTERVAL_S)
             self.processes.check()
             self.progress(int(self.results.num_answered.sum()), self.setting.num_requests)

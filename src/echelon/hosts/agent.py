@@ -54,6 +54,7 @@ from echelon.hosts.messages import (
     request_frames,
     unpack,
 )
+from echelon.interrupts import Interrupts
 from echelon.memory_check import check_fits, check_processes, free_memory
 from echelon.status_file import StatusFile
 from echelon.transport.channel import HEADER
@@ -93,6 +94,7 @@ class Agent:
         self._preloading: LocalEngine | None = None  # the engine, from the first reply of the head on
         self._closing = contextlib.ExitStack()  # closes in the reverse order of creation
         try:
+            self._interrupts = self._closing.enter_context(Interrupts())
             self._status = StatusFile(status_file)
             self._closing.callback(self._status.remove)
             self._control = self._connect("the run", address, MAX_BYTES, queued=8)
@@ -118,8 +120,8 @@ class Agent:
         request, state = JoinRequest(__version__, self.name, num_cores(), own_cpus()), ""
         while True:
             self._joining = self._control.ask(JOIN, functools.partial(request_frames, request))
-            while not self._control.wait(self._joining, 1.0):
-                self._status.report(joined=False)
+            while not self._control.wait(self._joining, LOOK_S):
+                self._tick()
                 if self._control.silent_s > 1.0 and state != "silent":
                     state = "silent"
                     self.report(f"waiting for the run at {self.address}: {self._control.why_silent()}")
@@ -135,7 +137,7 @@ class Agent:
             if assignment.check and not request.is_checked:
                 self.report(f"checking whether this host can run the actors of {self.address}")
                 check = ProcessSpec(**{**assignment.check, "log": str(self._tails.path("check"))})
-                request.failure = why_unfit(self._preloading, check, lambda: self._status.report(joined=False))
+                request.failure = why_unfit(self._preloading, check, self._tick)
                 request.is_checked = not request.failure
                 continue
             if not assignment.wait:
@@ -144,6 +146,11 @@ class Agent:
             if state != (state := describe_wait(self.address, assignment)):
                 self.report(state)
             time.sleep(ASK_AGAIN_S)
+            self._interrupts.check()
+
+    def _tick(self) -> None:
+        self._status.report(joined=False)
+        self._interrupts.check()
 
     def _make(self, assignment: Assignment, engine: LocalEngine) -> None:
         session, num = self._session, assignment.num_actors
@@ -176,6 +183,7 @@ class Agent:
         """Works until the run is over or this host must leave it; returns the reason."""
         looked_at = time.monotonic()
         while not self.over:
+            self._interrupts.check()
             is_control = self._sleep()
             if self._bulk is not None:
                 self._bulk.work()
@@ -379,8 +387,6 @@ class Agent:
 
 def take_part(address: str, shm_dir: str, report: Reporter, name: str = "", status_file: str = "") -> str:
     """Joins the run at `address` and works for it until it is over or a signal comes; returns why it left."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
     agent = Agent(address, shm_dir, report, name, status_file)
     try:
         agent.join()

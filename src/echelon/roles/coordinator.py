@@ -15,8 +15,8 @@ from typing import Any
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.errors import EchelonError
+from echelon.interrupts import Interrupts
 from echelon.roles.context import Context
-from echelon.roles.interrupts import Interrupts
 from echelon.roles.plan.start import RoleSpec, num_evaluations, ranks_of, restored_text, roles_of, roles_of_host
 from echelon.roles.supervisor import Supervisor
 from echelon.runs.console import Console, Status

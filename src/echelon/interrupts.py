@@ -1,4 +1,4 @@
-"""Signal handling of a run: the first Ctrl-C, SIGTERM or SIGHUP stops it gracefully, the second one immediately."""
+"""Signals to a long-running command: the first Ctrl-C, SIGTERM or SIGHUP stops it gracefully, a second immediately."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ class Interrupts:
     def came(self) -> bool:
         return self._first is not None
 
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if a signal has come."""
+        if self.came:
+            raise KeyboardInterrupt
+
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in self._numbers:
@@ -39,7 +44,8 @@ class Interrupts:
     def _note(self, number: int, frame: object) -> None:
         """Records the first signal, and raises KeyboardInterrupt on a later one.
 
-        The first one only sets a flag because it can arrive at any point of the program.
+        The first one only sets a flag because it can arrive at any point of the program: between two frames of a
+        message, or in a finalizer, where Python ignores exceptions. pyzmq handles signals whenever a frame is released.
         """
         del number, frame
         now = time.monotonic()
