@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from echelon.roles.supervisor import LEAVE_S
 from hosts import NEAR, SECRET, Site, gone, made_hosts
 from running import Running, train_shortly
 
@@ -63,8 +66,15 @@ def test_a_host_with_a_learner_that_is_stopped_costs_no_update(site: Site) -> No
     head = site.head("impala", **LEARNERS, **{"run.checkpoint-interval-s": 600.0})
     agent = site.agent(head)
     learns(head)
-    assert not list((head.run_dir / "checkpoints").glob("step_*"))
+    checkpoints, learner = head.run_dir / "checkpoints", head.pid("learner-0")
+    assert not list(checkpoints.glob("step_*"))
+    disk = os.open(checkpoints, os.O_RDONLY)
+    fcntl.flock(disk, fcntl.LOCK_EX)  # a slow disk: whoever writes a checkpoint waits
     agent.process.send_signal(signal.SIGTERM)
+    head.until(lambda: "host second left" in head.text(), "the host has left")
+    time.sleep(2 * LEAVE_S)
+    assert head.pid("learner-0") == learner, head.text()
+    os.close(disk)
     head.until(lambda: "the learners resume from step_" in head.text(), "the learners start from a checkpoint")
     learns(head)
     head.stop()

@@ -240,6 +240,17 @@ def test_of_learners_that_stand_still_the_one_is_blamed_that_the_others_wait_for
     assert len(learners.told) == len(killed), "and nothing is reported about them"
 
 
+def test_a_learner_may_save_for_as_long_as_it_makes_progress(learners: Any) -> None:
+    gauge, phases = Gauge(learners.folder, "learner-0"), dict.fromkeys(PHASES, 0.0)
+    learners.supervisor.replace(Exit("learner-1", 7, -1, signal.SIGKILL))
+    for progress in range(6, 30):
+        gauge.show(progress, phases)
+        watch(learners, module.LEAVE_S / 2)
+    assert "learner-0" not in learners.engine.killed
+    watch(learners, module.LEAVE_S + 0.1)
+    assert "learner-0" in learners.engine.killed
+
+
 def test_failures_of_learners_count_together(learners: Any) -> None:
     """The third failure ends the run, whichever learner it is."""
     failure = Failure("ValueError", "x", 'File "net.py", line 7, in forward', expected=False)

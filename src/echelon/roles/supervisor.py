@@ -32,7 +32,7 @@ PROCESSES = "processes.json"
 COMPILE_S = 120.0  # hang timeout of a learner that compiles, at least
 AWAY_S = 1.0  # the part of a gap between two calls of `look` beyond this is taken for a suspension and ignored
 STACK_TIMEOUT_S = 2.0  # a hung role prints its stack within this time, unless it is suspended or stuck in the kernel
-LEAVE_S = 2.0  # how long the other learners may take to save a checkpoint and exit, after one of them has exited
+LEAVE_S = 2.0  # how long the other learners may go without progress, after one of them has exited
 LOG_TAIL_BYTES = 6_000
 EXCHANGE = "roles/learners.py"  # appears in the stack of a learner that waits for the others
 FATAL = {"ConfigError": ConfigError, "EnvError": EnvError, "DivergedError": DivergedError}
@@ -71,9 +71,10 @@ class Supervisor:
     """Keeps every role of a run alive.
 
     Several learners are restarted together: they wait for each other in the middle of a batch, so when one exits the
-    others cannot finish theirs. They exit, the first one after it has saved a checkpoint, and are killed unless they do
-    within LEAVE_S; when all have exited, all are started again. Progress of one learner counts for all, because a
-    learner that waits for another makes none. Failures are also counted together.
+    others cannot finish theirs. They exit, the first one after it has saved a checkpoint, however slow the disk is; a
+    learner that makes no progress for LEAVE_S is killed. When all have exited, all are started again. For the hang
+    timeout, progress of one learner counts for all, because a learner that waits for another makes none. Failures are
+    also counted together.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Supervisor:
         self._due: list[tuple[float, str]] = []  # delayed restarts: time and role
         self._reported = ""  # the last reported `ended_with`: a cause shared by several roles is reported once
         self._num_out_of_memory = num_out_of_memory()
-        self._exit_deadline = math.inf  # deadline for the remaining learners to exit before they are killed
+        self._exit_deadline = math.inf  # from then on, remaining learners that make no progress are killed
         self._looked_at = time.monotonic()
         self._recorded: dict[str, Any] = {}
 
@@ -216,8 +217,8 @@ class Supervisor:
         for names in [*([name] for name in self.members if name not in self.together), self.together]:
             living = [name for name in names if self.engine.pid(name) is not None and not self.members[name].doomed]
             if living and names is self.together and self._exit_deadline < math.inf:  # they are already exiting
-                if time.monotonic() > self._exit_deadline:
-                    self._kill(living)
+                if now > self._exit_deadline:
+                    self._kill([name for name in living if now - self.members[name].progressed_at > LEAVE_S])
             elif living and (silent_s := self._silent_s(names, now)):
                 hung.append((living, silent_s))
         stacks = self._stacks([name for names, _ in hung for name in names]) if hung else {}
