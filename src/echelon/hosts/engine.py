@@ -65,7 +65,7 @@ AWAY_S = 1.0  # a longer gap between two looks at leases means that this process
 BURST = 256
 LOOK_S = 0.05
 STALE_S = 2.0  # gauges of a host that was silent for longer are stale
-GOODBYE_S = 2.0  # how long agents may take to learn that the run is over
+GOODBYE_S = 5.0  # how long agents may take to learn that the run is over; on busy cores one may not run for 2 s
 CARRIER = "carrier"
 
 
