@@ -20,11 +20,12 @@ import toy_envs as toy
 from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError
 from echelon.presets import REPLAY_PRESETS, preset
-from echelon.replay.restore import DamagedSnapshot
+from echelon.replay.restore import DamagedSnapshot, read_header
 from echelon.roles.learner import Learner
 from echelon.roles.plan.parts import Plan
 from echelon.roles.plan.replay import limiter_rule
 from echelon.roles.replay_source import ReplaySource
+from echelon.runs.checkpoint import load_checkpoint
 from stage import Stage
 
 TOYS = Path(__file__).resolve().parents[1] / "learning" / "test_toys.py"
@@ -86,6 +87,22 @@ def test_a_restored_learner_draws_the_same_batches_and_learns_the_same(
     np.testing.assert_array_equal(one.keys.shard, same.keys.shard)
     np.testing.assert_array_equal(one.keys.number, same.keys.number)
     np.testing.assert_array_equal(one.weights, same.weights)
+
+
+def test_a_checkpoint_counts_the_steps_of_all_transitions_in_its_snapshot(tmp_path: Path, stages: list[Stage]) -> None:
+    fields: dict[str, Any] = {"engine": "inline", **SMALL, "acting.mode": "local", "stop.steps": 10**6}
+    stages.append(stage := Stage(tmp_path, replace(preset("mario", "CartPole-v1"), **fields)))
+    learner, actors = stage.learner(), [stage.actor(0), stage.actor(1)]
+    for role in (*actors, learner, *actors, *actors):  # actors go on after the learner has counted their steps
+        for _ in range(5):
+            role.step(0.0)
+    learner.record.checkpoint()
+    (checkpoint,) = (stage.context.run_dir / "checkpoints").glob("step_*")
+    (snapshot,) = (stage.context.run_dir / "replay").glob("step_*")
+    steps = load_checkpoint(checkpoint)["counters"]["env_steps"]
+    inserted = sum(read_header(snapshot)["limiter"]["inserted"])
+    assert checkpoint.name == snapshot.name == f"step_{steps:012d}"
+    assert 0 <= steps - inserted <= 2 * 2, "the newest transition of each environment is stored with its next step"
 
 
 def chain(folder: Path, shm_dir: Path) -> TrainConfig:

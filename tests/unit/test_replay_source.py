@@ -55,6 +55,7 @@ def test_drawing_waits_for_min_size_and_then_keeps_to_the_ratio(tmp_path: Path) 
             drawn += BATCH
     inserted = scene.limiter.inserted - MIN_SIZE
     assert inserted == 400 and abs(drawn - 4.0 * inserted) <= scene.limiter.rule.room
+    scene.source.refresh()
     figures = scene.source.figures()
     assert figures["sampled"] == drawn and figures["inserted"] == 420 and figures["size"] == 420
     assert figures["samples_per_insert"] == drawn / inserted == pytest.approx(4.0, rel=0.05)

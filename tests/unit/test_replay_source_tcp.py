@@ -113,6 +113,12 @@ class Scene:
         return drawn
 
 
+def size_of(source: ReplaySource) -> int:
+    """Returns how many transitions the source has, after it has read what arrived."""
+    source.refresh()
+    return int(source.figures()["size"])
+
+
 @pytest.fixture
 def make_scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
     scenes: list[Scene] = []
@@ -136,7 +142,7 @@ def test_batches_are_whole_and_so_many_are_under_way(make_scene: Callable[..., S
         batch = scene.take()
         assert len(scene.source.drafts) == prefetch
         scene.source.acknowledge(batch.keys, torch.rand(BATCH) + 0.1)
-    wait_until(lambda: scene.source.figures()["size"] == 150, "all is taken in")
+    wait_until(lambda: size_of(scene.source) == 150, "all is taken in")
 
 
 def test_actors_and_learner_keep_to_the_ratio_through_the_wire(make_scene: Callable[..., Scene]) -> None:
@@ -195,11 +201,11 @@ def test_without_any_host_it_waits_until_one_is_back(
 
     wait_until(is_lost, "the shards are lost")
     assert "replay shard 0 at tcp://127.0.0.1:" in told[0] and "is lost with 100 items" in told[0]
-    assert scene.source.take(1) is None and scene.source.figures()["size"] == 0
+    assert scene.source.take(1) is None and size_of(scene.source) == 0
     link.lost_after_s = LONG_S
     scene.open()
     scene.take()
-    wait_until(lambda: scene.source.figures()["size"] == 120, "all is back")
+    wait_until(lambda: size_of(scene.source) == 120, "all is back")
     assert [text.partition(" is ")[2] for text in scene.source.news()] == [
         "back with 100 items.",
         "back with 20 items.",

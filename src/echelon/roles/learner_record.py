@@ -59,6 +59,9 @@ class LearnerRecord:
         return (self.learner.counters.episodes - 1) // self.log_interval
 
     def report(self, now: float) -> None:
+        content = self.learner.source.content
+        if content is not None and self.learner.is_first:
+            content.refresh()
         self.next_report = now + min(max(0.02 * (now - self.born), MIN_REPORT_S), MAX_REPORT_S)
         if self.log_interval:
             self.num_logged = self._line
@@ -126,6 +129,8 @@ class LearnerRecord:
         """Starts to write a checkpoint, which is atomic. A full disk is reported but does not end the training."""
         self._end_write()
         content = self.learner.source.content
+        if content is not None:
+            content.refresh()
         path = self.writer.save(self.tree(), step=self.learner.counters.env_steps)
         if wait or self.context.shares_process:  # a run in one process must not depend on the speed of the disk
             self._end_write()
@@ -151,9 +156,11 @@ class LearnerRecord:
     def finish(self) -> None:
         """Writes the final checkpoint and the weights, and reports the summary."""
         now, learner, counters = time.perf_counter(), self.learner, self.learner.counters
-        row, content = self.row(), self.learner.source.content
+        content = self.learner.source.content
         if content is not None:
             content.finish(learner.tick)  # finish the earlier snapshot, so that the final one is not skipped
+            content.refresh()
+        row = self.row()
         self._end_write()
         tree, fallback = self.tree(), self.context.fallback
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in learner.trainable.weights().items()}

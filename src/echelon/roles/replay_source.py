@@ -240,12 +240,15 @@ class ReplaySource(Source):
         counters.lag_max = max(counters.lag_max, lag_max)
         self.fresh_lag.append((lag_sum / len(lag), lag_max))
 
+    def refresh(self) -> None:
+        self.replay.advance()
+        self._count_actors()
+
     def figures(self) -> dict[str, Any]:
         """Returns the number of transitions present, inserted and sampled, and the samples per insert.
 
         Samples that were due for evicted transitions count as `written_off`, not as `sampled`.
         """
-        self.replay.advance()
         inserted, sampled = self.limiter.inserted, self.limiter.sampled
         counted = inserted - self.config.min_size
         ratio = sampled / counted if counted > 0 else 0.0
@@ -286,7 +289,6 @@ class ReplaySource(Source):
         if self.archive is None:
             return
         self._update_priorities()
-        self.replay.advance()
         self.archive.begin(name, self.everything, self.limiter)
         if self.waits_for_disk:
             self.finish(lambda: None)

@@ -78,8 +78,14 @@ class Offer(NamedTuple):
 class Content(Protocol):
     """State that a source keeps between batches and across restarts of the learner."""
 
+    def refresh(self) -> None:
+        """Reads the items that actors have added since the last call, and then the steps that they have counted.
+
+        Actors count a step before they add its item. So the counters include the steps of all items that were read.
+        """
+
     def figures(self) -> dict[str, Any]:
-        """Returns figures for the metrics."""
+        """Returns figures for the metrics, as of the last `refresh`."""
 
     def news(self) -> list[str]:
         """Returns the messages for the user since the last call."""
@@ -93,7 +99,7 @@ class Content(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def save(self, name: str) -> None:
-        """Starts to write the whole content for the checkpoint `name`, if that is configured."""
+        """Starts to write the content as of the last `refresh` for the checkpoint `name`, if that is configured."""
 
     def finish(self, tick: Callable[[], None]) -> None:
         """Waits until the content that `save` started to write is written; calls `tick` in the meantime."""
