@@ -11,7 +11,7 @@ import pytest
 
 from echelon.bench import async_bound
 from echelon.bench.async_bound import Bound, Cost, measure_learning, measure_rollout
-from echelon.bench.async_runs import Iterations, num_iterations, window
+from echelon.bench.async_runs import Iterations, num_iterations, window, work_of
 from echelon.bench.async_setting import AsyncSetting
 from echelon.bench.async_training import table
 from echelon.bench.plot import draw_report
@@ -127,6 +127,12 @@ def test_a_run_is_long_enough_to_be_measured(num_actors: int) -> None:
         assert least <= found.count < least + num_actors
 
 
+def test_work_is_that_of_whole_rollouts_and_iterations() -> None:
+    """Actors that have done 5 rollouts and a part of two more, and a learner that has learned from 4 of the 5."""
+    work = {"actor-0": [9.0, 12.0, 15.0], "actor-1": [8.0, 11.0], "learner": [2.0, 2.5, 3.0, 3.5], "evaluator": [7.0]}
+    assert work_of(work) == 3.0 + 0.5
+
+
 def test_a_window_cuts_what_it_shows() -> None:
     assert window([(0.0, 2.0), (3.0, 4.0), (5.0, 9.0), (9.0, 9.5)], 1.0, 6.0) == [(1.0, 2.0), (3.0, 4.0), (5.0, 6.0)]
 
@@ -159,6 +165,7 @@ def test_the_command_measures_reports_and_draws(
         assert found["eps"] == pytest.approx(4 / found["interval_s"]["median"])
         assert found["share_of_bound"] == pytest.approx(found["bound_s"] / found["interval_s"]["median"])
         assert all(run["iterations"] >= 4 and 0 < run["learner_busy"] <= 1 for run in found["runs"])
+        assert all(run["work_s"] > 0 for run in found["runs"])
     assert row["ratio"] == pytest.approx(row["sync"]["interval_s"]["median"] / row["async"]["interval_s"]["median"])
     assert row["sync"]["runs"][0]["lag_mean"] == 0 < row["async"]["runs"][0]["lag_mean"]
     assert row["sync"]["bound_s"] == pytest.approx(row["sync"]["rollout"]["wall_s"] + row["learn"]["wall_s"])

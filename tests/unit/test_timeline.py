@@ -10,7 +10,7 @@ import pytest
 
 from echelon.config import TrainConfig, replace
 from echelon.presets import preset
-from echelon.runs.timeline import Timeline, read_timelines
+from echelon.runs.timeline import Timeline, read_timelines, read_work
 from echelon.training import train
 
 
@@ -33,6 +33,10 @@ def test_a_run_records_each_trajectory_and_each_batch(tmp_path: Path) -> None:
     for spans in found.values():
         assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans)), "they follow each other"
     assert batches[-1][1] <= result.summary["wall_s"]
+    work = read_work(result.run_dir)
+    assert {name: len(times) for name, times in work.items()} == {name: len(spans) for name, spans in found.items()}
+    for times, spans in zip(work.values(), found.values(), strict=True):
+        assert times == sorted(times) and 0.0 < times[-1] - times[0] < spans[-1][1] + 1.0
 
 
 def test_nothing_is_recorded_unasked(tmp_path: Path) -> None:

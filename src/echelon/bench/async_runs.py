@@ -13,7 +13,7 @@ from echelon.bench.async_setting import MIN_ITERATIONS
 from echelon.bench.watch import Usage, usage, watched_training
 from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError
-from echelon.runs.timeline import Span, read_timelines
+from echelon.runs.timeline import Span, read_timelines, read_work
 
 Progress = Callable[[int, int | None], None]  # (iterations, total)
 LEARNER = "learner"
@@ -31,16 +31,13 @@ class Score:
 class Used:
     """The use of the cores by a training, after its warm-up."""
 
-    work_s: float  # processor time of the actors and the learner per iteration; other programs hardly change it
     others_cores: float  # cores that other programs used, on average
     idle_cores: float
 
     @classmethod
-    def of(cls, usage: Usage, num_cores: int, steps: float) -> Used:
-        """`steps` is the number of environment steps per iteration."""
+    def of(cls, usage: Usage, num_cores: int) -> Used:
         per_us = num_cores / usage.total_us
-        work_us = sum(usage.roles_us.get(kind, 0.0) for kind in ("actor", "learner"))
-        return cls(1e-6 * steps * work_us, per_us * usage.others_us, per_us * usage.idle_us)
+        return cls(per_us * usage.others_us, per_us * usage.idle_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +97,7 @@ class Ran:
     """A training that is over."""
 
     iterations: Iterations
+    work_s: float  # processor time of a rollout and of an iteration of the learner; other programs hardly change it
     lag_mean: float
     used: Used | None  # None if the run was too short to tell
     rollout: Cost  # with the final policy
@@ -113,11 +111,26 @@ class Ran:
             "iterations": measured.count,
             "learner_busy": measured.learner_busy,
             "actors_busy": measured.actors_busy,
+            "work_s": self.work_s,
             "lag_mean": self.lag_mean,
             "used": self.used and asdict(self.used),
             "final_rollout": asdict(self.rollout),
             "score": self.score and {"seconds": self.score.seconds, "env_steps": self.score.env_steps},
         }
+
+
+def work_of(work: Mapping[str, Sequence[float]]) -> float:
+    """Returns the processor time of a mean rollout and of a mean iteration of the learner.
+
+    `work` is that of each role at the end of each of its rollouts or iterations. It counts from the end of the first
+    one, before which the role starts. So it is the time of a known number of them, wherever in them the run ends.
+    """
+    learner = [work[LEARNER]]
+    actors = [times for name, times in work.items() if name.startswith("actor")]
+    return sum(
+        sum(times[-1] - times[0] for times in roles) / sum(len(times) - 1 for times in roles)
+        for roles in (actors, learner)
+    )
 
 
 def num_warm_up(num_actors: int) -> int:
@@ -145,15 +158,16 @@ def run_training(config: TrainConfig, count: int | None, num_cores: int, progres
         result = watched.result
         if result.status == "stopped":
             raise KeyboardInterrupt
-        timelines = read_timelines(result.run_dir)
+        timelines, work = read_timelines(result.run_dir), read_work(result.run_dir)
         rollout = measure_rollout(config, result.run_dir)
     used, summary = usage(watched.samples, num_cores, whole_machine=True), result.summary
     begin_s = min((spans[0][0] for spans in timelines.values()), default=0.0)
     score = Score(timelines[LEARNER][-1][1] - begin_s, summary["env_steps"])
     return Ran(
         iterations=Iterations.of(timelines, config.actor.num_actors),
+        work_s=work_of(work),
         lag_mean=float(summary["lag_mean"]),
-        used=Used.of(used, num_cores, summary["env_steps"] / summary["updates"]) if used else None,
+        used=Used.of(used, num_cores) if used else None,
         rollout=rollout,
         score=score if result.status == "solved" else None,
     )

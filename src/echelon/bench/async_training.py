@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
@@ -240,7 +240,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     pairs = [f"({one['interval_s']['median']:.3g}, {one['eps']:.3g})" for one in both]
     used = [[run["used"] for run in one["runs"] if run["used"] is not None] for one in both]
     bounds = [f"{one['bound_s']:.3g}" for one in both]
-    works = [_share(one["work_s"], [run["work_s"] for run in runs]) for one, runs in zip(both, used, strict=True)]
+    works = [one["work_s"] / statistics.median(run["work_s"] for run in one["runs"]) for one in both]
     return [
         str(row["envs"]),
         *(pairs if len(pairs) == 2 else [*pairs, ""]),
@@ -248,13 +248,9 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         f"({', '.join(bounds)})",
         _number(row["bound_ratio"]),
         ", ".join(f"{one['share_of_bound']:.0%}" for one in both),
-        ", ".join(works),
+        ", ".join(f"{share:.0%}" for share in works),
         ", ".join(f"{max(run['others_cores'] for run in runs):.2f}" if runs else "?" for runs in used),
     ]
-
-
-def _share(part: float, wholes: Sequence[float]) -> str:
-    return f"{part / statistics.median(wholes):.0%}" if wholes else "?"
 
 
 def _number(value: float | None) -> str:
