@@ -38,6 +38,7 @@ class RunResult:
     status: str  # solved, finished, stopped
     run_dir: Path
     summary: dict[str, Any]
+    was_interrupted: bool = False  # by a signal; also if it came too late to change the status
 
     @property
     def return_mean(self) -> float | None:
@@ -313,7 +314,7 @@ def _train_in(
     final_summary(figures, output)
     if error := figures.get("disk_error") or fallback.sentence("its summary"):
         raise RunError(error)
-    return RunResult(figures["status"], folder.path, figures)
+    return RunResult(figures["status"], folder.path, figures, interrupts.came)
 
 
 def _coordinate(

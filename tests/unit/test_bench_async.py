@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,22 @@ def test_the_command_measures_reports_and_draws(
     assert "of the bound" in (tmp_path / "report.html").read_text()
     assert not list(shm_dir.iterdir())
     _check_that_damage_is_told(path, report)
+
+
+@pytest.mark.parametrize("place", ["echelon.training._curve", "echelon.bench.async_training.measure_rollout"])
+def test_a_signal_ends_the_command_even_when_a_training_is_almost_over_or_none_runs(
+    place: str, shm_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    signals = []
+
+    def signalled(*arguments: object) -> None:
+        signals.append(arguments)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(place, signalled)
+    options = ["--envs-per-actor", "4", "--sync-envs", "0", "--shm-dir", str(shm_dir)]
+    assert main(["bench", "async", "CartPole-v1", *TINY, *options]) == 130
+    assert len(signals) == 1 and "interrupted" in capsys.readouterr().err and not list(shm_dir.iterdir())
 
 
 def _check_that_damage_is_told(path: Path, report: dict[str, Any]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -169,18 +171,31 @@ def run_async(arguments: Sequence[str]) -> int:
 
     from echelon.bench.async_training import bench_async, table
 
-    report = bench_async(
-        config,
-        setting,
-        lambda label: progress_bar(label, "iterations"),
-        lambda report: None if path is None else write_report(path, report),
-    )
+    with _raised_signals():
+        report = bench_async(
+            config,
+            setting,
+            lambda label: progress_bar(label, "iterations"),
+            lambda report: None if path is None else write_report(path, report),
+        )
     print(table(report))
     if path is not None:
         from echelon.bench.plot import draw_report
 
         print(f"the report is in {path}, its pictures in {', '.join(map(str, draw_report(path)))}", file=sys.stderr)
     return 0
+
+
+@contextlib.contextmanager
+def _raised_signals() -> Iterator[None]:
+    """Raises KeyboardInterrupt on SIGTERM and SIGHUP, too, so that files and shared memory are removed."""
+    numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]  # nohup
+    previous = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
