@@ -178,6 +178,10 @@ def test_the_command_measures_reports_and_draws(
     assert "of the bound" in (tmp_path / "report.html").read_text()
     assert not list(shm_dir.iterdir())
     _check_that_damage_is_told(path, report)
+    for others, is_told in ((0.05, False), (0.5, True)):
+        row["sync"]["runs"][0]["used"], row["async"]["runs"][0]["used"] = None, {"others_cores": others}
+        assert f"?, {others:.2f}" in table(report)
+        assert ("warning: other programs took cores from K=4" in table(report)) == is_told
 
 
 @pytest.mark.parametrize("place", ["echelon.training._curve", "echelon.bench.async_training.measure_rollout"])

@@ -12,7 +12,7 @@ SECONDS, SCORE_SECONDS = 20.0, 600.0
 MIN_ITERATIONS = 4  # that are measured
 DEFAULTS: Mapping[str, str] = {  # the published study of asynchronous PPO on Humanoid
     "actor.trajectory": "512",
-    "actor.slots": "1",  # an actor waits until the learner has taken its trajectory, so that the lag stays small
+    "actor.slots": "2",  # an actor fills one while the other waits for the learner: the lag stays small
     "network.hidden": "32,32,32",
     "network.activation": "tanh",
     "algorithm.epochs": "20",

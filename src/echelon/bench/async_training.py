@@ -35,6 +35,7 @@ from echelon.roles.plan.start import num_cores_of
 from echelon.runs.timeline import Span
 
 SHOWN_INTERVALS = 3  # of synchronous training that a timeline shows
+MAX_OTHERS = 0.1  # cores that other programs may use during a run
 LEARNING_SHARE = 3.0  # learning over rollouts in a run that learning bounds, where both share the cores
 Show = Callable[[str], AbstractContextManager[Progress]]  # makes the progress of a run, by its label
 Save = Callable[[dict[str, Any]], None]
@@ -230,15 +231,34 @@ def table(report: Mapping[str, Any]) -> str:
         f"bound: rollout and learning measured alone, on {report['num_cores']} cores of {hardware['processor']}"
         f"{', ' + hardware['gpu'] if hardware['gpu'] else ''}; `of it`: the share that was reached, sync and async.",
         "work: their processor time, as a share of that of the actors and the learner, sync and async.",
-        "others: cores that other programs used during the runs, sync and async; above 0.1, measure again.",
+        "others: cores that other programs used during the runs, sync and async.",
     ]
-    return "\n".join(["", f"PPO on {report['env']}: {sizes}", "", *lines, "", *notes, *_scores(report)])
+    parts = ["", f"PPO on {report['env']}: {sizes}", "", *lines, "", *notes, *_disturbed(report), *_scores(report)]
+    return "\n".join(parts)
+
+
+def _disturbed(report: Mapping[str, Any]) -> list[str]:
+    """Returns a warning if other programs used the cores: sync leaves some of them idle, async does not."""
+    rows = [row for row in report["rows"] if any(others > MAX_OTHERS for others in _others(row) if others is not None)]
+    if not rows:
+        return []
+    names = ", ".join(f"K={row['envs']}" for row in rows)
+    return ["", f"warning: other programs took cores from {names}, from async more than from sync. Measure again."]
+
+
+def _others(row: Mapping[str, Any]) -> list[float | None]:
+    """Returns the cores that other programs used during the runs, sync and async; None if they were too short."""
+    found = []
+    for kind in (SYNC, ASYNC):
+        used = [run["used"] for run in row.get(kind, {}).get("runs", ()) if run["used"] is not None]
+        if kind in row:
+            found.append(max((one["others_cores"] for one in used), default=None))
+    return found
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     both = [row[kind] for kind in (SYNC, ASYNC) if kind in row]
     pairs = [f"({one['interval_s']['median']:.3g}, {one['eps']:.3g})" for one in both]
-    used = [[run["used"] for run in one["runs"] if run["used"] is not None] for one in both]
     bounds = [f"{one['bound_s']:.3g}" for one in both]
     works = [one["work_s"] / statistics.median(run["work_s"] for run in one["runs"]) for one in both]
     return [
@@ -249,7 +269,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         _number(row["bound_ratio"]),
         ", ".join(f"{one['share_of_bound']:.0%}" for one in both),
         ", ".join(f"{share:.0%}" for share in works),
-        ", ".join(f"{max(run['others_cores'] for run in runs):.2f}" if runs else "?" for runs in used),
+        ", ".join("?" if others is None else f"{others:.2f}" for others in _others(row)),
     ]
 
 

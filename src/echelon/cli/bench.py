@@ -43,7 +43,7 @@ number K of environments per actor. Report the mean time T between two iteration
 bound of this machine, which follows from a rollout and an iteration of the learner, measured alone.
 
 Unless set by options: trajectories of 512 steps (--actor.trajectory), 20 passes (--algorithm.epochs), three layers of
-32 (--network.hidden), a learning rate of 3e-4, an entropy weight of 0.01, one slot per actor (--actor.slots).
+32 (--network.hidden), a learning rate of 3e-4, an entropy weight of 0.01, two slots per actor (--actor.slots).
 """
 
 
