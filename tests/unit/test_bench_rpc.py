@@ -228,7 +228,8 @@ class TestReport:
         assert head[-1] == "x_axis_name : world_size"
         lines = benchmark.newest(Runs(sweep, [sample()])).splitlines()
         assert lines[:3] == ["---------", "Benchmark", "world_size : 10"]
-        assert lines[3].startswith("agent latency -- {50: 0.003, 75: ") and lines[3].endswith("}")
+        assert lines[3].startswith("agent latency -- p50 3.000, p75 ")
         for metric, line, blank in zip(METRICS, lines[3::2], lines[4::2], strict=False):
-            assert line.startswith(f"{metric} -- {{50: ") and blank == ""
+            assert line.startswith(f"{metric} -- p50 ") and blank == ""
+            assert line.endswith(" ms" if "latency" in metric else " requests/s")
         assert lines[11] == "total -- 40 requests/s, 1.75 per batch"

@@ -102,9 +102,9 @@ def table(report: dict[str, Any]) -> str:
     where = f"{hardware['cores']} cores{', ' + hardware['gpu'] if hardware['gpu'] else ''}"
     head = f"{report['network']} on {report['device']}, {report['precision']}, {report['feeders']} feeders; {where}"
     rates: list[tuple[str, ...]] = [("batch", "actions/s", "p50 ms", "p95 ms", "mean batch", "alone/s", "overlapped/s")]
-    shares: list[tuple[str, ...]] = [
-        ("batch", "to GPU", "forward", "from GPU", "wait", "compute", "settle", "laying", "waiting", "GB/s laid")
-    ]
+    is_gpu = any(result["gpu_ms"] for result in report["results"])
+    rounds = ("to GPU", "forward", "from GPU") if is_gpu else ()
+    shares: list[tuple[str, ...]] = [("batch", *rounds, "wait", "compute", "settle", "laying", "waiting", "GB/s laid")]
     for result in report["results"]:
         latency, alone, gpu = result["latency_ms"], result["alone"], result["gpu_ms"]
         server, feeders = result["server"], result["feeders"]
@@ -120,8 +120,9 @@ def table(report: dict[str, Any]) -> str:
                 f"{overlapped:,.0f}" if overlapped else "-",
             )
         )
-        times = (f"{gpu[name]:.3f}" if gpu else "-" for name in ("to_gpu", "forward", "from_gpu"))
+        times = [f"{gpu[name]:.3f}" if gpu else "-" for name in ("to_gpu", "forward", "from_gpu")] if is_gpu else []
         parts = (server["wait"], server["forward"], server["transfer"], feeders["laying"], feeders["waiting"])
         shares.append((batch, *times, *(f"{part:.0%}" for part in parts), f"{feeders['laid_gb_per_s']:.2f}"))
-    meaning = "where the time goes: a round on the GPU in ms, and shares of the server's and the feeders' time"
+    on_gpu = "a round on the GPU in ms, and " if is_gpu else ""
+    meaning = f"where the time goes: {on_gpu}shares of the server's and the feeders' time"
     return "\n".join(["", head, "", *columns(rates, 13), "", meaning, "", *columns(shares, 10)])

@@ -187,7 +187,7 @@ of a sweep: one run for each of its values. `echelon bench plot` draws the repor
         lines = [SHORT_RULE, "Benchmark"]
         lines += [f"{name} : {value}" for name, value in runs.sweep.values(setting).items()]
         for metric in METRICS:
-            lines += [f"{metric} -- {metrics[metric]}", ""]
+            lines += [f"{metric} -- {_in_units(metric, metrics[metric])}", ""]
         lines.append(f"total -- {totals['requests_per_s']:,.0f} requests/s, {totals['mean_batch']:g} per batch\n")
         return "\n".join(lines)
 
@@ -238,6 +238,13 @@ def in_both_styles(metrics: Mapping[str, Mapping[int, float]]) -> dict[str, dict
         for metric, percentiles in metrics.items()
     }
     return both | {f"{metric} (seconds)": both[metric] for metric in metrics if "latency" in metric}
+
+
+def _in_units(metric: str, percentiles: Mapping[int, float]) -> str:
+    """Returns a metric in a readable form: latencies in ms, throughputs in requests/s."""
+    is_latency = "latency" in metric
+    texts = [f"p{p} {1e3 * value:.3f}" if is_latency else f"p{p} {value:,.0f}" for p, value in percentiles.items()]
+    return f"{', '.join(texts)} {'ms' if is_latency else 'requests/s'}"
 
 
 def _percentiles(samples: Array) -> dict[int, float]:
