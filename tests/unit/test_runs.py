@@ -6,6 +6,7 @@ import io
 import json
 import os
 import struct
+import subprocess
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -383,7 +384,7 @@ def test_folder_round_trip(tmp_path: Path) -> None:
     }
     assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.json", "logs", "summary.json"]
     record = json.loads((run.path / "config.json").read_text())
-    assert set(record["versions"]) == {"python", "torch", "echelon", "gymnasium", "numpy", "git"}
+    assert set(record["versions"]) == {"python", "torch", "echelon", "gymnasium", "numpy", "git", "project_git"}
 
 
 def test_create_refuses_what_is_there(tmp_path: Path) -> None:
@@ -436,10 +437,22 @@ def test_default_run_dir_is_safe_and_unique(tmp_path: Path, monkeypatch: pytest.
     assert default_run_dir("ppo", "../../ALE/Pong-v5").name == "ppo-ALE-Pong-v5-20260102-030405"
 
 
+def test_git_is_the_commit_of_echelon_and_project_git_that_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = versions()["git"]
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "mine"], check=True)
+    monkeypatch.chdir(tmp_path)
+    found = versions()
+    assert found["git"] == before != found["project_git"] is not None
+
+
 def test_versions_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     found = versions()
-    assert found["git"] is None
+    assert found["git"] is None and found["project_git"] is None
     assert found["numpy"] == np.__version__
 
 

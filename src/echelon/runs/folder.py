@@ -219,9 +219,15 @@ def default_run_dir(preset: str, env_id: str) -> Path:
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of Python and of the libraries that affect results, and the commit of the code."""
+    """Returns the versions of Python and of the libraries that affect results, and two commits.
+
+    `git` is that of Echelon's checkout, `project_git` that of the repository of the current folder.
+    """
     names = ("torch", "echelon", "gymnasium", "numpy")
-    return {"python": platform.python_version()} | {name: _version(name) for name in names} | {"git": _commit()}
+    libraries = {name: _version(name) for name in names}
+    source = Path(__file__).resolve().parents[2]
+    own = _commit(source.parent) if source.name == "src" else None  # an installed package has no commit
+    return {"python": platform.python_version(), **libraries, "git": own, "project_git": _commit(Path.cwd())}
 
 
 def _version(name: str) -> str | None:
@@ -231,19 +237,14 @@ def _version(name: str) -> str | None:
         return getattr(sys.modules.get(name), "__version__", None)
 
 
-def _commit() -> str | None:
-    """Returns the commit of the working directory's repository, else of this package's checkout."""
-    source = Path(__file__).resolve().parents[2]
-    places = [Path.cwd(), source.parent] if source.name == "src" else [Path.cwd()]
-    for place in places:
-        command = ["git", "-C", str(place), "rev-parse", "--short", "HEAD"]
-        try:
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        if answer.returncode == 0:
-            return answer.stdout.strip()
-    return None
+def _commit(place: Path) -> str | None:
+    """Returns the commit of the repository that `place` is in, if it is in one."""
+    command = ["git", "-C", str(place), "rev-parse", "--short", "HEAD"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
