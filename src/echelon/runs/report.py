@@ -34,9 +34,10 @@ def draw_curve(run_dir: Path) -> Path:
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
     title = f"{config.preset} · {config.env.id} · seed {config.seed}"
-    figure.suptitle(title, x=0.5, fontsize=13, fontweight="bold", parse_math=False)
-    upper.set_title(_subtitle(train or evaluations, config.learner.num_learners), fontsize=9, color=_GREY)
-    _draw_returns(upper, train, evaluations)
+    upper.set_title(title, loc="left", pad=24, fontsize=13, fontweight="bold", parse_math=False)
+    subtitle = _subtitle(train or evaluations, config.learner.num_learners)
+    upper.annotate(subtitle, (0, 1), (0, 10), "axes fraction", textcoords="offset points", fontsize=9, color=_GREY)
+    _draw_returns(upper, train, evaluations, config.stop.until_return)
     _draw_speed(lower, train)
 
     picture = io.BytesIO()
@@ -101,7 +102,7 @@ def _subtitle(rows: list[Row], num_learners: int = 1) -> str:
     return "  ·  ".join(parts)
 
 
-def _draw_returns(axes: Any, train: list[Row], evaluations: list[Row]) -> None:
+def _draw_returns(axes: Any, train: list[Row], evaluations: list[Row], goal: float | None) -> None:
     steps, returns = _points(train, "return_mean")
     if steps:
         marker = "o" if len(steps) == 1 else None  # a line with one point is invisible
@@ -111,6 +112,8 @@ def _draw_returns(axes: Any, train: list[Row], evaluations: list[Row]) -> None:
     if steps:
         axes.plot(steps, returns, "o", color=_ORANGE, markersize=5, zorder=3, label="evaluation")
     if axes.lines:
+        if goal is not None:
+            axes.axhline(goal, color=_GREY, linewidth=1, linestyle="--", label=f"goal {number_text(goal)}")
         axes.legend(frameon=False, loc="best", fontsize=9)
     else:
         axes.text(0.5, 0.5, "no episode ended", transform=axes.transAxes, ha="center", color=_GREY)
