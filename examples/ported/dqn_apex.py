@@ -62,7 +62,7 @@ def work(dqn_apex, env, rank):
             total_reward += reward
 
         smoothed = smoothed * 0.9 + total_reward * 0.1
-        logger.info(f"Process {rank} Episode {episode} total reward={smoothed:.2f}")
+        logger.info(f"Process {rank} Episode {episode} smoothed reward={smoothed:.2f}")
         fulfilled = fulfilled + 1 if smoothed > solved_reward else 0
         if fulfilled >= solved_repeat:
             logger.info(f"Environment solved! Process {rank}, {episode} episodes.")

@@ -100,7 +100,7 @@ def main(world: World, seed: int) -> None:
         a3c.update()
 
         smoothed_total_reward = smoothed_total_reward * 0.9 + total_reward * 0.1
-        print(f"Process {world.rank} Episode {episode} total reward={smoothed_total_reward:.2f}")
+        print(f"Process {world.rank} Episode {episode} smoothed reward={smoothed_total_reward:.2f}")
         reward_fulfilled = reward_fulfilled + 1 if smoothed_total_reward > solved_reward else 0
         if reward_fulfilled >= solved_repeat:
             print(f"Environment solved! Process {world.rank}, {episode} episodes.")

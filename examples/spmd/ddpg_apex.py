@@ -82,7 +82,7 @@ def work(ddpg_apex: DDPGApex, group: RpcGroup, env: gym.Env, rank: int) -> None:
         if smoothed_total_reward is None:
             smoothed_total_reward = total_reward
         smoothed_total_reward = smoothed_total_reward * 0.9 + total_reward * 0.1
-        print(f"Process {rank} Episode {episode} total reward={smoothed_total_reward:.2f}")
+        print(f"Process {rank} Episode {episode} smoothed reward={smoothed_total_reward:.2f}")
         reward_fulfilled = reward_fulfilled + 1 if smoothed_total_reward > solved_reward else 0
         if reward_fulfilled >= solved_repeat:
             print(f"Environment solved! Process {rank}, {episode} episodes.")

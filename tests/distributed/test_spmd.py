@@ -58,7 +58,7 @@ def test_an_example_ends_by_itself_when_it_is_solved(name: str, tmp_path: Path) 
     ended = Ended(changed(EXAMPLES / f"{name}.py", tmp_path, EASIER[name]), "--seed", "3")
     assert ended.code == 0, ended.errors
     assert "Environment solved! Process" in ended.output
-    assert "Episode 3 total reward=" in ended.output
+    assert "Episode 3 smoothed reward=" in ended.output
     assert "Traceback" not in ended.errors
 
 
