@@ -306,7 +306,7 @@ def _train_in(
     folder = RunFolder.open(context.run_dir) if past.generation else RunFolder.create(context.run_dir)
     with folder.held(), Interrupts() as interrupts:  # to the end: the record is complete whenever the user interrupts
         with folder.starting():
-            folder.write_config(config_json)
+            folder.write_config(config_json, context.spaces)
             (folder.path / SUMMARY).unlink(missing_ok=True)  # of the part before the resume
         figures = {**_coordinate(context, engine, world, folder, past, output, interrupts), "acting": acting}
         fallback = context.fallback

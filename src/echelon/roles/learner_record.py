@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from echelon.runs.checkpoint import CheckpointWriter, save_weights, weights_sha256
+from echelon.runs.policy_spec import PolicySpec
 
 if TYPE_CHECKING:
     from echelon.roles.learner import Learner
@@ -164,9 +165,10 @@ class LearnerRecord:
         self._end_write()
         tree, fallback = self.tree(), self.context.fallback
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in learner.trainable.weights().items()}
+        spec = PolicySpec.of(self.context.train, self.context.spaces)
 
         def write(folder: Path) -> Path:
-            keep, metadata = self.writer.keep, {"env_steps": str(counters.env_steps)}
+            keep, metadata = self.writer.keep, {"env_steps": str(counters.env_steps), **spec.metadata()}
             with contextlib.closing(CheckpointWriter(folder / "checkpoints", keep, learner.tick)) as writer:
                 path = writer.save(tree, step=counters.env_steps)
                 writer.begin(save_weights, folder / "weights.safetensors", weights, metadata)

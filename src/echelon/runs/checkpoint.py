@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors
 
-from echelon.disk import MAX_JSON_BYTES, put_file, put_folder, read_json, read_regular, sync
+from echelon.disk import MAX_JSON_BYTES, open_regular, put_file, put_folder, read_json, read_regular, sync
 from echelon.errors import ConfigError
 from echelon.memory_check import total_memory
 from echelon.runs.folder import check_entries
@@ -212,6 +212,19 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
         raise _unreadable_weights(path, error) from error
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """Returns the metadata of a weights file; reads nothing else of it."""
+    try:
+        with open(open_regular(path, os.O_RDONLY), "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > MAX_JSON_BYTES:
+                raise ValueError(f"its header has {size:,} bytes")
+            metadata = json.loads(file.read(size)).get("__metadata__", {})
+        return {str(name): str(value) for name, value in metadata.items()}
+    except (OSError, RecursionError, *UNDECODABLE) as error:
+        raise _unreadable_weights(path, error) from error
+
+
 def find_weights(path: str) -> dict[str, torch.Tensor]:
     """Returns the weights of a file or of a run folder: its newest checkpoint's, else its final weights."""
     return read_weights(weights_path(path))
@@ -225,7 +238,8 @@ def weights_path(path: str, name: str | None = None) -> Path:
     check_entries(where)
     folder, final = where / "checkpoints", where / "weights.safetensors"
     if name is not None:
-        found = {entry.name: entry for entry in [*_checkpoints(folder), *([final] if final.is_file() else [])]}
+        entries = [*_checkpoints(folder), *_named(folder), *([final] if final.is_file() else [])]
+        found = {entry.name: entry for entry in entries}
         if name not in found:
             raise ConfigError(f"{path} has no checkpoint {name!r}. It has {', '.join(found) or 'none'}.")
         return found[name]
@@ -313,6 +327,12 @@ def _checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if _STEP.fullmatch(path.name)), key=_step)
+
+
+def _named(folder: Path) -> list[Path]:
+    """Returns the checkpoints whose name is not a step, such as "best"."""
+    entries = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
+    return sorted(path for path in entries if not _STEP.fullmatch(path.name) and (path / STATE).is_file())
 
 
 def _step(path: Path) -> int:

@@ -28,7 +28,9 @@ from echelon.disk import check_regular, open_regular, put_file, read_json
 from echelon.errors import ConfigError
 from echelon.runs.episode_log import LOG, PICTURE
 from echelon.runs.metrics import METRICS, plain
+from echelon.runs.policy_spec import UNREADABLE, spaces_from_json, spaces_to_json
 from echelon.runs.timeline import TIMELINE
+from echelon.schema import Spaces
 from echelon.trust import check_names, has_mark, mark, run_folder
 
 FORMAT = 1
@@ -165,9 +167,11 @@ class RunFolder:
                 file.write(str(os.getpid()).encode())
             yield
 
-    def write_config(self, config_json: Mapping[str, Any]) -> None:
-        """Writes the configuration with the file format, the library versions and this user's mark."""
+    def write_config(self, config_json: Mapping[str, Any], spaces: Spaces | None = None) -> None:
+        """Writes the configuration with the file format, the library versions, this user's mark and the `spaces`."""
         record = {"format": FORMAT, "versions": versions(), "config": dict(config_json), "mark": mark(config_json)}
+        if spaces is not None:
+            record["spaces"] = spaces_to_json(spaces)
         _write_json(self.path / CONFIG, record)
 
     def load_config(self, *, trust: bool, uses_env: bool = True) -> TrainConfig:
@@ -189,6 +193,18 @@ class RunFolder:
         """Returns the configuration that `write_config` wrote, as data: use `load_config` to run it."""
         config: dict[str, Any] = self._read_record()["config"]
         return config
+
+    def read_spaces(self) -> Spaces | None:
+        """Returns the spaces of the run's environment; None if an older release wrote the folder."""
+        data = self._read_record().get("spaces")
+        if data is None:
+            return None
+        try:
+            return spaces_from_json(data)
+        except UNREADABLE as error:
+            raise ConfigError(
+                f"{self.path / CONFIG} is damaged: its spaces cannot be read ({error!r:.200}). Restore it from a copy."
+            ) from error
 
     def _read_record(self) -> dict[str, Any]:
         path = self.path / CONFIG
