@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from echelon.asynchronous.worker import AsyncWorker
     from echelon.config import TrainConfig
     from echelon.evaluation import evaluate, play
+    from echelon.policy import load
     from echelon.presets import preset
     from echelon.training import RunResult, resume, train
 
@@ -22,6 +23,7 @@ __all__ = [
     "TrainConfig",
     "__version__",
     "evaluate",
+    "load",
     "play",
     "preset",
     "resume",
@@ -33,6 +35,7 @@ HOMES = {
     "RunResult": "echelon.training",
     "TrainConfig": "echelon.config",
     "evaluate": "echelon.evaluation",
+    "load": "echelon.policy",
     "play": "echelon.evaluation",
     "preset": "echelon.presets",
     "resume": "echelon.training",

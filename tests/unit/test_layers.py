@@ -80,6 +80,7 @@ ALLOWED: dict[str, set[str]] = {
     "servers": {"errors", "config", "layout", "schema", "transport", "engines", "world", "replay"} | LEARNING,
     "envs": {"errors", "names", "families", "config", "schema"},
     "runs": {"errors", "disk", "memory_check", "config", "config_io", "schema", "trust"},
+    "policy": {"errors", "config", "schema", "layers", "networks", "algorithms", "envs", "runs"},
     "frames": {"errors", "names", "objectives", "replay", "servers", "world", "runs"},
     "roles": GROUND | LEARNING | PLANES | {"version", "disk", "replay", "servers", "envs", "runs"},
     "process_state": set(),
@@ -89,7 +90,7 @@ ALLOWED: dict[str, set[str]] = {
     | LEARNING
     | PLANES
     | {"version", "replay", "envs", "roles", "presets", "training", "process_state", "status_file", "trust"},
-    "__init__": {"version", "config", "evaluation", "training", "presets", "asynchronous"},
+    "__init__": {"version", "config", "policy", "evaluation", "training", "presets", "asynchronous"},
     "bench": GROUND
     | LEARNING
     | PLANES

@@ -289,12 +289,14 @@ class Policy:
         exploration: Exploration | None = None,
         *,
         greedy: bool = False,
+        mask: Tensor | None = None,
     ) -> Action:
         """Returns the actions for one step of K rows: observation leaves (K, ...), state leaves (K, ...), first (K,).
 
-        Actions are sampled with `rng` and changed by `exploration`; with `greedy` they are the most likely ones.
+        Actions are sampled with `rng` and changed by `exploration`; with `greedy` they are the most likely ones. `mask`
+        is that of the observation by default.
         """
-        distribution, mask = self.model.distribution, action_mask(observation)
+        distribution, mask = self.model.distribution, action_mask(observation) if mask is None else mask
         noise: State = ()
         if self.noise_size:
             state, noise = state[:-1], state[-1:]

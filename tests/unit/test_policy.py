@@ -1,0 +1,210 @@
+"""`echelon.load`: a trained policy in a user's own loop."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import echelon
+from echelon.envs.make import env_seeds
+from echelon.errors import ConfigError
+from echelon.policy import TrainedPolicy
+from echelon.roles.evaluator import EVALUATION_SEED
+from echelon.runs.checkpoint import read_weights, save_weights
+from policy_runs import RUNS, PolicyRuns
+from toy_envs import MaskedEnv
+
+UNNEEDED = """
+import sys
+import echelon
+policy = echelon.load(sys.argv[1])
+policy.act(policy.spaces.observation.sample())
+own = ("envs", "engines", "world", "hosts", "replay", "servers", "roles", "training", "evaluation", "asynchronous")
+unneeded = {"zmq", "matplotlib", "rich", "pygame", "PIL", "ray", "onnx", *(f"echelon.{name}" for name in own)}
+print(sorted(unneeded & set(sys.modules)))
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> PolicyRuns:
+    return PolicyRuns(tmp_path_factory.mktemp("runs"))
+
+
+def sampled(policy: TrainedPolicy, count: int) -> list[Any]:
+    space = policy.spaces.observation
+    space.seed(3)
+    return [space.sample() for _ in range(count)]
+
+
+def stacked(space: gym.Space[Any], observations: list[Any]) -> Any:
+    empty = gym.vector.utils.create_empty_array(space, len(observations))
+    return gym.vector.utils.concatenate(space, observations, empty)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_batch_gets_the_actions_of_its_rows_and_a_lone_file_acts_like_its_run(
+    runs: PolicyRuns, tmp_path: Path, name: str
+) -> None:
+    policy = echelon.load(runs[name])
+    shutil.copy(runs[name] / "weights.safetensors", tmp_path)
+    alone = echelon.load(tmp_path / "weights.safetensors")
+    assert policy.is_recurrent == (name in ("gru", "lstm", "tree", "custom"))
+    state, states = None, [None, None, None]
+    for _ in range(3):
+        rows = sampled(policy, 3)
+        batch = stacked(policy.spaces.observation, rows)
+        step = policy.act(batch, state)
+        assert np.array_equal(alone.act(batch, state).action, step.action)
+        for i, row in enumerate(rows):
+            action, states[i] = policy.act(row, states[i])  # type: ignore[call-overload]
+            assert policy.spaces.action.contains(action)
+            np.testing.assert_allclose(action, step.action[i], atol=1e-5)
+        state = step.state
+
+
+@pytest.mark.parametrize("name", ["gru", "td3"])
+def test_an_own_loop_reaches_what_evaluate_reports(runs: PolicyRuns, name: str) -> None:
+    (seed,) = env_seeds(1, EVALUATION_SEED + 1, 0, 1)
+    policy, env = echelon.load(runs[name]), gym.make(RUNS[name][1])
+    (observation, _), state, total, ended = env.reset(seed=seed), None, 0.0, False
+    while not ended:
+        action, state = policy.act(observation, state)
+        observation, reward, terminated, truncated, _ = env.step(action)
+        total, ended = total + float(reward), terminated or truncated
+    assert total == pytest.approx(echelon.evaluate(runs[name], episodes=1)["return_mean"], rel=1e-5)
+
+
+def test_rows_that_begin_an_episode_do_not_use_their_state(runs: PolicyRuns) -> None:
+    policy = echelon.load(runs["gru"])
+    batch = np.stack(sampled(policy, 2))
+    _, state = policy.act(batch)
+    mixed, begun, gone_on = policy.act(batch, state, first=[True, False]), policy.act(batch), policy.act(batch, state)
+    assert torch.equal(mixed.state[0][0], begun.state[0][0]) and torch.equal(mixed.state[0][1], gone_on.state[0][1])
+    assert not torch.equal(begun.state[0][1], gone_on.state[0][1])
+
+
+def test_sampled_actions_follow_the_seed(runs: PolicyRuns) -> None:
+    observations = np.zeros((64, 3), np.float32)
+    one, same, other = (
+        echelon.load(runs["sac-continuous"], seed=seed).act(observations, greedy=False).action for seed in (1, 1, 2)
+    )
+    assert np.array_equal(one, same) and not np.array_equal(one, other) and len(np.unique(one)) > 32
+
+
+def test_tensors_are_observations_too(runs: PolicyRuns) -> None:
+    policy = echelon.load(runs["ppo"])
+    row = sampled(policy, 1)[0]
+    assert policy.act(torch.from_numpy(row)).action == policy.act(row).action == policy.act(row.tolist()).action
+
+
+def test_a_mask_is_part_of_the_observation_or_given(runs: PolicyRuns) -> None:
+    masked, env = echelon.load(runs["masked"]), MaskedEnv()
+    observation, ended = env.reset(seed=0)[0], False
+    while not ended:
+        observation, _, ended, _, _ = env.step(masked.act(observation).action)  # raises if it is forbidden
+    observation, _ = env.reset()
+    for choice in range(5):
+        only = np.arange(5) == choice
+        assert masked.act(observation, mask=only).action == choice
+        assert masked.act({"x": observation["x"]}, mask=only).action == choice
+        assert (
+            masked.act(stacked(masked.spaces.observation, [observation] * 3), mask=only).action.tolist() == [choice] * 3
+        )
+    cart = echelon.load(runs["ppo"])
+    assert cart.act(np.zeros((2, 4)), mask=[[0, 1], [1, 0]]).action.tolist() == [1, 0]
+    knobs = echelon.load(runs["knobs"])
+    assert knobs.act(np.zeros(3), mask=[0, 1, 0, 0, 0, 1, 1, 0, 0]).action.tolist() == [2, 3, -1]
+
+
+@pytest.mark.parametrize(
+    ("name", "observation", "options", "expected"),
+    [
+        ("ppo", np.zeros(3), {}, r"observation has the shape \(3,\); expected \(4,\)"),
+        ("ppo", np.zeros((2, 2, 4)), {}, r"has the shape \(2, 2, 4\)"),
+        ("ppo", "left", {}, "not an array of numbers"),
+        ("ppo", np.zeros(4), {"mask": [1, 1, 1]}, r"mask has the shape \(3,\); expected \(2,\)"),
+        ("td3", np.zeros(3), {"mask": [1]}, "continuous actions"),
+        ("ppo", np.zeros(4), {"state": (np.zeros((1, 8)),)}, "Give the state that act"),
+        ("gru", np.zeros((2, 4)), {"state": (np.zeros((1, 8)),)}, "for 2 observations"),
+        ("image", np.zeros((10, 10, 3)), {}, "whole numbers"),
+        ("masked", {"x": np.zeros(3)}, {}, "not of the space .*action_mask"),
+        ("masked", {"x": np.zeros((2, 3)), "action_mask": np.ones(5, np.int8)}, {}, "number of rows"),
+        ("tree", {"z": np.zeros((2, 2)), "a": (1000, [0, 1])}, {}, "observation.a.0 is outside its space"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    runs: PolicyRuns, name: str, observation: Any, options: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        echelon.load(runs[name]).act(observation, **options)
+
+
+def test_checkpoints_are_chosen_by_name(runs: PolicyRuns, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs["ppo"], run)
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert len(names) > 1
+    with pytest.raises(ConfigError, match=f"has no checkpoint 'best'. It has {', '.join(names)}, weights.safetensors"):
+        echelon.load(run, "best")
+    shutil.copytree(run / "checkpoints" / names[0], run / "checkpoints" / "best")
+    weights = {name: echelon.load(run, name).model.weights()["policy_head.weight"] for name in ("best", *names)}
+    assert torch.equal(weights["best"], weights[names[0]]) and not torch.equal(weights["best"], weights[names[-1]])
+    assert torch.equal(echelon.load(run).model.weights()["policy_head.weight"], weights[names[-1]])
+    assert echelon.load(run / "checkpoints" / "best").source.name == "best"
+    with pytest.raises(ConfigError, match="looked for in a run folder"):
+        echelon.load(run / "weights.safetensors", "best")
+    with pytest.raises(ConfigError, match="neither a run folder nor a weights file"):
+        echelon.load(tmp_path / "absent")
+
+
+def test_a_network_that_somebody_else_names_needs_trust(
+    runs: PolicyRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, file = runs["custom"], tmp_path / "weights.safetensors"
+    shutil.copy(run / "weights.safetensors", file)
+    assert echelon.load(run).is_recurrent and echelon.load(file).is_recurrent
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # another user, with another key
+    for path in (run, file):
+        with pytest.raises(ConfigError, match=r"network.name='policy_runs:Averaging', code that .* Use --trust"):
+            echelon.load(path)
+        assert echelon.load(path, trust=True).is_recurrent
+
+
+def test_folders_and_files_of_older_releases(runs: PolicyRuns, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs["ppo"], run)
+    record = json.loads((run / "config.json").read_text())
+    del record["spaces"]
+    (run / "config.json").write_text(json.dumps(record))
+    observation, expected = np.zeros(4), echelon.load(runs["ppo"])
+    assert echelon.load(run).act(observation).action == expected.act(observation).action  # asks the environment
+    save_weights(run / "bare.safetensors", read_weights(run / "weights.safetensors"), {})
+    assert echelon.load(run / "bare.safetensors").spaces == expected.spaces
+    (run / "bare.safetensors").rename(tmp_path / "bare.safetensors")
+    with pytest.raises(ConfigError, match=r"not the spaces and the configuration .* no config.json in"):
+        echelon.load(tmp_path / "bare.safetensors")
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 2}', '{"format": 1, "config": {}}', '{"format": []}'])
+def test_damaged_metadata_is_reported(runs: PolicyRuns, tmp_path: Path, text: str) -> None:
+    save_weights(tmp_path / "x.safetensors", read_weights(runs["ppo"] / "weights.safetensors"), {"policy": text})
+    with pytest.raises(ConfigError, match="metadata"):
+        echelon.load(tmp_path / "x.safetensors")
+    (tmp_path / "y.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        echelon.load(tmp_path / "y.safetensors")
+
+
+def test_loading_imports_no_environments_processes_or_plots(runs: PolicyRuns) -> None:
+    command = [sys.executable, "-c", UNNEEDED, str(runs["gru"])]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert answer.stdout.strip() == "[]"
