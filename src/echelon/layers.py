@@ -84,8 +84,8 @@ class OneHot(nn.Module):
         self.register_buffer("begin", torch.as_tensor(begin, dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        index = x.reshape(len(x), -1).long() + self.begin
-        return torch.zeros(len(x), self.out_size, device=x.device).scatter_(1, index, 1.0)
+        index = x.reshape(x.shape[0], -1).long() + self.begin
+        return torch.zeros(x.shape[0], self.out_size, device=x.device).scatter_(1, index, 1.0)
 
 
 class Image(nn.Module):

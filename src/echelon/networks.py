@@ -97,7 +97,7 @@ class _WideTanh(torch.autograd.Function):
 
 
 def tanh(x: Tensor) -> Tensor:
-    if x.device.type != "cpu" or x.numel() < LARGE or torch.compiler.is_compiling():
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or x.numel() < LARGE:
         return torch.tanh(x)
     wide: Tensor = _WideTanh.apply(x)  # type: ignore[no-untyped-call]
     return wide
@@ -117,7 +117,7 @@ class Flat(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() != 2:
-            x = x.reshape(len(x), -1)
+            x = x.reshape(x.shape[0], -1)  # not len(x), which fixes the size of a batch in an exported graph
         if x.dtype != torch.float32:
             x = x.float()
         if self.scale != 1.0:

@@ -71,7 +71,7 @@ class QuantileNetwork(PolicyNetwork):
     def quantiles(self, observation: Tree) -> Tensor:
         """Returns the quantiles of every action: (B, A, N)."""
         outputs = self.inner.act(observation, (), NO_FIRST).params
-        return outputs.view(len(outputs), -1, self.num_quantiles)
+        return outputs.view(outputs.shape[0], -1, self.num_quantiles)  # len() would fix the batch of an exported graph
 
     def act(self, observation: Tree, state: State, first: Tensor, *, with_value: bool = False) -> ActOutput:
         return ActOutput(self.quantiles(observation).mean(-1), None, state)
