@@ -23,6 +23,10 @@ class RunError(EchelonError):
     """A failure that no restart can fix ended the run; the message has the remote traceback."""
 
 
+class ExportError(EchelonError):
+    """A network cannot be exported, or the exported file does not compute what the policy computes."""
+
+
 class TransportError(EchelonError):
     """A peer or a shared-memory segment failed; subclasses distinguish how."""
 

@@ -1,8 +1,9 @@
-"""`echelon.load`: a trained policy in a user's own loop."""
+"""Using what was trained: `echelon.load` in a user's own loop, `echelon export` for other programs."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,14 +16,21 @@ import pytest
 import torch
 
 import echelon
+from echelon import export
+from echelon.cli.main import main
 from echelon.envs.make import env_seeds
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, ExportError
+from echelon.objectives.distributions import ActionScale
 from echelon.policy import TrainedPolicy
 from echelon.roles.evaluator import EVALUATION_SEED
 from echelon.runs.checkpoint import read_weights, save_weights
-from policy_runs import RUNS, PolicyRuns
+from policy_runs import RUNS, Averaging, PolicyRuns
 from toy_envs import MaskedEnv
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "onnx_policy.py"
+NO_ONNX = "the extra onnx is not installed"
+# The others have the graph of one of these, for ONNX; `make test-full` exports them, too.
+GRAPHS = ("qr-dqn", "sac-continuous", "gru", "tree", "masked-dqn", "image")
 UNNEEDED = """
 import sys
 import echelon
@@ -208,3 +216,102 @@ def test_loading_imports_no_environments_processes_or_plots(runs: PolicyRuns) ->
     command = [sys.executable, "-c", UNNEEDED, str(runs["gru"])]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert answer.stdout.strip() == "[]"
+
+
+def exported(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
+    """Runs `echelon export`; returns what it prints as JSON."""
+    assert main(["export", *map(str, words), "--json"]) == 0, capsys.readouterr().err
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_exported_for_torch_and_as_weights(
+    runs: PolicyRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    policy = echelon.load(runs[name])
+    rows = next(export.random_observations(policy, 7))
+    done = exported(capsys, runs[name], "--format", "torch-export", "-o", tmp_path / "a.pt2")
+    assert done["difference"] <= 1e-5 and done["outputs"][:2] == ["action", "params"]
+    arguments = (rows, policy.model.network.initial_state(7, "cpu")) if policy.is_recurrent else (rows,)
+    action = torch.export.load(tmp_path / "a.pt2").module()(*arguments)[0]
+    np.testing.assert_allclose(action, policy.act(rows).action, atol=1e-5)
+    assert exported(capsys, runs[name], "--format", "safetensors", "-o", tmp_path / "a.safetensors")["difference"] == 0
+    assert np.array_equal(echelon.load(tmp_path / "a.safetensors").act(rows).action, policy.act(rows).action)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in GRAPHS else pytest.param(name, marks=pytest.mark.full) for name in RUNS]
+)
+def test_a_run_is_exported_as_onnx(
+    runs: PolicyRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime", reason=NO_ONNX)
+    policy, file = echelon.load(runs[name]), tmp_path / "a.onnx"
+    done = exported(capsys, runs[name], "--format", "onnx", "-o", file)
+    assert done["difference"] <= 1e-5 and [path.name for path in tmp_path.iterdir()] == ["a.onnx"]
+    session = onnxruntime.InferenceSession(file)
+    assert all(entry.shape[0] == "batch" for entry in (*session.get_inputs(), *session.get_outputs()))
+    rows = next(export.random_observations(policy, 7))
+    leaves = [*export.flatten(policy.spaces.observation, rows), *policy.model.network.initial_state(7, "cpu")]
+    feed = {name: leaf.numpy() for name, leaf in zip(done["inputs"], leaves, strict=True)}
+    np.testing.assert_allclose(session.run(["action"], feed)[0], policy.act(rows).action, atol=1e-5)
+
+
+def test_the_example_plays_an_exported_policy(
+    runs: PolicyRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("onnxruntime", reason=NO_ONNX)
+    exported(capsys, runs["gru"], "--format", "onnx", "-o", tmp_path / "a.onnx")
+    command = [sys.executable, str(EXAMPLE), str(tmp_path / "a.onnx"), "CartPole-v1"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    policy, env = echelon.load(runs["gru"]), gym.make("CartPole-v1")
+    (observation, _), state, ended, count = env.reset(seed=0), None, False, 0
+    while not ended:
+        action, state = policy.act(observation, state)
+        observation, _, terminated, truncated, _ = env.step(action)
+        ended, count = terminated or truncated, count + 1
+    assert answer.stdout == f"return {count}.0 after {count} steps\n"
+
+
+def test_a_file_that_differs_from_the_policy_is_not_left(
+    runs: PolicyRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = ActionScale.tensor_to_env
+    monkeypatch.setattr(ActionScale, "tensor_to_env", lambda scale, action: right(scale, action) + 1e-4)
+    for format in ("torch-export", "safetensors"):
+        assert main(["export", str(runs["td3"]), "--format", format, "-o", str(tmp_path / "a")]) == 1
+        assert "differs from the policy by 0.0001, more than 1e-05" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_network_that_cannot_be_traced_is_reported(
+    runs: PolicyRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, plain = echelon.load(runs["custom"]), Averaging.forward
+
+    def branching(self: Averaging, observation: Any, state: Any, first: Any) -> Any:
+        return plain(self, observation * 2 if float(observation.sum()) > 0 else observation, state, first)
+
+    monkeypatch.setattr(Averaging, "forward", branching)
+    with pytest.raises(ExportError, match=r"must be traceable by torch\.export"):
+        export.export_policy(policy, tmp_path / "a.pt2", "torch-export")
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_options_of_export(
+    runs: PolicyRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "find_spec", lambda name: None)
+    for words, expected in (
+        (["--format", "onnx"], 'needs onnx and onnxscript and onnxruntime: pip install "echelon\\[onnx]"'),
+        (["--format", "pickle"], "invalid choice: 'pickle'"),
+        ([], "required: --format"),
+        (["--format", "safetensors", "--checkpoint", "best"], "has no checkpoint 'best'"),
+        (["--format", "safetensors", "-o", str(tmp_path / "absent" / "a")], "cannot be written"),
+    ):
+        assert main(["export", str(runs["ppo"]), *words]) == 2
+        assert re.search(expected, capsys.readouterr().err), words
+    assert main(["export", str(runs["ppo"]), "--format", "safetensors"]) == 0
+    assert str(runs["ppo"] / "policy.safetensors") in capsys.readouterr().out
+    assert echelon.load(runs["ppo"] / "policy.safetensors").act(np.zeros(4)).action in (0, 1)

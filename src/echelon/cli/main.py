@@ -31,6 +31,7 @@ COMMANDS = {
     "kube": "render Kubernetes objects of a training: echelon kube render --flavour plain|kuberay",
     "eval": "play greedy episodes with a run's newest weights: echelon eval RUN",
     "play": "watch episodes of a run, as mp4 and gif or in a window: echelon play RUN",
+    "export": "write a run's policy as ONNX, torch.export program or safetensors: echelon export RUN --format onnx",
     "bench": "run a benchmark: echelon bench train | async | rpc | act | replay | world | plot",
     "doctor": "check this machine: cores, GPU, shared memory, leftovers of killed runs",
 }

@@ -70,6 +70,10 @@ class Distribution(ABC):
     def to_env(self, action: Array) -> Array:
         """Converts `action` (any leading shape) to the environment's units."""
 
+    @abstractmethod
+    def tensor_to_env(self, action: Tensor) -> Tensor:
+        """Does what `to_env` does with operations of torch, for exported graphs."""
+
 
 def make_distribution(action_space: gym.Space[Any], kind: Kind = "stochastic") -> Distribution:
     """Returns the distribution for `action_space`; raises ConfigError if none fits.
@@ -160,6 +164,9 @@ class Categorical(Distribution):
     def to_env(self, action: Array) -> Array:
         return action + self.start if self.start else action
 
+    def tensor_to_env(self, action: Tensor) -> Tensor:
+        return action + self.start
+
 
 class Greedy(Categorical):
     """The choice with the highest value, without randomness; the parameters are the values of the choices."""
@@ -218,6 +225,9 @@ class MultiCategorical(Distribution):
     def to_env(self, action: Array) -> Array:
         return action + self.start
 
+    def tensor_to_env(self, action: Tensor) -> Tensor:
+        return action + torch.from_numpy(self.start)
+
 
 class ActionScale:
     """Converts actions between the policy's units and the environment's.
@@ -236,6 +246,12 @@ class ActionScale:
 
     def to_env(self, action: Array) -> Array:
         return np.clip(self.middle + self.half * action, self.low, self.high).astype(self.dtype)
+
+    def tensor_to_env(self, action: Tensor) -> Tensor:
+        bounds = (self.middle, self.half, self.low, self.high)  # in float32: few runtimes compute in float64
+        middle, half, low, high = (torch.from_numpy(bound).float() for bound in bounds)
+        scaled = (middle + half * action).clamp(low, high)
+        return scaled.to(torch.from_numpy(np.empty(0, self.dtype)).dtype)
 
 
 class DiagonalGaussian(Distribution):
@@ -280,6 +296,9 @@ class DiagonalGaussian(Distribution):
     def to_env(self, action: Array) -> Array:
         return self.scale.to_env(action)
 
+    def tensor_to_env(self, action: Tensor) -> Tensor:
+        return self.scale.tensor_to_env(action)
+
 
 class Deterministic(Distribution):
     """The tanh of the parameters, without randomness, in units in which -1 and 1 are the bounds."""
@@ -312,6 +331,9 @@ class Deterministic(Distribution):
 
     def to_env(self, action: Array) -> Array:
         return self.scale.to_env(action)
+
+    def tensor_to_env(self, action: Tensor) -> Tensor:
+        return self.scale.tensor_to_env(action)
 
 
 class SquashedGaussian(Deterministic):

@@ -1,0 +1,57 @@
+"""`echelon export RUN`: writes a run's policy to a file that other programs run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from echelon.cli.main import Parser, add_trust
+from echelon.cli.output import check_writable
+
+FORMATS = ("onnx", "torch-export", "safetensors")
+
+
+def run(arguments: Sequence[str]) -> int:
+    known = make_parser().parse_args(list(arguments))
+    from echelon.export import SUFFIXES, check_format, export_policy
+    from echelon.policy import load
+
+    check_format(known.format)
+    place = Path(known.run)
+    output = Path(known.output or (place if place.is_dir() else place.parent) / f"policy{SUFFIXES[known.format]}")
+    policy = load(place, known.checkpoint, trust=known.trust)
+    check_writable(output, "--output")
+    done = export_policy(policy, output, known.format)
+    if known.json:
+        report = {"file": str(done.path), "inputs": done.inputs, "outputs": done.outputs, "difference": done.difference}
+        print(json.dumps({**report, "source": str(policy.source)}))
+    else:
+        print(f"{done.path}: {policy.source.name} as {known.format}, at most {done.difference:.1e} from the policy")
+        if known.format != "safetensors":
+            print(f"inputs {', '.join(done.inputs)}; outputs {', '.join(done.outputs)}")
+    return 0
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="echelon export",
+        description="Write a run's policy to a file: a graph from the raw observation (and the recurrent state) to the "
+        "greedy action, or the weights with what loads them. The file is compared with the policy first.",
+    )
+    parser.add_argument("run", metavar="RUN", help="the run folder, or a weights file")
+    parser.add_argument(
+        "--format",
+        required=True,
+        choices=FORMATS,
+        help="onnx (needs the extra [onnx]), torch-export (for torch.export.load), or safetensors (for echelon.load)",
+    )
+    parser.add_argument(
+        "-o", "--output", default="", metavar="FILE", help="default: RUN/policy.onnx, .pt2 or .safetensors"
+    )
+    parser.add_argument(
+        "--checkpoint", default="newest", metavar="NAME", help="one of RUN/checkpoints (default: the newest)"
+    )
+    add_trust(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
