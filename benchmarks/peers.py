@@ -161,7 +161,7 @@ def measure(peer: Peer, seconds: float, seed: int, score: Score) -> None:
     score.returns.append(mean_return)
     score.foreign_cores.append(foreign_cores)
     score.settings = summary.get("settings", {"command": " ".join(command[1:])})
-    shown = "unknown" if mean_return is None else f"{mean_return:.0f}"
+    shown = "unknown" if mean_return is None else f"{mean_return:.4g}"
     print(f"  {peer.name}: {rate:,.0f} steps/s, last mean return {shown} ({summary['status']})", flush=True)
     if foreign_cores > DISTURBED_CORES:
         print(f"  {peer.name}: DISTURBED: other programs used {foreign_cores:.2f} cores", flush=True)

@@ -26,7 +26,7 @@ class Progress:
         self.mean_return = mean_return
         if elapsed_s - self._printed_s >= 5.0:
             self._printed_s = elapsed_s
-            print(f"  {self.peer}: {elapsed_s:5.1f} s, {env_steps:>10,} steps, return {mean_return:.1f}", flush=True)
+            print(f"  {self.peer}: {elapsed_s:5.1f} s, {env_steps:>10,} steps, return {mean_return:.4g}", flush=True)
 
     @property
     def over(self) -> bool:

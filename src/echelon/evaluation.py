@@ -19,6 +19,7 @@ from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError
 from echelon.families import name_of
 from echelon.names import text_of
+from echelon.runs.report import number_text
 from echelon.video import Array, Cell, Screen, VideoConfig, make_screens, video_files
 
 if TYPE_CHECKING:
@@ -108,7 +109,9 @@ def play(
                 progress(sum(score.lengths) + num_steps)
             score.returns.append(float(match.returns[0]))
             score.lengths.append(int(match.lengths[0]))
-            report(f"episode {i + 1} of {episodes}: return {score.returns[-1]:,.1f}, {score.lengths[-1]:,} steps")
+            report(
+                f"episode {i + 1} of {episodes}: return {number_text(score.returns[-1])}, {score.lengths[-1]:,} steps"
+            )
             if any(screen.is_closed for screen in screens):
                 break
         for screen in screens:
@@ -152,7 +155,7 @@ class WatchedMatch:
 
     def _caption(self, episode: int) -> list[list[Cell]]:
         match = self.match
-        head = [Cell("return", f"{match.returns[0]:,.1f}"), Cell("step", f"{match.lengths[0]:,}")]
+        head = [Cell("return", number_text(float(match.returns[0]))), Cell("step", f"{match.lengths[0]:,}")]
         acted = [Cell("action", self._action(), 2 if self.episodes > 1 else 3)]
         if self.episodes > 1:
             acted.append(Cell("episode", f"{episode + 1}/{self.episodes}"))

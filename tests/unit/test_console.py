@@ -218,6 +218,30 @@ def test_nothing_that_is_shown_controls_the_terminal() -> None:
     assert "\x1b]0;" not in output.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *(
+            (0.72, "0.72"),
+            (-0.052, "-0.052"),
+            (0.0, "0.0"),
+            (-0.0, "0.0"),
+            (1.0, "1.0"),
+            (-1.0, "-1.0"),
+            (0.9999, "1.0"),
+        ),
+        *((9.5, "9.5"), (9.999, "10.0"), (-21.04, "-21.0"), (475.26, "475.3"), (12345.6, "12,345.6")),
+    ],
+)
+def test_returns_are_shown_with_enough_digits(value: float, text: str) -> None:
+    """Also those between -1 and 1."""
+    output = io.StringIO()
+    final_summary({"status": "finished", "return_mean": value, "evaluation_return": value}, output)
+    assert f"return      {text} (evaluation {text})" in output.getvalue().splitlines()
+    line = plain_line(Status(env_steps=1, steps_per_s=1.0, wall_s=1.0, return_mean=value, evaluation_return=value))
+    assert f"return {text} | evaluation {text} |" in line
+
+
 @pytest.mark.parametrize("value", [1.7e308, -1.7e308, float("inf"), float("nan")])
 def test_huge_returns_stay_short(value: float) -> None:
     output = io.StringIO()

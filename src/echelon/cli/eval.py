@@ -18,6 +18,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     known = parser.parse_args(list(arguments))
     from echelon.evaluation import evaluate
+    from echelon.runs.report import number_text
 
     score = evaluate(
         known.run,
@@ -30,8 +31,9 @@ def run(arguments: Sequence[str]) -> int:
     if known.json:
         print(json.dumps(score))
     else:
+        shown = {name: number_text(score[f"return_{name}"]) for name in ("mean", "std", "min", "max")}
         print(
-            f"return {score['return_mean']:,.1f} ± {score['return_std']:.1f} (min {score['return_min']:,.1f}, max "
-            f"{score['return_max']:,.1f}) over {score['episodes']} episodes, {score['length_mean']:,.1f} steps each"
+            f"return {shown['mean']} ± {shown['std']} (min {shown['min']}, max {shown['max']}) over "
+            f"{score['episodes']} episodes, {score['length_mean']:,.1f} steps each"
         )
     return 0

@@ -57,8 +57,14 @@ def duration(seconds: float) -> str:
 
 
 def number_text(value: float) -> str:
-    """Returns a return or another figure in a readable form: 1,234.5, or 1.7e+308 if it would be very long."""
-    return f"{value:,.1f}" if abs(value) < 1e12 else f"{value:.3g}"
+    """Returns a return or another figure in a readable form: 1,234.5, 0.72, -0.052, or 1.7e+308 if it is very long.
+
+    Numbers below 10 have three significant digits, as returns may lie between -1 and 1.
+    """
+    if 9.995 <= abs(value) < 1e12:
+        return f"{value:,.1f}"
+    text = f"{value + 0.0:.3g}"  # not -0
+    return f"{text}.0" if text.lstrip("-").isdecimal() else text
 
 
 def _timeline(rows: list[Row]) -> tuple[list[Row], list[Row]]:
