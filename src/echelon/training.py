@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class RunResult:
     """The result of a run: its summary, and its folder."""
 
-    status: str  # solved, finished, stopped
+    status: str  # solved, finished, stopped, no_updates
     run_dir: Path
     summary: dict[str, Any]
     was_interrupted: bool = False  # by a signal; also if it came too late to change the status
@@ -369,14 +369,14 @@ def _base(context: Context) -> dict[str, Any]:
 
 
 def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dict[str, Any]:
-    reached = {"steps": "finished", "minutes": "finished", "episodes": "finished", "return": "solved"}
-    status = reached.get(figures["reason"], "stopped")
+    from echelon.roles.outcome import outcome
+
     shares = coordinator.shares()
     here = {name: share for name, share in shares.items() if not coordinator.engine.place(name)}
     limit = find_bottleneck(context.train, here, on_gpu=str(figures["device"]).startswith("cuda"))
     hosts = coordinator.engine.hosts()
     return {
-        "status": status,
+        **outcome(context.train, figures, str(context.run_dir)),
         **figures,
         "wall_s": context.elapsed_s,
         "evaluation_return": coordinator.evaluation_return,

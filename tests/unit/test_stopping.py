@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -107,3 +108,42 @@ def test_what_cannot_follow_a_run_without_a_length_is_told(
     assert echelon.train(config, output=output).status == "solved"
     assert ("--until-return alone" in output.getvalue()) == bool(told)
     assert all(text in output.getvalue() for text in told), output.getvalue()
+
+
+def test_a_goal_that_was_missed_is_reported(tmp_path: Path) -> None:
+    output = io.StringIO()
+    small = {"actor.num_actors": 1, "actor.envs": 2, "actor.trajectory": 4, "network.hidden": (8,)}
+    fields = {"run.dir": str(tmp_path / "run"), "engine": "inline", "stop": StopConfig(steps=2_000, until_return=475.0)}
+    config = replace(echelon.preset("impala", "CartPole-v1"), **small, **fields)
+    summary = echelon.train(config, output=output).summary
+    assert (summary["status"], summary["goal_reached"]) == ("finished", False)
+    assert json.loads((tmp_path / "run/summary.json").read_text())["goal_reached"] is False
+    *_, last = output.getvalue().splitlines()
+    assert "goal        missed" in output.getvalue() and "--until-return 475 was missed" in last
+    assert f"{summary['return_mean']:.1f}" in last
+    assert last.endswith(f"echelon resume {tmp_path / 'run'} --steps 4000 --until-return 475")
+
+
+def test_a_goal_that_was_reached_is_recorded(tmp_path: Path) -> None:
+    summary = train_inline(tmp_path, **{"env.id": CounterEnv, "stop.until_return": 0.0})
+    assert (summary["status"], summary["goal_reached"], summary.get("advice")) == ("solved", True, None)
+    assert "goal_reached" not in train_inline(tmp_path, **{"stop.steps": 16}), "without a goal"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("dqn", {"stop.steps": 64, "replay.min_size": 1_000}, ["of the 1,000 transitions", "Raise --steps"]),
+        ("impala", {"stop.minutes": 1e-9}, ["first batch of 8 steps", "Raise --minutes"]),
+    ],
+)
+def test_a_run_without_an_update_is_not_finished(
+    name: str, changes: dict[str, Any], told: list[str], tmp_path: Path
+) -> None:
+    output = io.StringIO()
+    small = {"actor.num_actors": 1, "actor.envs": 2, "actor.trajectory": 4, "network.hidden": (8,)}
+    fields = {"run.dir": str(tmp_path / "run"), "engine": "inline", **small, **changes}
+    result = echelon.train(replace(echelon.preset(name, "CartPole-v1"), **fields), output=output)
+    assert result.status == "no_updates" and result.summary["updates"] == 0
+    *_, last = output.getvalue().splitlines()
+    assert "no update was made" in last and all(text in last for text in told), last

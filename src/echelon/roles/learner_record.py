@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from echelon.roles.stopping import is_goal_reached
 from echelon.runs.checkpoint import CheckpointWriter, save_weights, weights_sha256
 from echelon.runs.policy_spec import PolicySpec
 
@@ -158,6 +159,7 @@ class LearnerRecord:
         """Writes the final checkpoint and the weights, and reports the summary."""
         now, learner, counters = time.perf_counter(), self.learner, self.learner.counters
         content = self.learner.source.content
+        has_goal = learner.stop.until_return is not None
         if content is not None:
             content.finish(learner.tick)  # finish the earlier snapshot, so that the final one is not skipped
             content.refresh()
@@ -187,6 +189,7 @@ class LearnerRecord:
             "finished",
             {
                 "reason": learner.stop_reason() or "stopped",
+                **({"goal_reached": is_goal_reached(learner.stop, counters.returns)} if has_goal else {}),
                 "env_steps": counters.env_steps,
                 "episodes": counters.episodes,
                 "updates": counters.updates,

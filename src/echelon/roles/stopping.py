@@ -19,9 +19,13 @@ def stop_reason(
         return "episodes"
     if stop.minutes and elapsed_s >= 60 * stop.minutes:
         return "minutes"
-    target = stop.until_return
-    solved = target is not None and len(returns) >= RETURN_WINDOW and sum(returns) / len(returns) >= target
-    return "return" if solved else ""
+    return "return" if is_goal_reached(stop, returns) else ""
+
+
+def is_goal_reached(stop: StopConfig, returns: Collection[float]) -> bool:
+    """Returns whether the mean return of the newest episodes has reached `stop.until_return`."""
+    goal = stop.until_return
+    return goal is not None and len(returns) >= RETURN_WINDOW and sum(returns) / len(returns) >= goal
 
 
 def num_episodes(config: TrainConfig, episodes: int, updates: int) -> int:

@@ -165,8 +165,8 @@ class Console:
 def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> None:
     """Prints the final summary of a run: its result, cost, folder and bottleneck.
 
-    Reads status, env_steps, wall_s, env_steps_per_s, return_mean, evaluation_return, lag_mean, lag_max, hosts,
-    checkpoint, curve, run_dir and bottleneck; values that are missing or None are omitted.
+    Reads status, goal_reached, env_steps, wall_s, env_steps_per_s, return_mean, evaluation_return, lag_mean, lag_max,
+    hosts, checkpoint, curve, run_dir, bottleneck and advice; values that are missing or None are omitted.
     """
 
     def given(form: str, *keys: str, show: Callable[[Any], Any] = lambda value: value) -> str:
@@ -176,6 +176,7 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
     wall_s, workers = summary.get("wall_s"), summary.get("workers")
     rows = {
         "status": given("{}", "status"),
+        "goal": given("{}", "goal_reached", show=lambda reached: "reached" if reached else "missed"),
         "steps": given("{:,}", "env_steps"),
         "time": duration(wall_s) if wall_s is not None else "",
         "steps/s": given("{:,.0f}", "env_steps_per_s"),
@@ -191,7 +192,8 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
         "curve": given("{}", "curve"),
     }
     lines = [f"{name:<12}{text.strip()}" for name, text in rows.items() if text]
-    write_text(output or sys.stdout, "\n".join([*lines, str(summary.get("bottleneck") or "")]).rstrip())
+    sentences = [str(summary[key]) for key in ("bottleneck", "advice") if summary.get(key)]
+    write_text(output or sys.stdout, "\n".join([*lines, *sentences]))
 
 
 def _host_text(host: Mapping[str, Any]) -> str:
