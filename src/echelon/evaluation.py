@@ -19,6 +19,7 @@ from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError
 from echelon.families import name_of
 from echelon.names import text_of
+from echelon.runs.checkpoint import NEWEST
 from echelon.runs.report import number_text
 from echelon.video import Array, Cell, Screen, VideoConfig, make_screens, video_files
 
@@ -37,12 +38,16 @@ def evaluate(
     *,
     episodes: int = 10,
     seed: int = 1,
+    greedy: bool = True,
+    checkpoint: str = NEWEST,
     env: str | None = None,
     env_kwargs: Mapping[str, Any] = NO_KWARGS,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Plays greedy episodes with a run's newest weights, in its environment or in `env`; returns statistics.
+    """Plays episodes with the weights of a run, in its environment or in `env`; returns statistics.
 
+    The weights are those of `checkpoint`: newest, step_N or weights.safetensors. Actions are `greedy`, or sampled and
+    explored as at the end of training, with independent noise.
     `env_kwargs` are keyword arguments of the environment: they are added to the run's, or replace them. An `env` of
     another name than the run's (SuperMarioBros-1-2 has the name of SuperMarioBros-1-1) drops the run's. Only with
     `trust` is code imported that somebody else's configuration names, as by `resume`.
@@ -52,11 +57,13 @@ def evaluate(
     from echelon.runs.checkpoint import weights_path
 
     config = _load_config(run_dir, episodes, env, env_kwargs, trust)
+    source = weights_path(str(run_dir), checkpoint)
     with _one_thread():
-        model = _load_model(config, weights_path(str(run_dir)), run_dir)
-        match = Match(config.env, model, episodes, env_seeds(seed, EVALUATION_SEED + 1, 0, episodes))
+        model = _load_model(config, source, run_dir)
+        seeds, rules = env_seeds(seed, EVALUATION_SEED + 1, 0, episodes), _exploration(config, greedy)
+        match = Match(config.env, model, episodes, seeds, greedy=greedy, exploration=rules)
         with contextlib.closing(match):
-            return match.play(seed).summary()
+            return {**match.play(seed).summary(), **_place(source)}
 
 
 def play(
@@ -67,7 +74,7 @@ def play(
     seed: int = 1,
     greedy: bool = True,
     steps: int = 0,
-    checkpoint: str | None = None,
+    checkpoint: str = NEWEST,
     env: str | None = None,
     env_kwargs: Mapping[str, Any] = NO_KWARGS,
     trust: bool = False,
@@ -76,9 +83,8 @@ def play(
 ) -> dict[str, Any]:
     """Plays episodes one after the other and shows them as `video` says; returns statistics and the `files` written.
 
-    The weights are those of `checkpoint`, by default the newest. Actions are `greedy`, or sampled and explored as at
-    the end of training, with independent noise. With `steps`, longer episodes are cut. `env`, `env_kwargs` and `trust`
-    are those of `evaluate`.
+    With `steps`, longer episodes are cut. `greedy`, `checkpoint`, `env`, `env_kwargs` and `trust` are those of
+    `evaluate`.
     `report` is called with lines of text, `progress` with the number of steps so far.
     """
     from echelon.envs.make import env_seeds, with_rendering
@@ -94,7 +100,7 @@ def play(
     score = EvaluationScore([], [])
     with _one_thread(), contextlib.ExitStack() as stack:
         model = _load_model(config, source, run_dir)
-        seeds, rules = env_seeds(seed, EVALUATION_SEED + 1, 0, 1), None if greedy else _final_exploration(config)
+        seeds, rules = env_seeds(seed, EVALUATION_SEED + 1, 0, 1), _exploration(config, greedy)
         env_config = with_rendering(config.env)
         match = Match(env_config, model, 1, seeds, greedy=greedy, exploration=rules, with_values=True)
         stack.callback(match.close)
@@ -116,7 +122,7 @@ def play(
                 break
         for screen in screens:
             screen.finish(report)
-    return {**score.summary(), "files": [str(path) for path in files]}
+    return {**score.summary(), **_place(source), "files": [str(path) for path in files]}
 
 
 class WatchedMatch:
@@ -237,13 +243,22 @@ def _load_model(config: TrainConfig, source: Path, run_dir: str | Path) -> Model
     return model
 
 
-def _final_exploration(config: TrainConfig) -> Exploration | None:
-    """Returns the exploration at the end of training, of the environment that explores least.
+def _place(source: Path) -> dict[str, Any]:
+    """Returns the name of the checkpoint that was played, and its environment steps if they are known."""
+    from echelon.runs.checkpoint import steps_of
+
+    return {"checkpoint": source.name, "env_steps": steps_of(source)}
+
+
+def _exploration(config: TrainConfig, greedy: bool) -> Exploration | None:
+    """Returns the exploration at the end of training, of the environment that explores least; None if `greedy`.
 
     Its noise is independent at every step, as is that of a policy that samples.
     """
     from echelon.algorithms.exploration import Explorer
 
+    if greedy:
+        return None
     num_envs = config.actor.num_actors * config.actor.envs_per_actor
     last = Explorer(config.algorithm, [num_envs - 1], num_envs).at(sys.maxsize)
     return dataclasses.replace(last, process=None) if last is not None else None

@@ -28,7 +28,7 @@ class RunConfig(Section, frozen=True):
     dir: Annotated[str, doc("the run folder (default: runs/PRESET-ENV-TIME)")] = ""
     checkpoint_interval_s: Annotated[float, doc("time between two checkpoints", "s", ge=0)] = 30.0
     keep_checkpoints: Annotated[int, doc("number of newest checkpoints that are kept", ge=1)] = 3
-    init_from: Annotated[str, doc("run folder or weights file to take the initial weights from")] = ""
+    init_from: Annotated[str, doc("run folder, checkpoint or weights file to take the initial weights from")] = ""
     log_interval: Annotated[
         int, doc("a line in the console and in episodes.log every so many episodes; 0: no log", "episodes", ge=0)
     ] = 0

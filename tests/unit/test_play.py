@@ -161,6 +161,43 @@ def test_older_weights_are_played_by_name(
     assert "step_9" in line and all(name in line for name in [*names, "weights.safetensors"])
 
 
+def test_eval_names_the_checkpoint_that_it_plays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"run.checkpoint_interval_s": 0.0, "optimizer.learning_rate": 0.1, "run.keep_checkpoints": 100}
+    run = trained(tmp_path / "run", "ppo", "toy_envs:PaintedEnv", **PPO, **fields)
+    first, *_, last = sorted(path.name for path in (run / "checkpoints").iterdir())
+
+    def evaluated(*words: str) -> dict[str, Any]:
+        assert main(["eval", str(run), "--episodes", "3", "--json", *words]) == 0
+        score: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return score
+
+    newest = evaluated()
+    assert (newest["checkpoint"], newest["env_steps"]) == (last, int(last.removeprefix("step_")))
+    assert evaluated("--checkpoint", "newest") == newest
+    old = evaluated("--checkpoint", first)
+    assert (old["checkpoint"], old["env_steps"]) == (first, int(first.removeprefix("step_")))
+    assert evaluated("--checkpoint", "weights.safetensors")["return_mean"] == newest["return_mean"]
+    assert main(["eval", str(run), "--checkpoint", first, "--sample"]) == 0
+    line = capsys.readouterr().out
+    assert line.startswith(f"{first} ({old['env_steps']:,} steps), sampled actions: return ") and "10 episodes" in line
+    assert main(["eval", str(run), "--checkpoint", "step_9"]) == 2
+    assert first in (told := capsys.readouterr().err) and "newest" in told
+
+
+def test_eval_samples_as_the_policy_does_at_the_end_of_training(cart: Path) -> None:
+    """Greedy actions do not depend on the seed of the sampling; sampled ones do."""
+    greedy, sampled = (echelon.evaluate(cart, episodes=20, greedy=choice) for choice in (True, False))
+    assert greedy["length_mean"] != sampled["length_mean"]
+    assert sampled == echelon.evaluate(cart, episodes=20, greedy=False), "the seed decides"
+
+
+def test_a_run_starts_from_a_checkpoint_by_its_path(tmp_path: Path, cart: Path) -> None:
+    (checkpoint,) = (cart / "checkpoints").iterdir()
+    fields = {"run.init_from": str(checkpoint), "optimizer.learning_rate": 1e-12}
+    run = trained(tmp_path / "run", "ppo", "CartPole-v1", **PPO, **fields)
+    assert echelon.evaluate(run, episodes=3)["return_mean"] == echelon.evaluate(cart, episodes=3)["return_mean"]
+
+
 def test_long_episodes_are_cut(painted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     score = played(capsys, painted, "--steps", "3", "--episodes", "2", "--output", tmp_path / "cut.mp4")
     assert score["length_mean"] == 3 and len(mp4_frames(tmp_path / "cut.mp4")) == 8

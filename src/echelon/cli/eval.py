@@ -1,18 +1,20 @@
-"""`echelon eval RUN`: plays greedy episodes with the newest weights."""
+"""`echelon eval RUN`: plays episodes with the weights of a run and shows their returns."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 
-from echelon.cli.main import Parser, add_env, add_trust, parse_env_kwargs
+from echelon.cli.main import Parser, add_actions, add_checkpoint, add_env, add_trust, parse_env_kwargs
 
 
 def run(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="echelon eval", description="Play greedy episodes with a run's newest weights.")
+    parser = Parser(prog="echelon eval", description="Play episodes with the weights of a run.")
     parser.add_argument("run", metavar="RUN", help="the run folder")
+    add_checkpoint(parser)
     parser.add_argument("--episodes", type=int, default=10, metavar="N", help="number of episodes (default 10)")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of the environments (default 1)")
+    add_actions(parser)
     add_env(parser)
     add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -24,6 +26,8 @@ def run(arguments: Sequence[str]) -> int:
         known.run,
         episodes=known.episodes,
         seed=known.seed,
+        greedy=not known.sample,
+        checkpoint=known.checkpoint,
         env=known.env,
         env_kwargs=parse_env_kwargs(known.env_kwargs),
         trust=known.trust,
@@ -32,7 +36,9 @@ def run(arguments: Sequence[str]) -> int:
         print(json.dumps(score))
     else:
         shown = {name: number_text(score[f"return_{name}"]) for name in ("mean", "std", "min", "max")}
+        steps = "" if score["env_steps"] is None else f" ({score['env_steps']:,} steps)"
         print(
+            f"{score['checkpoint']}{steps}, {'sampled' if known.sample else 'greedy'} actions: "
             f"return {shown['mean']} ± {shown['std']} (min {shown['min']}, max {shown['max']}) over "
             f"{score['episodes']} episodes, {score['length_mean']:,.1f} steps each"
         )

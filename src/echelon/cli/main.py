@@ -29,7 +29,7 @@ COMMANDS = {
     "worker": "collect episodes for a learner: echelon worker --learner HOST:PORT",
     "host": "run actors of a training on this host: echelon host --join HOST:PORT",
     "kube": "render Kubernetes objects of a training: echelon kube render --flavour plain|kuberay",
-    "eval": "play greedy episodes with a run's newest weights: echelon eval RUN",
+    "eval": "play episodes with the weights of a run, and show their returns: echelon eval RUN",
     "play": "watch episodes of a run, as mp4 and gif or in a window: echelon play RUN",
     "export": "write a run's policy as ONNX, torch.export program or safetensors: echelon export RUN --format onnx",
     "bench": "run a benchmark: echelon bench train | async | rpc | act | replay | world | plot",
@@ -65,6 +65,18 @@ def add_status_file(parser: Parser) -> None:
         help="file for health probes: it holds `joined` while this process takes part in a run, else `waiting`; its "
         "modification time is that of the last progress",
     )
+
+
+def add_checkpoint(parser: Parser) -> None:
+    parser.add_argument(
+        "--checkpoint", default="newest", metavar="NAME", help="newest (default), or another of RUN/checkpoints"
+    )
+
+
+def add_actions(parser: Parser) -> None:
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--greedy", action="store_true", help="play the most likely actions (default)")
+    choice.add_argument("--sample", action="store_true", help="sample actions and explore, as at the end of training")
 
 
 def add_env(parser: Parser) -> None:

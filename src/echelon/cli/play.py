@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from echelon.cli.main import Parser, add_env, add_trust, parse_env_kwargs
+from echelon.cli.main import Parser, add_actions, add_checkpoint, add_env, add_trust, parse_env_kwargs
 from echelon.cli.output import progress_bar
 from echelon.errors import escaped_lines
 from echelon.video import VideoConfig
@@ -50,12 +50,10 @@ def run(arguments: Sequence[str]) -> int:
 def make_parser() -> Parser:
     parser = Parser(prog="echelon play", description="Watch episodes of a run: as mp4 and gif, or in a window.")
     parser.add_argument("run", metavar="RUN", help="the run folder")
-    parser.add_argument("--checkpoint", metavar="NAME", help="one of RUN/checkpoints (default: the newest)")
+    add_checkpoint(parser)
     parser.add_argument("--episodes", type=int, default=1, metavar="N", help="number of episodes (default 1)")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of environment and sampling (default 1)")
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--greedy", action="store_true", help="play the most likely actions (default)")
-    choice.add_argument("--sample", action="store_true", help="sample actions and explore, as at the end of training")
+    add_actions(parser)
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="cut episodes after N steps (default: never)")
     add_env(parser)
     parser.add_argument(

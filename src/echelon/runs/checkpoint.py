@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 TENSORS, STATE = "tensors.safetensors", "state.json"
+NEWEST = "newest"  # a name for the newest intact checkpoint
 # What decoding and loading a tree raise if it is not what `pack` made of this run's state.
 UNDECODABLE = (
     LookupError,
@@ -226,28 +227,42 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def find_weights(path: str) -> dict[str, torch.Tensor]:
-    """Returns the weights of a file or of a run folder: its newest checkpoint's, else its final weights."""
+    """Returns the weights of a file, a checkpoint or a run folder: its newest checkpoint's, else its final weights."""
     return read_weights(weights_path(path))
 
 
-def weights_path(path: str, name: str | None = None) -> Path:
-    """Returns the checkpoint `name` of the run folder `path`, or else the path whose weights `find_weights` returns."""
+def weights_path(path: str, name: str = NEWEST) -> Path:
+    """Returns the checkpoint `name` of the run folder `path`; `path` itself if it is a weights file or a checkpoint."""
     where = Path(path)
     if os.path.isfile(where):
         return where.resolve()
+    if os.path.isfile(where / STATE):
+        return where
     check_entries(where)
     folder, final = where / "checkpoints", where / "weights.safetensors"
-    if name is not None:
+    if name != NEWEST:
         entries = [*_checkpoints(folder), *_named(folder), *([final] if final.is_file() else [])]
         found = {entry.name: entry for entry in entries}
         if name not in found:
-            raise ConfigError(f"{path} has no checkpoint {name!r}. It has {', '.join(found) or 'none'}.")
+            has = ", ".join([*found, *([NEWEST] if found else [])]) or "none"
+            raise ConfigError(f"{path} has no checkpoint {name!r}. It has {has}.")
         return found[name]
     if (newest := newest_intact(folder)) is not None:
         return newest[0]
     if final.is_file():
         return final
     raise ConfigError(f"{path} is neither a weights file nor a run folder with a checkpoint. Give one of them.")
+
+
+def steps_of(path: Path) -> int | None:
+    """Returns the environment steps at which a checkpoint was saved; None for a weights file."""
+    if not path.is_dir():
+        return None
+    try:
+        step = read_json(path / STATE).get("step")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
