@@ -88,7 +88,7 @@ def train(task: Task, mode: str, options: list[str], run: Path, seconds: float) 
     command = [
         *[sys.executable, "-m", "echelon.cli.main", "train", "impala", task.env, "--acting", mode],
         *["--actors", "2", "--envs-per-actor", str(task.envs), "--run-dir", str(run)],
-        *["--evaluation.interval-s", "0", *task.options, *options],
+        *["--evaluation.episodes", "0", *task.options, *options],
     ]
     limit_s = seconds + START_ALLOWANCE_S
     process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s, cwd=HERE.parent)

@@ -187,7 +187,7 @@ def main() -> None:
     own, more = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     arguments = parser.parse_args(own)
     more = more or ["--actors=2", "--envs-per-actor=32"]
-    options = [*arguments.task, "--minutes=10", "--evaluation.interval-s=0"]
+    options = [*arguments.task, "--minutes=10", "--evaluation.episodes=0"]
     if arguments.acting:
         before, after = Case("local acting", "local", 2), Case("central acting", "central", 2)
     else:

@@ -35,7 +35,7 @@ def settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {
         "run.dir": str(folder / "run"),
         "stop.minutes": options.seconds / 60,
-        "evaluation.interval_s": 0.0,
+        "evaluation.episodes": 0,
         "acting.mode": "local",
         "actor.num_actors": options.actors,
         "actor.envs": options.envs,

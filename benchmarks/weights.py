@@ -72,7 +72,7 @@ def main() -> None:
     echelon = (sys.executable, "-m", "echelon.cli.main")
     started: list[subprocess.Popen[bytes]] = []
     with two_hosts(arguments.mbit) as (head, other), (folder / "output").open("w") as output:
-        train = ["train", "impala", "CartPole-v1", "--minutes=30", "--evaluation.interval-s=0", "--acting=local"]
+        train = ["train", "impala", "CartPole-v1", "--minutes=30", "--evaluation.episodes=0", "--acting=local"]
         train += [f"--network.hidden={arguments.units},{arguments.units}", "--actors=2", "--envs-per-actor=64"]
         train += ["--engine=hosts", "--hosts=2", f"--hosts.address=tcp://{HEAD}:7000", f"--run-dir={folder}/run"]
         train += [f"--shm-dir={memories[0]}", "--run.checkpoint-interval-s=3600"]

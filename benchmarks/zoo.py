@@ -90,7 +90,7 @@ def run(task: Task, seed: int, engine: str, options: list[str]) -> dict[str, Any
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="echelon-zoo-") as folder:
         run_dir = str(Path(folder, "run"))
-        chosen = [*task.options, "--engine", engine, "--seed", str(seed), "--evaluation.interval-s", "0", *options]
+        chosen = [*task.options, "--engine", engine, "--seed", str(seed), "--evaluation.episodes", "0", *options]
         steps = [] if "--steps" in options else ["--steps", str(int(0.99 * task.steps) - SPARE_STEPS)]
         echelon("train", task.preset, task.env, *steps, *chosen, "--run-dir", run_dir)
         trained_s = time.perf_counter() - began

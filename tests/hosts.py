@@ -24,7 +24,7 @@ from running import DEADLINE_S, TESTS, Running, processes_marked, wait_until
 NEAR, FAR, THIRD = "10.9.8.1", "10.9.8.2", "10.9.8.3"
 SECRET = "a secret for the tests of several hosts"
 SOLVED, SOLVE_S = 475.0, 240.0  # return of CartPole-v1, and the longest time until then
-UNTIL_SOLVED = {"minutes": SOLVE_S / 60 + 1, "evaluation.interval-s": 3}
+UNTIL_SOLVED = {"minutes": SOLVE_S / 60 + 1, "evaluation.interval-s": 3, "evaluation.episodes": 10}
 Words = tuple[str, ...]
 
 
@@ -157,7 +157,7 @@ class Site:
     ) -> Running:
         """Four actors on two hosts."""
         settings = {
-            "steps": 10**9, "actor.envs": 8, "evaluation.interval-s": 0, "engine": "hosts", "hosts": 2, "actors": 4,
+            "steps": 10**9, "actor.envs": 8, "evaluation.episodes": 0, "engine": "hosts", "hosts": 2, "actors": 4,
             "acting": "local",
             "hosts.address": f"tcp://{address}:0", "run-dir": self.folder / "run", "shm-dir": self.memory("head"),
             **options,

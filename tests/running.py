@@ -72,7 +72,7 @@ def train_shortly(folder: Path, shm_dir: Path, name: str, engine: str, **changes
         "run.dir": str(folder / f"{name}-{len(list(folder.iterdir()))}"),
         "engine": engine,
         "shm_dir": str(shm_dir),
-        "evaluation.interval_s": 0.0,
+        "evaluation.episodes": 0,
         "learner.threads": 1,
         **changes,
     }
@@ -243,7 +243,7 @@ class Runs:
         self.started: list[Running] = []
 
     def train(self, preset: str = "impala", env: str = "CartPole-v1", **options: Any) -> Running:
-        options = {"steps": 10**9, "actor.envs": 8, "evaluation.interval-s": 0, **options}
+        options = {"steps": 10**9, "actor.envs": 8, "evaluation.episodes": 0, **options}
         if env == "CartPole-v1":  # leaves the processor to the tests beside it
             options = {"env.wrappers": "unruly:Unhurried", **options}
         run = Running.train(preset, env, self.folder / "run", self.shm_dir, **options)

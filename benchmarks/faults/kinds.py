@@ -32,7 +32,7 @@ COMMON = (
     "--steps=1000000000",
 )
 ACTORS = ("--actors=2", "--actor.envs=4")
-QUIET = "--evaluation.interval-s=0"
+QUIET = "--evaluation.episodes=0"
 ONCE = ("--algorithm.epochs=1", "--algorithm.minibatches=1", "--actor.trajectory=16", *ACTORS, QUIET)
 REPLAY = ("--replay.min-size=300", "--replay.capacity=20000", "--replay.samples-per-insert=4")
 KINDS = (

@@ -35,7 +35,7 @@ from fuzzing.mutations import mutate_bytes, mutate_json
 DEFAULT_COUNT, BLOCK = 2_000, 20
 STEPS = 120
 SMALL = {"engine": "inline", "actor.num_actors": 1, "actor.envs": 2, "actor.trajectory": 5, "seed": 7}
-SMALL |= {"evaluation.interval_s": 0.0, "network.hidden": (4,), "stop.steps": STEPS}
+SMALL |= {"evaluation.episodes": 0, "network.hidden": (4,), "stop.steps": STEPS}
 REPLAY = {"replay.checkpoint": True, "replay.capacity": 200, "replay.min_size": 20, "replay.batch": 4}
 KEPT = "kept"
 

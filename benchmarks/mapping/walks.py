@@ -13,7 +13,7 @@ WARM_UPDATES = 20
 TRACED_UPDATES, TRACED_S = 200, 20.0  # the window ends at whichever is reached first
 EVERY = 0.6  # share of the cycles of a role's busiest file; on two busy cores files off the walk stay below 0.35
 COLD_ROLES = ("evaluator", "forkserver", "coordinator")  # on no step's path
-COMMON = ("--engine=local", "--actors=1", "--device=cpu", "--evaluation.interval-s=0", "--steps=1000000000", "--seed=1")
+COMMON = ("--engine=local", "--actors=1", "--device=cpu", "--evaluation.episodes=0", "--steps=1000000000", "--seed=1")
 QUEUE = ("--envs-per-actor=2", "--actor.trajectory=1", "--learner.max-lag=0")
 WALKS = {
     "impala local": ("train", "impala", "CartPole-v1", *COMMON, *QUEUE, "--acting=local"),

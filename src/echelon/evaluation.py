@@ -46,8 +46,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Plays episodes with the weights of a run, in its environment or in `env`; returns statistics.
 
-    The weights are those of `checkpoint`: newest, step_N or weights.safetensors. Actions are `greedy`, or sampled and
-    explored as at the end of training, with independent noise.
+    The weights are those of `checkpoint`: newest, best, step_N or weights.safetensors. Actions are `greedy`, or sampled
+    and explored as at the end of training, with independent noise.
     `env_kwargs` are keyword arguments of the environment: they are added to the run's, or replace them. An `env` of
     another name than the run's (SuperMarioBros-1-2 has the name of SuperMarioBros-1-1) drops the run's. Only with
     `trust` is code imported that somebody else's configuration names, as by `resume`.

@@ -137,6 +137,7 @@ def _write_onnx(graph: PolicyGraph, path: Path) -> Run:
     )
     assert program is not None
     for value in (*program.model.graph.inputs, *program.model.graph.outputs):
+        assert value.shape is not None
         value.shape[0] = "batch"
     program.model.metadata_props.update(graph.policy.spec.metadata())
     program.save(str(path), external_data=False)

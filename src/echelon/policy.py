@@ -21,12 +21,10 @@ from echelon.algorithms.model import Model, Policy
 from echelon.errors import ConfigError
 from echelon.layers import State
 from echelon.networks import MASK
-from echelon.runs.checkpoint import STATE, read_metadata, read_weights, weights_path
+from echelon.runs.checkpoint import NEWEST, STATE, read_weights, weights_path
 from echelon.runs.folder import CONFIG, RunFolder
-from echelon.runs.policy_spec import KEY, PolicySpec
+from echelon.runs.policy_spec import KEY, PolicySpec, read_metadata
 from echelon.schema import Spaces, Tree, flatten, space_choices, space_leaves, unflatten
-
-NEWEST = "newest"
 
 
 def load(
@@ -211,7 +209,7 @@ def _find(path: Path, checkpoint: str, trust: bool) -> tuple[Path, PolicySpec]:
         raise ConfigError(f"checkpoint={checkpoint!r} is looked for in a run folder, and {path} is none.")
     if is_run:
         folder = RunFolder.open(path)
-        return weights_path(str(path), None if checkpoint == NEWEST else checkpoint), _spec_of_run(folder, trust)
+        return weights_path(str(path), checkpoint), _spec_of_run(folder, trust)
     if os.path.isfile(path):
         source = path.resolve()
         if (text := read_metadata(source).get(KEY)) is not None:

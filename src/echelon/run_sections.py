@@ -12,12 +12,15 @@ MIN_START_TIMEOUT_S = 10.0
 
 
 class EvaluationConfig(Section, frozen=True):
-    """Greedy evaluation during training, with separate seeds."""
+    """Greedy evaluation during training and at its end, with separate seeds."""
 
     SECTION = "evaluation"
 
-    interval_s: Annotated[float, doc("time between two evaluations; 0: never", "s", ge=0)] = 60.0
-    episodes: Annotated[int, doc("episodes per evaluation", "episodes", ge=1)] = 10
+    interval_s: Annotated[float, doc("time between two evaluations; 0: only one at the end", "s", ge=0)] = 60.0
+    episodes: Annotated[int, doc("episodes per evaluation; 0: no evaluation at all", "episodes", ge=0)] = 10
+    limit_s: Annotated[
+        float, doc("time limit of the evaluation at the end; it counts the episodes that have ended by then", "s", gt=0)
+    ] = 60.0
 
 
 class RunConfig(Section, frozen=True):
@@ -27,7 +30,9 @@ class RunConfig(Section, frozen=True):
 
     dir: Annotated[str, doc("the run folder (default: runs/PRESET-ENV-TIME)")] = ""
     checkpoint_interval_s: Annotated[float, doc("time between two checkpoints", "s", ge=0)] = 30.0
-    keep_checkpoints: Annotated[int, doc("number of newest checkpoints that are kept", ge=1)] = 3
+    keep_checkpoints: Annotated[
+        int, doc("number of newest checkpoints that are kept, besides the best weights", ge=1)
+    ] = 3
     init_from: Annotated[str, doc("run folder, checkpoint or weights file to take the initial weights from")] = ""
     log_interval: Annotated[
         int, doc("a line in the console and in episodes.log every so many episodes; 0: no log", "episodes", ge=0)

@@ -178,6 +178,7 @@ def train_or_resume(config: TrainConfig, *, output: TextIO | None = None) -> Run
     Of `config`, a resumed run takes the stop conditions and the section hosts. A folder without a checkpoint, as a run
     leaves it that is killed at its start, is renamed to NAME.incomplete, and the run starts again.
     """
+    from echelon.runs.checkpoint import latest_checkpoint
     from echelon.runs.folder import CONFIG, LOCK, RunFolder
 
     if not config.run.dir:
@@ -186,7 +187,7 @@ def train_or_resume(config: TrainConfig, *, output: TextIO | None = None) -> Run
     path = Path(config.run.dir)
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     if names and (CONFIG in names or names <= {"checkpoints", "logs", LOCK}):
-        if any((path / "checkpoints").glob("*")):
+        if latest_checkpoint(path / "checkpoints") is not None:
             hosts = {f"hosts.{name}": str(getattr(config.hosts, name)) for name in HOSTS_FIELDS}
             stop, several = config.stop, config.has_hosts
             try:
@@ -370,6 +371,7 @@ def _base(context: Context) -> dict[str, Any]:
 
 def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dict[str, Any]:
     from echelon.roles.outcome import outcome
+    from echelon.runs.report import drawn_curve
 
     shares = coordinator.shares()
     here = {name: share for name, share in shares.items() if not coordinator.engine.place(name)}
@@ -378,24 +380,15 @@ def _summary(context: Context, coordinator: Any, figures: dict[str, Any]) -> dic
     return {
         **outcome(context.train, figures, str(context.run_dir)),
         **figures,
-        "wall_s": context.elapsed_s,
+        "wall_s": coordinator.trained_s,
         "evaluation_return": coordinator.evaluation_return,
+        **coordinator.evaluations_summary(),
         "restarts": coordinator.restarts,
         "env_restarts": coordinator.env_restarts,
         "time": shares,
         **coordinator.figures(),
         "bottleneck": limit,
         **({"hosts": hosts} if hosts else {}),
-        "curve": _curve(context.run_dir),
+        "curve": drawn_curve(context.run_dir),
         **_base(context),
     }
-
-
-def _curve(run_dir: Path) -> str | None:
-    """Draws the learning curve; returns its path, or None if it cannot be drawn: this does not fail the run."""
-    try:
-        from echelon.runs.report import draw_curve
-
-        return str(draw_curve(run_dir))
-    except Exception:  # nothing to draw yet, no matplotlib, a full disk, numbers that matplotlib cannot draw
-        return None

@@ -58,7 +58,7 @@ def test_a_server_is_replaced_on_its_host_and_ends_with_it(site: Site, preset: s
 @pytest.mark.full
 @pytest.mark.parametrize("preset", ["impala", "apex-dqn"])
 def test_two_hosts_solve_cartpole_with_central_acting(site: Site, preset: str) -> None:
-    goal = {"until-return": 475, "steps": 400_000, "evaluation.interval-s": 3, "actors": 2}
+    goal = {"until-return": 475, "steps": 400_000, "evaluation.interval-s": 3, "evaluation.episodes": 10, "actors": 2}
     head = site.head(preset, **{"acting": "central", **goal})
     agent = site.agent(head)
     assert head.process.wait(600) == 0 and agent.code() == 0, (head.text(), agent.text())

@@ -92,7 +92,10 @@ def test_every_rule_with_replay_learns_from_the_actors_of_both_hosts(site: Site,
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["dqn", "apex-dqn"])
 def test_two_hosts_solve_cartpole(site: Site, name: str) -> None:
-    head = site.head(name, **{"until-return": 475, "steps": 100_000, "evaluation.interval-s": 3, "actors": 2})
+    head = site.head(
+        name,
+        **{"until-return": 475, "steps": 100_000, "evaluation.interval-s": 3, "evaluation.episodes": 10, "actors": 2},
+    )
     agent = site.agent(head)
     assert head.process.wait(600) == 0 and agent.code() == 0, (head.text(), agent.text())
     assert head.summary()["status"] == "solved", head.text()

@@ -74,7 +74,7 @@ def is_kept(figures: dict[str, Any], rule: LimiterRule) -> bool:
 def test_learners_of_a_replay_keep_the_ratio_and_go_on(tmp_path: Path, shm_dir: Path, name: str, env: str) -> None:
     changes = {"learner.num_learners": 2, "actor.num_actors": 3, "run.dir": str(tmp_path / "run"), **SMALL}
     changes |= {"replay.min_size": 200, "replay.batch": 32, "replay.capacity": 9_000, "replay.samples_per_insert": 8.0}
-    changes |= {"shm_dir": str(shm_dir), "evaluation.interval_s": 0.0, "stop.steps": 1_200, "replay.checkpoint": True}
+    changes |= {"shm_dir": str(shm_dir), "evaluation.episodes": 0, "stop.steps": 1_200, "replay.checkpoint": True}
     config = replace(preset(name, env), **changes)
     summary = echelon.train(config, output=io.StringIO()).summary
     figures, rule = summary["replay"], limiter_rule(config)

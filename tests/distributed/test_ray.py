@@ -92,7 +92,7 @@ def test_a_run_on_a_cluster_is_measured(site: Site, nodes: RayNodes, tmp_path: P
 
 @pytest.mark.full
 def test_a_local_ray_trains_and_resumes(tmp_path: Path, shm_dir: Path) -> None:
-    run_dir, options = tmp_path / "run", {"evaluation.interval-s": 0, "acting": "local", "actors": 1}
+    run_dir, options = tmp_path / "run", {"evaluation.episodes": 0, "acting": "local", "actors": 1}
     run = Running.train("impala", "CartPole-v1", run_dir, shm_dir, engine="ray", steps=2_000, **options)
     assert run.code() == 0, run.text()
     run.assert_nothing_left()

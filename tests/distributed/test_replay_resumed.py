@@ -30,7 +30,7 @@ from stage import Stage
 
 TOYS = Path(__file__).resolve().parents[1] / "learning" / "test_toys.py"
 SMALL = {"network.hidden": (16,), "actor.num_actors": 2, "actor.envs": 2, "replay.checkpoint": True}
-SMALL |= {"replay.min_size": 100, "replay.batch": 32, "replay.capacity": 400, "evaluation.interval_s": 0.0}
+SMALL |= {"replay.min_size": 100, "replay.batch": 32, "replay.capacity": 400, "evaluation.episodes": 0}
 
 
 def source_of(learner: Learner) -> ReplaySource:
@@ -111,7 +111,7 @@ def chain(folder: Path, shm_dir: Path) -> TrainConfig:
     fields |= {"algorithm.epsilon_steps": 600, "algorithm.target_period": 50, "network.hidden": (32,)}
     fields |= {"optimizer.learning_rate": 5e-3, "replay.min_size": 200, "replay.batch": 64, "actor.envs": 4}
     fields |= {"replay.samples_per_insert": 8.0, "replay.capacity": 1_000, "replay.checkpoint": True}
-    fields |= {"run.dir": str(folder / "run"), "evaluation.interval_s": 0.0, "acting.mode": "local"}
+    fields |= {"run.dir": str(folder / "run"), "evaluation.episodes": 0, "acting.mode": "local"}
     return replace(preset("dqn", "CartPole-v1"), **fields)
 
 

@@ -18,7 +18,7 @@ from echelon.roles.plan.replay import limiter_rule
 from echelon.runs.metrics import read_metrics
 
 SMALL = {"network.hidden": (16,), "replay.min_size": 100, "replay.batch": 32, "replay.capacity": 2_000}
-SMALL |= {"evaluation.interval_s": 0.0, "stop.steps": 600, "replay.samples_per_insert": 8.0}
+SMALL |= {"evaluation.episodes": 0, "stop.steps": 600, "replay.samples_per_insert": 8.0}
 
 
 def full(*values: Any) -> Any:

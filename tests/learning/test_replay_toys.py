@@ -32,7 +32,7 @@ def learn(tmp_path: Path, shm_dir: Path) -> Learn:
     """Trains a small network with large steps."""
 
     def train(name: str, env: Any, steps: int, **fields: Any) -> echelon.RunResult:
-        common = {"env.id": env, "engine": "inline", "seed": 1, "stop.steps": steps, "evaluation.interval_s": 0.0}
+        common = {"env.id": env, "engine": "inline", "seed": 1, "stop.steps": steps, "evaluation.episodes": 0}
         places = {"run.dir": str(tmp_path / "run"), "shm_dir": str(shm_dir)}
         size = {"actor.num_actors": 2, "actor.envs": 4, "network.hidden": (32,), "optimizer.learning_rate": 5e-3}
         size |= {"replay.min_size": 200, "replay.batch": 64, "replay.samples_per_insert": 48.0}

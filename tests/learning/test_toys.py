@@ -146,7 +146,7 @@ def learn(tmp_path: Path, shm_dir: Path) -> Learn:
         config = preset(name, "CartPole-v1")
         common = {"engine": "inline", "seed": 1, "shm_dir": str(shm_dir), "run.dir": str(tmp_path / "run")}
         shape = {"actor.num_actors": 1, "actor.envs": 16, "actor.trajectory": 16, "network.hidden": (16,)}
-        rule = {"optimizer.learning_rate": 0.01, "evaluation.interval_s": 0.0, "stop.steps": steps, "env.id": env}
+        rule = {"optimizer.learning_rate": 0.01, "evaluation.episodes": 0, "stop.steps": steps, "env.id": env}
         rule |= {"optimizer.schedule": "constant", "network.normalize_observation": False}
         if name.endswith("ppo"):
             rule |= {"algorithm.epochs": 4, "algorithm.minibatches": 4, "algorithm.entropy_weight": 0.01}

@@ -15,7 +15,7 @@ from echelon.presets import preset
 from echelon.runs.folder import RunFolder
 
 INLINE = ["--engine", "inline", "--actors", "1", "--envs-per-actor", "2", "--network.hidden", "16"]
-INLINE += ["--evaluation.interval-s", "0", "--learner.threads", "1", "--actor.trajectory", "5"]
+INLINE += ["--evaluation.episodes", "0", "--learner.threads", "1", "--actor.trajectory", "5"]
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_resumed_run_takes_its_end_and_its_hosts_from_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, given = tmp_path / "run", dict[str, Any]()
-    (run / "checkpoints" / "step").mkdir(parents=True)
+    (run / "checkpoints" / "step_000000000001").mkdir(parents=True)
     (run / "config.json").write_text("{}")
     monkeypatch.setattr(training, "resume", lambda path, **options: given.update(path=path, **options))
     words = ["train", "impala", "CartPole-v1", "--actors", "6", "--minutes", "5", "--run-dir", str(run)]

@@ -25,7 +25,7 @@ from toy_envs import CounterEnv, Step
 HERE = str(Path(__file__).resolve())
 SMALL = [
     *("--engine", "inline", "--actors", "1", "--envs-per-actor", "2", "--actor.trajectory", "8"),
-    *("--network.hidden", "8", "--evaluation.interval-s", "0"),
+    *("--network.hidden", "8", "--evaluation.episodes", "0"),
 ]
 
 
@@ -133,7 +133,7 @@ VALUES: dict[str, tuple[str, list[str]]] = {
     "discount": ("--algorithm.discount 1.5", ["algorithm.discount=1.5", "between 0 and 1"]),
     "other rule": ("--algorithm.rho-clip 1", ["algorithm.rho_clip"]),
     "checkpoints": ("--run.keep-checkpoints 0", ["run.keep_checkpoints=0", "at least 1"]),
-    "episodes": ("--evaluation.episodes 0", ["evaluation.episodes=0", "at least 1"]),
+    "episodes": ("--evaluation.interval-s -1", ["evaluation.interval_s=-1", "at least 0"]),
     "kwargs": ("--env-kwargs {", ["env.kwargs='{'", "not JSON"]),
     "kwargs list": ("--env-kwargs [1]", ["env.kwargs=[1]", "JSON object"]),
     "wrapper": ("--env.wrappers toy_envs:lost", ["toy_envs:lost", "lose"]),

@@ -27,7 +27,7 @@ from toy_envs import CounterEnv, make_counter
 
 INLINE = [
     *("--engine", "inline", "--actors", "1", "--envs-per-actor", "2", "--actor.trajectory", "8"),
-    *("--network.hidden", "8", "--evaluation.interval-s", "0"),
+    *("--network.hidden", "8", "--evaluation.episodes", "0"),
 ]
 PPO = ["--algorithm.minibatches", "2", "--algorithm.epochs", "1"]
 REPLAY = ["--replay.min-size=64", "--replay.batch=16", "--replay.capacity=1000", "--replay.samples-per-insert=16"]
@@ -36,7 +36,7 @@ PENDULUM = ["Pendulum-v1", "--env-kwargs", '{"max_episode_steps": 20}']
 
 def tiny(env: Any, engine: str = "inline", **fields: Any) -> TrainConfig:
     base = {"env.id": env, "engine": engine, "actor.num_actors": 1, "actor.envs": 2, "actor.trajectory": 8}
-    rule = {"algorithm.minibatches": 2, "algorithm.epochs": 1, "evaluation.interval_s": 0.0, "stop.steps": 100}
+    rule = {"algorithm.minibatches": 2, "algorithm.epochs": 1, "evaluation.episodes": 0, "stop.steps": 100}
     return replace(preset("ppo", "CartPole-v1"), **{**base, **rule, **fields})
 
 

@@ -23,7 +23,7 @@ from echelon.config import replace
 from echelon.errors import ConfigError
 from running import TESTS
 
-TINY = {"engine": "inline", "actor.num_actors": 1, "actor.envs": 2, "stop.steps": 200, "evaluation.interval_s": 0.0}
+TINY = {"engine": "inline", "actor.num_actors": 1, "actor.envs": 2, "stop.steps": 200, "evaluation.episodes": 0}
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def test_the_board_yields_the_weights_of_some_versions_ago() -> None:
 
 def test_without_lag_it_is_synchronous_training(tmp_path: Path) -> None:
     found = lag.run(job(lag.SYNC, 0))
-    changes = {"engine": "inline", "stop.steps": 640, "run.dir": str(tmp_path / "run"), "evaluation.interval_s": 0.0}
+    changes = {"engine": "inline", "stop.steps": 640, "run.dir": str(tmp_path / "run"), "evaluation.episodes": 0}
     trained = echelon.train(replace(lag.config_of(job(lag.SYNC, 0)), **changes))
     assert found["weights_sha256"] == trained.summary["weights_sha256"]
     assert found["curve"][-1][1] == pytest.approx(trained.summary["return_mean"], abs=0.01)

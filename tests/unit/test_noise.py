@@ -155,7 +155,7 @@ def test_the_actions_of_a_run(tmp_path: Path, shm_dir: Path, name: str, mode: st
         "actor.envs": 4,
         "network.hidden": (8,),
         "stop.steps": 4_000,
-        "evaluation.interval_s": 0.0,
+        "evaluation.episodes": 0,
         "run.dir": str(tmp_path / "run"),
         "shm_dir": str(shm_dir),
         "algorithm.noise_correlation": RHO,
@@ -192,7 +192,7 @@ def test_the_noise_of_a_worker() -> None:
 
 
 def test_a_run_can_be_resumed_and_played(tmp_path: Path, shm_dir: Path) -> None:
-    fields = {"engine": "inline", "stop.steps": 2_000, "evaluation.interval_s": 0.0, "shm_dir": str(shm_dir)}
+    fields = {"engine": "inline", "stop.steps": 2_000, "evaluation.episodes": 0, "shm_dir": str(shm_dir)}
     fields |= {"algorithm.epochs": 1, "algorithm.noise_correlation": RHO, "run.dir": str(tmp_path / "run")}
     echelon.train(replace(preset("ppo", "Pendulum-v1"), **fields), output=io.StringIO())
     summary = echelon.resume(tmp_path / "run", steps=4_000, output=io.StringIO()).summary

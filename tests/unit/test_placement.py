@@ -157,7 +157,7 @@ def test_the_threads_of_a_learner_are_recorded_and_kept(tmp_path: Path, shm_dir:
         return threads
 
     fields = {"actor.num_actors": 1, "actor.envs": 2, "network.hidden": (512, 512), "stop.steps": 1}
-    fields |= {"run.dir": str(tmp_path / "run"), "evaluation.interval_s": 0.0, "shm_dir": str(shm_dir)}
+    fields |= {"run.dir": str(tmp_path / "run"), "evaluation.episodes": 0, "shm_dir": str(shm_dir)}
     echelon.train(replace(preset("impala", "CartPole-v1"), **fields, **{"learner.device": "cpu"}), output=io.StringIO())
     assert recorded() == num_cores()
     config = json.loads((tmp_path / "run" / "config.json").read_text())

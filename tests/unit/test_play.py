@@ -27,7 +27,7 @@ DQN = {"replay.min_size": 64, "replay.batch": 16, "replay.capacity": 1000, "algo
 
 def trained(path: Path, name: str, env: str, **changes: Any) -> Path:
     """A run folder of a training that was too short to learn anything."""
-    changes = {**TINY, "env.id": env, "run.dir": str(path), "evaluation.interval_s": 0.0, "stop.steps": 100, **changes}
+    changes = {**TINY, "env.id": env, "run.dir": str(path), "evaluation.episodes": 0, "stop.steps": 100, **changes}
     echelon.train(replace(echelon.preset(name, "CartPole-v1"), **changes), output=io.StringIO())
     return path
 

@@ -127,7 +127,7 @@ def test_ddpg_is_the_papers_and_td3_has_two_critics() -> None:
 
 def test_a_run_keeps_the_values_that_its_preset_had_when_it_began(tmp_path: Path, shm_dir: Path) -> None:
     """`ddpg` was TD3 before there was a preset of that name, and some fields are newer."""
-    short = {"replay.min_size": 100, "replay.batch": 16, "network.hidden": (8,), "evaluation.interval_s": 0.0}
+    short = {"replay.min_size": 100, "replay.batch": 16, "network.hidden": (8,), "evaluation.episodes": 0}
     places = {"run.dir": str(tmp_path / "run"), "shm_dir": str(shm_dir), "engine": "inline", "stop.steps": 200}
     config = replace(preset("td3", "Pendulum-v1"), **{"preset": "ddpg", **short, **places})
     echelon.train(config, output=io.StringIO())

@@ -245,7 +245,7 @@ def test_a_run_learns_from_what_its_priorities_draw(tmp_path: Path, shm_dir: Pat
         "engine": "inline",
         "seed": 1,
         "stop.steps": 240,
-        "evaluation.interval_s": 0.0,
+        "evaluation.episodes": 0,
         "replay.prioritized": True,
     }
     fields |= {"run.dir": str(tmp_path / "run"), "shm_dir": str(shm_dir), "network.hidden": (16,)}

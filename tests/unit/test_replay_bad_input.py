@@ -27,7 +27,7 @@ from telling import Command, assert_told
 Array = np.ndarray[Any, Any]
 SMALL = [
     *("--engine", "inline", "--actors", "2", "--envs-per-actor", "2", "--network.hidden", "8"),
-    *("--evaluation.interval-s", "0", "--replay.min-size", "64", "--replay.batch", "32", "--replay.capacity", "500"),
+    *("--evaluation.episodes", "0", "--replay.min-size", "64", "--replay.batch", "32", "--replay.capacity", "500"),
 ]
 
 # Invalid configurations.

@@ -656,7 +656,7 @@ def test_a_learner_that_waits_for_batches_of_many_actors_is_told_how_to_update_m
 def test_roles_of_one_process_share_its_time(tmp_path: Path, shm_dir: Path) -> None:
     """A learner that does next to nothing must not count as half of the work."""
     changes = {"engine": "inline", "actor.num_actors": 1, "actor.envs": 4, "stop.steps": 400, "network.hidden": (8,)}
-    changes |= {"run.dir": str(tmp_path / "run"), "shm_dir": str(shm_dir), "evaluation.interval_s": 0.0}
+    changes |= {"run.dir": str(tmp_path / "run"), "shm_dir": str(shm_dir), "evaluation.episodes": 0}
     summary = train(replace(preset("impala", "CartPole-v1"), **changes), output=io.StringIO()).summary
     time = summary["time"]
     assert sum(sum(phases.values()) for phases in time.values()) == pytest.approx(1.0)

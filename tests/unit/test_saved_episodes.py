@@ -33,7 +33,7 @@ SMALL = {
     "actor.trajectory": 7,
     "network.hidden": (8,),
     "learner.threads": 1,
-    "evaluation.interval_s": 0.0,
+    "evaluation.episodes": 0,
 }
 REPLAYED = {"replay.min_size": 50, "replay.batch": 8, "replay.capacity": 2_000, "replay.n_step": 3}
 REPLAYED |= {"replay.samples_per_insert": 0.5}  # few updates

@@ -127,7 +127,7 @@ def do_nothing(world: World) -> None:
 
 
 def config_in(folder: Path, engine: str) -> TrainConfig:
-    run = {"run.dir": str(folder / "run"), "evaluation.interval_s": 0.0, "stop.steps": 64}
+    run = {"run.dir": str(folder / "run"), "evaluation.episodes": 0, "stop.steps": 64}
     return replace(dqn("CartPole-v1"), **{"engine": engine, "shm_dir": str(folder), **run})
 
 

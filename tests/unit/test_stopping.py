@@ -70,6 +70,7 @@ def test_steps_of_the_wall_clock_end_no_run_and_change_no_schedule(
 def train_inline(folder: Path, **changes: Any) -> dict[str, Any]:
     small = {"actor.num_actors": 1, "actor.envs": 2, "actor.trajectory": 4, "network.hidden": (8,)}
     fields = {"run.dir": str(folder / f"run-{len(list(folder.iterdir()))}"), "engine": "inline", **small, **changes}
+    fields["evaluation.episodes"] = 0
     return echelon.train(replace(echelon.preset("impala", "CartPole-v1"), **fields), output=io.StringIO()).summary
 
 

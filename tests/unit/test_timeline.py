@@ -16,7 +16,7 @@ from echelon.training import train
 
 def config_of(run_dir: Path, *, timeline: bool) -> TrainConfig:
     changes = {"engine": "inline", "actor.num_actors": 2, "actor.envs": 2, "actor.trajectory": 8, "stop.steps": 200}
-    changes |= {"evaluation.interval_s": 0.0, "run.dir": str(run_dir), "run.timeline": timeline}
+    changes |= {"evaluation.episodes": 0, "run.dir": str(run_dir), "run.timeline": timeline}
     return replace(preset("ppo", "CartPole-v1"), **changes)
 
 

@@ -118,7 +118,7 @@ def watched_training(
         watch = UsageWatch(run_dir, report)
         watch.start()
         try:
-            result = train(replace(config, **{"evaluation.interval_s": 0.0, "run.dir": str(run_dir)}), output=output)
+            result = train(replace(config, **{"evaluation.episodes": 0, "run.dir": str(run_dir)}), output=output)
         finally:
             watch.stop()
         yield Watched(result, watch.samples)

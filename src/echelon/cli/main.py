@@ -69,7 +69,7 @@ def add_status_file(parser: Parser) -> None:
 
 def add_checkpoint(parser: Parser) -> None:
     parser.add_argument(
-        "--checkpoint", default="newest", metavar="NAME", help="newest (default), or another of RUN/checkpoints"
+        "--checkpoint", default="newest", metavar="NAME", help="newest (default), best, or another of RUN/checkpoints"
     )
 
 

@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
+from echelon.engines.process import Exit
 from echelon.errors import EchelonError
 from echelon.interrupts import Interrupts
 from echelon.roles.context import Context
-from echelon.roles.plan.start import RoleSpec, num_evaluations, ranks_of, restored_text, roles_of, roles_of_host
+from echelon.roles.plan.start import (
+    EVALUATOR,
+    RoleSpec,
+    is_evaluated_at_end,
+    num_evaluations,
+    ranks_of,
+    restored_text,
+    roles_of,
+    roles_of_host,
+    roles_to_stop,
+)
 from echelon.roles.supervisor import Supervisor
 from echelon.runs.console import Console, Status
 from echelon.runs.episode_log import EpisodeLog
@@ -31,6 +42,8 @@ LOOP_S = 0.05
 REPORTED_ENV_RESTARTS = 5
 CONSOLE_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 5.0
+ANNOUNCED_S = 2.0  # an evaluation at the end that takes longer is announced
+FINAL_GRACE_S = 5.0  # after the time limit of the evaluation at the end, for its report
 FAILED_STOP_TIMEOUT_S = 0.5  # short after a failure: the error is reported only when all roles have exited
 
 
@@ -57,12 +70,19 @@ class Coordinator:
         self.summary: dict[str, Any] | None = None
         # Returns of the newest evaluations; a worker's evaluation is a single episode.
         self.evaluations = collections.deque[float](maxlen=num_evaluations(self.config))
+        self.final: dict[str, Any] | None = None  # the evaluation of the final weights
+        self.evaluating: int | None = None  # how many of its episodes have ended, while it lasts
+        self.best: dict[str, Any] | None = None  # the evaluation of the best weights
+        self.trained_s = 0.0  # seconds of the run until its last update
         self.env_restarts = 0
         self.stopping = False
         self.next_console = self.next_look = 0.0
         self.newest_evaluation = 0  # number of the last worker evaluation that is in the metrics
         world.serve("train", self._on_train)
         world.serve("evaluation", self._on_evaluation)
+        world.serve("evaluating", self._on_evaluating)
+        world.serve("evaluated", self._on_evaluated)
+        world.serve("best", self._on_best)
         world.serve("worker_evaluation", self._on_worker_evaluation)
         self.reported = {"message": self.console.message, "env_restarted": self._on_env_restarted}  # from hosts, too
         world.serve("message", self.console.message)
@@ -80,6 +100,8 @@ class Coordinator:
         if self.log is not None and not self.row and self._filling(row):
             self.console.message(f"learning starts at {self.config.replay.min_size:,} transitions")
         self.row = row
+        if EVALUATOR.name in self.world.members:
+            self.world.post(EVALUATOR.name, "progress", row["env_steps"])
         shown = {name: figures for name, figures in self.figures().items() if figures}
         self._write({"kind": "train", **row, "time": self.shares(), **shown})
         if self.log is not None and (line := self.log.note(row)) is not None:
@@ -89,6 +111,15 @@ class Coordinator:
         self.evaluations.append(score["return_mean"])
         steps = {"env_steps": self.row.get("env_steps", 0), "wall_s": self.row.get("wall_s", 0.0)}
         self._write({"kind": "evaluation", **steps, **score})
+
+    def _on_evaluating(self, num_ended: int) -> None:
+        self.evaluating = num_ended
+
+    def _on_evaluated(self, score: dict[str, Any]) -> None:
+        self.final = score
+
+    def _on_best(self, best: dict[str, Any]) -> None:
+        self.best = best
 
     def _write(self, row: dict[str, Any]) -> None:
         self.metrics.write(row)
@@ -116,13 +147,20 @@ class Coordinator:
             self.console.message(text + more)
 
     def _on_finished(self, summary: dict[str, Any]) -> None:
-        self.summary = summary
+        self.summary, self.trained_s = summary, self.context.elapsed_s
 
     # The run.
 
     @property
     def evaluation_return(self) -> float | None:
         return sum(self.evaluations) / len(self.evaluations) if self.evaluations else None
+
+    def evaluations_summary(self) -> dict[str, Any]:
+        """Returns the figures of the final evaluation and of the best one, as far as there are any."""
+        final, best = self.final or {}, self.best or {}
+        names = {"evaluation_return_mean": "return_mean", "evaluation_episodes": "episodes"}
+        found = {name: final.get(key) for name, key in names.items()}
+        return {**found, "best_return_mean": best.get("return_mean"), "best_steps": best.get("env_steps")}
 
     @property
     def restarts(self) -> int:
@@ -135,6 +173,7 @@ class Coordinator:
             self._start(roles_of(self.config))
             self._loop()
             self._end_gateway()
+            self._evaluate_final()
             timeout_s = STOP_TIMEOUT_S
         except EchelonError:
             timeout_s = FAILED_STOP_TIMEOUT_S
@@ -149,6 +188,43 @@ class Coordinator:
         if self.summary is not None and self.summary["reason"] != "stopped" and "gateway" in self.world.members:
             self.world.post("gateway", "over")
 
+    def _evaluate_final(self) -> None:
+        """Has the final weights evaluated, unless the user wants to leave. The run is complete without it, too."""
+        summary, limit_s, episodes = self.summary, self.config.evaluation.limit_s, self.config.evaluation.episodes
+        assert summary is not None
+        if not is_evaluated_at_end(self.config) or summary["reason"] == "stopped" or not summary["updates"]:
+            return
+        if summary["checkpoint"] is None or self.interrupts.came or self.console.is_unread:  # None: the disk is full
+            return
+        start, is_announced = time.monotonic(), False
+        self.evaluating, deadline = 0, start + limit_s
+        try:
+            self.supervisor.release(roles_to_stop(self.config))
+            if EVALUATOR.name not in self.supervisor.members:
+                self._start([EVALUATOR])
+            while self.final is None and (left_s := deadline - time.monotonic()) > -FINAL_GRACE_S:
+                if self.interrupts.came or self.console.is_unread:
+                    self.console.message("the evaluation of the final weights was skipped")
+                    return
+                if not is_announced and time.monotonic() - start > ANNOUNCED_S:
+                    is_announced = True
+                    self.console.message(f"evaluating the final weights: {episodes} episodes, at most {limit_s:g} s")
+                if EVALUATOR.name in self.world.members:
+                    task = summary["checkpoint"], summary["env_steps"], max(left_s, 0.0)
+                    self.world.post(EVALUATOR.name, "evaluate", *task)
+                self._turn(lambda gone: gone.name == EVALUATOR.name)
+        except EchelonError as error:
+            self.console.message(f"the final weights could not be evaluated: {error}")
+            return
+        finally:
+            self.evaluating = None
+        ended = self.final["episodes"] if self.final else 0
+        if ended < episodes:
+            self.console.message(
+                f"{ended} of {episodes} episodes of the final evaluation ended within {limit_s:g} s; the others do not "
+                "count (--evaluation.limit-s)"
+            )
+
     def _start(self, roles: Sequence[RoleSpec]) -> None:
         for role in roles:
             self.supervisor.start(role.name, role.kind, role.index, nice=role.nice)
@@ -157,21 +233,25 @@ class Coordinator:
         while self.summary is None:
             for number in self.engine.joined():
                 self._start(roles_of_host(self.config, number))
-            self.engine.run(self.world, LOOP_S)
-            for function, text in self.engine.reports():
-                self.reported[function](text)
-            for gone in take_exits(self.engine, self.world):
-                if self.summary is None:  # otherwise the learner exited normally
-                    self.supervisor.replace(gone)
-            if (now := time.monotonic()) >= self.next_look:  # not after every message: it visits every role
-                self.next_look = now + LOOP_S
-                self.supervisor.look()
+            self._turn(lambda gone: self.summary is None)  # otherwise the learner exited normally
             if self.interrupts.came or self.console.is_unread:
                 self._ask_to_stop()
-            self._show()
             if self.ranks:
                 self._show_started()
         self._show(force=True)
+
+    def _turn(self, is_replaced: Callable[[Exit], bool]) -> None:
+        """Lets the roles work, serves their messages, and replaces those that died if `is_replaced` says so."""
+        self.engine.run(self.world, LOOP_S)
+        for function, text in self.engine.reports():
+            self.reported[function](text)
+        for gone in take_exits(self.engine, self.world):
+            if is_replaced(gone):
+                self.supervisor.replace(gone)
+        if (now := time.monotonic()) >= self.next_look:  # not after every message: it visits every role
+            self.next_look = now + LOOP_S
+            self.supervisor.look()
+        self._show()
 
     def _show_started(self) -> None:
         members = self.world.members
@@ -183,7 +263,9 @@ class Coordinator:
         if not self.stopping:
             self.stopping = True
             unread = "nobody reads the output, so the run stops: writing the final checkpoint"
-            asked = "stopping: writing the final checkpoint (interrupt again to exit immediately)"
+            asked = (
+                "stopping: writing the final checkpoint, without an evaluation (interrupt again to exit immediately)"
+            )
             self.console.message(unread if self.console.is_unread else asked)
         if self.first in self.world.members:
             self.world.post(self.first, "stop")
@@ -234,5 +316,6 @@ class Coordinator:
                 roles=self.shares(),
                 workers=self._workers,
                 filling=self._filling(row),
+                evaluating=None if self.evaluating is None else (self.evaluating, self.config.evaluation.episodes),
             )
         )

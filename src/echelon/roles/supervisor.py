@@ -13,7 +13,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -283,6 +283,13 @@ class Supervisor:
         for name in names:
             self.engine.signal(name, signal.SIGKILL)
             self.members[name].doomed = True
+
+    def release(self, names: Collection[str]) -> None:
+        """Asks roles to stop, and does not replace any of them from now on: the training is complete."""
+        self._due, self.together = [], []
+        for name in names:
+            if name in self.world.members:
+                self.world.post(name, "stop")
 
     def stop(self, timeout_s: float) -> None:
         """Asks every role to stop, and kills the roles that have not exited after `timeout_s`."""

@@ -2,9 +2,10 @@
 
 A checkpoint is a folder `step_000000012345` with `tensors.safetensors` (every tensor and array) and `state.json` (the
 rest, and the SHA-256 of both). A rename publishes it, so a reader never sees a partial one. A crash leaves at most
-temporary folders: the next reader removes them, and restores a checkpoint whose replacement was not completed. One
-process writes a folder of checkpoints; any number may read it. The writer holds a lock on the folder, which the kernel
-releases when it dies; processes in other containers see it too, whereas a pid would mean nothing there.
+temporary folders: the next reader removes them, and restores a checkpoint whose replacement was not completed. The
+learner writes the checkpoints of a run, the evaluator the best weights (`runs/best.py`) beside them; any number of
+processes may read. A writer holds a lock on the folder, which the kernel releases when it dies; processes in other
+containers see it too, whereas a pid would mean nothing there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors
 
-from echelon.disk import MAX_JSON_BYTES, open_regular, put_file, put_folder, read_json, read_regular, sync
+from echelon.disk import MAX_JSON_BYTES, put_file, put_folder, read_json, read_regular, sync
 from echelon.errors import ConfigError
 from echelon.memory_check import total_memory
 from echelon.runs.folder import check_entries
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 TENSORS, STATE = "tensors.safetensors", "state.json"
 NEWEST = "newest"  # a name for the newest intact checkpoint
+BEST = "best"  # the folder of the best weights
 # What decoding and loading a tree raise if it is not what `pack` made of this run's state.
 UNDECODABLE = (
     LookupError,
@@ -122,9 +124,21 @@ class _Content:
 
 
 def _put(folder: Path, content: _Content, step: int, keep: int) -> None:
+    _put_as(folder, f"step_{step:012d}", content, step)
+    past = [path for path in _checkpoints(folder) if _step(path) <= step]
+    for path in set(_checkpoints(folder)) - set(past[-keep:]):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def put_tree(folder: Path, name: str, tree: Any, step: int) -> None:
+    """Writes `tree` as the checkpoint `name`, or replaces it."""
+    _put_as(folder, name, _Content.of(tree), step)
+
+
+def _put_as(folder: Path, name: str, content: _Content, step: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"step_{step:012d}"
-    new, old = _temporary(folder, "new"), _temporary(folder, target.name)
+    target = folder / name
+    new, old = _temporary(folder, f"new-{name}"), _temporary(folder, name)
     with _locked(folder, wait=True):
         _clear(folder, is_written=False)
         new.mkdir()
@@ -133,9 +147,6 @@ def _put(folder: Path, content: _Content, step: int, keep: int) -> None:
             put_folder(new, target, old)
         finally:
             shutil.rmtree(new, ignore_errors=True)
-    past = [path for path in _checkpoints(folder) if _step(path) <= step]
-    for path in set(_checkpoints(folder)) - set(past[-keep:]):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def load_checkpoint(path: Path) -> Any:
@@ -210,20 +221,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = _tensor_files().load(_read_tensors(path))
         return tensors
     except (OSError, safetensors.SafetensorError, *UNDECODABLE) as error:
-        raise _unreadable_weights(path, error) from error
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    """Returns the metadata of a weights file; reads nothing else of it."""
-    try:
-        with open(open_regular(path, os.O_RDONLY), "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > MAX_JSON_BYTES:
-                raise ValueError(f"its header has {size:,} bytes")
-            metadata = json.loads(file.read(size)).get("__metadata__", {})
-        return {str(name): str(value) for name, value in metadata.items()}
-    except (OSError, RecursionError, *UNDECODABLE) as error:
-        raise _unreadable_weights(path, error) from error
+        raise unreadable_weights(path, error) from error
 
 
 def find_weights(path: str) -> dict[str, torch.Tensor]:
@@ -241,8 +239,9 @@ def weights_path(path: str, name: str = NEWEST) -> Path:
     check_entries(where)
     folder, final = where / "checkpoints", where / "weights.safetensors"
     if name != NEWEST:
-        entries = [*_checkpoints(folder), *_named(folder), *([final] if final.is_file() else [])]
-        found = {entry.name: entry for entry in entries}
+        latest_checkpoint(folder)  # restores a checkpoint whose replacement was not completed
+        others = [entry for entry in (folder / BEST, final) if entry.exists()]
+        found = {entry.name: entry for entry in [*_checkpoints(folder), *others]}
         if name not in found:
             has = ", ".join([*found, *([NEWEST] if found else [])]) or "none"
             raise ConfigError(f"{path} has no checkpoint {name!r}. It has {has}.")
@@ -256,13 +255,10 @@ def weights_path(path: str, name: str = NEWEST) -> Path:
 
 def steps_of(path: Path) -> int | None:
     """Returns the environment steps at which a checkpoint was saved; None for a weights file."""
-    if not path.is_dir():
-        return None
     try:
-        step = read_json(path / STATE).get("step")
-    except (OSError, ValueError, AttributeError):
+        return int(read_json(path / STATE)["step"])
+    except (OSError, ValueError, LookupError, TypeError):
         return None
-    return step if isinstance(step, int) else None
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -334,7 +330,7 @@ def _damaged(path: Path, file: Path, what: str) -> ConfigError:
     return ConfigError(f"the checkpoint file {file} is damaged: {what}. {remedy}")
 
 
-def _unreadable_weights(path: Path, error: Exception) -> ConfigError:
+def unreadable_weights(path: Path, error: Exception) -> ConfigError:
     return ConfigError(f"the weights file {path} cannot be read: {error}. Give an intact .safetensors file.")
 
 
@@ -342,12 +338,6 @@ def _checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if _STEP.fullmatch(path.name)), key=_step)
-
-
-def _named(folder: Path) -> list[Path]:
-    """Returns the checkpoints whose name is not a step, such as "best"."""
-    entries = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
-    return sorted(path for path in entries if not _STEP.fullmatch(path.name) and (path / STATE).is_file())
 
 
 def _step(path: Path) -> int:
@@ -396,7 +386,7 @@ def _is_old(path: Path) -> bool:
 def _put_back(path: Path) -> None:
     """Removes a temporary folder, or restores the checkpoint its writer moved aside before it died."""
     target = path.with_name(path.name.rpartition(".")[2])
-    if _STEP.fullmatch(target.name) and not target.exists():
+    if (_STEP.fullmatch(target.name) or target.name == BEST) and not target.exists():
         with contextlib.suppress(OSError):  # another reader does the same, or the disk is full
             path.rename(target)
         if not target.exists():

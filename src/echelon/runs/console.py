@@ -58,6 +58,7 @@ class Status:
     dropped: int = 0  # trajectories (or `experience`) dropped because they arrived too late
     experience: str = "trajectories"  # what `dropped` counts
     roles: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    evaluating: tuple[int, int] | None = None  # of the evaluation at the end: episodes that have ended, all of them
     filling: tuple[int, int] | None = None  # of a replay below min_size: size, min_size
     workers: Mapping[str, float] = field(default_factory=dict)  # figures of a run with workers
 
@@ -165,8 +166,9 @@ class Console:
 def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> None:
     """Prints the final summary of a run: its result, cost, folder and bottleneck.
 
-    Reads status, goal_reached, env_steps, wall_s, env_steps_per_s, return_mean, evaluation_return, lag_mean, lag_max,
-    hosts, checkpoint, curve, run_dir, bottleneck and advice; values that are missing or None are omitted.
+    Reads status, goal_reached, env_steps, wall_s, env_steps_per_s, return_mean, evaluation_return,
+    evaluation_return_mean, evaluation_episodes, best_return_mean, best_steps, lag_mean, lag_max, hosts, checkpoint,
+    curve, run_dir, bottleneck and advice; values that are missing or None are omitted.
     """
 
     def given(form: str, *keys: str, show: Callable[[Any], Any] = lambda value: value) -> str:
@@ -174,6 +176,7 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
         return "" if None in values else form.format(*map(show, values))
 
     wall_s, workers = summary.get("wall_s"), summary.get("workers")
+    is_evaluated = summary.get("evaluation_return_mean") is not None  # at the end
     rows = {
         "status": given("{}", "status"),
         "goal": given("{}", "goal_reached", show=lambda reached: "reached" if reached else "missed"),
@@ -181,7 +184,11 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
         "time": duration(wall_s) if wall_s is not None else "",
         "steps/s": given("{:,.0f}", "env_steps_per_s"),
         "return": given("{}", "return_mean", show=number_text)
-        + given(" (evaluation {})", "evaluation_return", show=number_text),
+        + ("" if is_evaluated else given(" (evaluation {})", "evaluation_return", show=number_text)),
+        "evaluation": given("{}", "evaluation_return_mean", show=number_text)
+        + given(" mean of {} episodes with the final weights", "evaluation_episodes"),
+        "best": given("{}", "best_return_mean", show=number_text)
+        + given(" at {:,} steps (--checkpoint best)", "best_steps"),
         "lag": given("{:.2f} mean, {:.0f} max", "lag_mean", "lag_max"),
         "workers": workers_line(workers, summary.get("time", {}).get("learner", {})).removeprefix("workers ")
         if workers
@@ -251,6 +258,10 @@ def _figures(status: Status) -> list[tuple[str, str]]:
         figures.append(("bold green", f"return {number_text(status.return_mean)}"))
     if status.evaluation_return is not None:
         figures.append(("green", f"evaluation {number_text(status.evaluation_return)}"))
+    if status.evaluating is not None:
+        figures.append(
+            ("bold yellow", f"evaluating the final weights: {status.evaluating[0]} of {status.evaluating[1]}")
+        )
     figures.append(("", f"episodes {status.episodes:,}"))
     if status.filling is not None:
         figures.append(("yellow", f"filling {status.filling[0]:,}/{status.filling[1]:,}"))

@@ -46,6 +46,14 @@ def draw_curve(run_dir: Path) -> Path:
     return run_dir / CURVE
 
 
+def drawn_curve(run_dir: Path) -> str | None:
+    """Draws the learning curve; returns its path, or None if it cannot be drawn: this does not fail the run."""
+    try:
+        return str(draw_curve(run_dir))
+    except Exception:  # nothing to draw yet, no matplotlib, a full disk, numbers that matplotlib cannot draw
+        return None
+
+
 def duration(seconds: float) -> str:
     """Returns wall time in a readable form: 42 s, 3 min 05 s, 2 h 07 min."""
     whole = round(seconds)

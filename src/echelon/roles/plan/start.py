@@ -57,6 +57,9 @@ class RoleSpec:
     nice: int = 0
 
 
+EVALUATOR = RoleSpec("evaluator", "evaluator", nice=EVALUATOR_NICE)
+
+
 def roles_of(config: TrainConfig) -> list[RoleSpec]:
     """Returns the roles of a run in the order in which they are started."""
     roles = [RoleSpec(name, "learner", index) for index, name in enumerate(config.learner_names)]
@@ -70,9 +73,22 @@ def roles_of(config: TrainConfig) -> list[RoleSpec]:
         roles += [RoleSpec(f"inference-{index}", "inference", index) for index in range(config.acting.servers)]
     nice = YIELDING_NICE if _yields(config) else 0
     roles += [RoleSpec(f"actor-{index}", "actor", index, nice) for index in range(config.actor.num_actors)]
-    if config.evaluation.interval_s > 0:
-        roles.append(RoleSpec("evaluator", "evaluator", nice=EVALUATOR_NICE))
+    if config.evaluation.interval_s > 0 and config.evaluation.episodes:
+        roles.append(EVALUATOR)
     return roles
+
+
+def is_evaluated_at_end(config: TrainConfig) -> bool:
+    """Returns whether the final weights of a run are evaluated. Those of a run with workers are not: workers do it."""
+    return config.evaluation.episodes > 0 and not config.has_workers
+
+
+def roles_to_stop(config: TrainConfig) -> list[str]:
+    """Returns the roles that stop before the final weights are evaluated.
+
+    None if there are other hosts: their agents watch the roles, and dismissing them belongs to the end of the run.
+    """
+    return [] if config.has_hosts else [role.name for role in roles_of(config) if role != EVALUATOR]
 
 
 def roles_of_host(config: TrainConfig, number: int) -> list[RoleSpec]:
