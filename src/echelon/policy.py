@@ -7,6 +7,7 @@ Shapes: K rows of a batch.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor
 
 from echelon.algorithms.model import Model, Policy
+from echelon.disk import MAX_JSON_BYTES, open_regular
 from echelon.errors import ConfigError
 from echelon.layers import State
 from echelon.networks import MASK
-from echelon.runs.checkpoint import NEWEST, STATE, read_weights, weights_path
+from echelon.runs.checkpoint import NEWEST, STATE, UNDECODABLE, read_weights, unreadable_weights, weights_path
 from echelon.runs.folder import CONFIG, RunFolder
-from echelon.runs.policy_spec import KEY, PolicySpec, read_metadata
+from echelon.runs.policy_spec import KEY, PolicySpec
 from echelon.schema import Spaces, Tree, flatten, space_choices, space_leaves, unflatten
 
 
@@ -240,3 +242,16 @@ def _spec_of_run(folder: RunFolder, trust: bool) -> PolicySpec:
             raise ConfigError(f"{folder.path} records neither its spaces nor an environment. Resume it once, briefly.")
         spaces = probe_spaces(config.env)
     return PolicySpec.of(config, spaces)
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Returns the metadata of a weights file; reads nothing else of it."""
+    try:
+        with open(open_regular(path, os.O_RDONLY), "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > MAX_JSON_BYTES:
+                raise ValueError(f"its header has {size:,} bytes")
+            metadata = json.loads(file.read(size)).get("__metadata__", {})
+        return {str(name): str(value) for name, value in metadata.items()}
+    except (OSError, RecursionError, *UNDECODABLE) as error:
+        raise unreadable_weights(path, error) from error

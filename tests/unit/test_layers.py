@@ -80,7 +80,7 @@ ALLOWED: dict[str, set[str]] = {
     "servers": {"errors", "config", "layout", "schema", "transport", "engines", "world", "replay"} | LEARNING,
     "envs": {"errors", "names", "families", "config", "schema"},
     "runs": {"errors", "disk", "memory_check", "config", "config_io", "schema", "trust"},
-    "policy": {"errors", "config", "schema", "layers", "networks", "algorithms", "envs", "runs"},
+    "policy": {"errors", "disk", "config", "schema", "layers", "networks", "algorithms", "envs", "runs"},
     "export": {"errors", "disk", "schema", "layers", "networks", "runs", "policy"},
     "frames": {"errors", "names", "objectives", "replay", "servers", "world", "runs"},
     "roles": GROUND | LEARNING | PLANES | {"version", "disk", "replay", "servers", "envs", "runs"},

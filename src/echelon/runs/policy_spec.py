@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,7 @@ from typing import Any
 
 from echelon import config_io
 from echelon.config import AlgorithmConfig, NetworkConfig, TrainConfig
-from echelon.disk import MAX_JSON_BYTES, open_regular
 from echelon.errors import ConfigError
-from echelon.runs.checkpoint import UNDECODABLE, unreadable_weights
 from echelon.schema import Spaces
 from echelon.trust import check_names, has_mark, mark, run_folder
 
@@ -87,16 +84,3 @@ def _strict(value: Any) -> Any:
         case dict():
             return {key: _strict(item) for key, item in value.items()}
     return value
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    """Returns the metadata of a weights file; reads nothing else of it."""
-    try:
-        with open(open_regular(path, os.O_RDONLY), "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > MAX_JSON_BYTES:
-                raise ValueError(f"its header has {size:,} bytes")
-            metadata = json.loads(file.read(size)).get("__metadata__", {})
-        return {str(name): str(value) for name, value in metadata.items()}
-    except (OSError, RecursionError, *UNDECODABLE) as error:
-        raise unreadable_weights(path, error) from error
