@@ -28,7 +28,7 @@ class RunConfig(Section, frozen=True):
 
     SECTION = "run"
 
-    dir: Annotated[str, doc("the run folder (default: runs/PRESET-ENV-TIME)")] = ""
+    dir: Annotated[str, doc("the run folder (default: runs/PRESET-ENV-seedS-TIME)")] = ""
     checkpoint_interval_s: Annotated[float, doc("time between two checkpoints", "s", ge=0)] = 30.0
     keep_checkpoints: Annotated[
         int, doc("number of newest checkpoints that are kept, besides the best weights", ge=1)

@@ -301,10 +301,10 @@ def _train_in(
     from echelon.runs.console import final_summary
     from echelon.runs.folder import SUMMARY, RunFolder
 
-    config = context.train
-    asked = replace(config, hosts=hosts)  # a Ray cluster changes; what the user asked for does not
-    config_json = config_io.to_json(asked, text_of(config.env.id))
-    folder = RunFolder.open(context.run_dir) if past.generation else RunFolder.create(context.run_dir)
+    config, run_dir = context.train, context.run_dir
+    config_json = config_io.to_json(replace(config, hosts=hosts), text_of(config.env.id))  # `hosts` as the user gave it
+    folder = RunFolder.open(run_dir) if past.generation else RunFolder.create(run_dir, unique=not config.run.dir)
+    context = context.in_folder(folder.path)
     with folder.held(), Interrupts() as interrupts:  # to the end: the record is complete whenever the user interrupts
         with folder.starting():
             folder.write_config(config_json, context.spaces)

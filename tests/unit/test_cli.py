@@ -210,10 +210,17 @@ def test_eval_and_play_add_to_the_arguments_of_the_environment(
     assert json.loads(capsys.readouterr().out)["length_mean"] == 2
 
 
-def test_the_default_folder_tells_preset_environment_and_time(here: Path, shm_dir: Path) -> None:
-    assert main(["train", "ppo", "CartPole-v1", *INLINE, *PPO, "--steps", "50", "--shm-dir", str(shm_dir)]) == 0
-    (run,) = (here / "runs").iterdir()
-    assert run.name.startswith("ppo-CartPole-v1-20") and (run / "summary.json").is_file()
+def test_the_default_folder_tells_preset_environment_seed_and_time(
+    here: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echelon.runs.folder.time.strftime", lambda form: "20260102-030405")
+    train = ["train", "ppo", "CartPole-v1", *INLINE, *PPO, "--steps", "50", "--shm-dir", str(shm_dir), "--seed", "7"]
+    assert main(train) == 0 == main(train)
+    first, second = sorted((here / "runs").iterdir())
+    assert first.name == "ppo-CartPole-v1-seed7-20260102-030405" and second.name == f"{first.name}-2"
+    assert all(json.loads((run / "summary.json").read_text())["run_dir"] == str(run) for run in (first, second))
+    failing = ["train", "ppo", "no-such-env:Env-v0", *INLINE, *PPO, "--steps", "50", "--shm-dir", str(shm_dir)]
+    assert main(failing) == 2 and sorted((here / "runs").iterdir()) == [first, second], "nothing is left"
 
 
 def test_weights_of_one_run_start_another(here: Path, shm_dir: Path) -> None:

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -427,14 +428,16 @@ def test_a_summary_that_fails_to_write_leaves_the_old_one(tmp_path: Path) -> Non
     assert not list(tmp_path.glob(".*"))
 
 
-def test_default_run_dir_is_safe_and_unique(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_names_are_safe_and_no_two_runs_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(folder_module.time, "strftime", lambda form: "20260102-030405")
-    first = default_run_dir("impala", "CartPole-v1")
-    assert first == Path("runs/impala-CartPole-v1-20260102-030405")
-    RunFolder.create(first)
-    assert default_run_dir("impala", "CartPole-v1").name == "impala-CartPole-v1-20260102-030405-2"
-    assert default_run_dir("ppo", "../../ALE/Pong-v5").name == "ppo-ALE-Pong-v5-20260102-030405"
+    path = default_run_dir("impala", "CartPole-v1", "seed3")
+    assert path == Path("runs/impala-CartPole-v1-seed3-20260102-030405")
+    assert default_run_dir("ppo", "../../ALE/Pong-v5", "seed0").name == "ppo-ALE-Pong-v5-seed0-20260102-030405"
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: RunFolder.create(path, unique=True).path.name, range(16)))
+    assert sorted(made) == sorted([path.name, *(f"{path.name}-{count}" for count in range(2, 18))][:16])
+    assert (tmp_path / path).stat().st_mode & 0o777 == 0o700
 
 
 def test_git_is_the_commit_of_echelon_and_project_git_that_of_the_folder(

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,10 @@ class Context:
     hostname: str = "127.0.0.1"  # the address of this host at which learners of other hosts reach it
     is_at_head: bool = True  # False on another host than that of the coordinator
     user_objects: UserObjects | None = None  # objects of the caller's program; only for roles in the caller's process
+
+    def in_folder(self, run_dir: Path) -> Context:
+        """Returns this context with another run folder: a default name may be taken by the time it is created."""
+        return replace(self, run_dir=run_dir)
 
     def to_config(self, *, keep_objects: bool) -> dict[str, Any]:
         """Returns the dict for a process specification.

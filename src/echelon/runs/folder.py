@@ -96,16 +96,20 @@ class RunFolder:
         return self.path / "logs"
 
     @classmethod
-    def create(cls, path: Path) -> RunFolder:
+    def create(cls, path: Path, *, unique: bool = False) -> RunFolder:
         """Creates a new folder that only this user can enter; raises ConfigError if it exists and is not empty.
 
-        An existing empty folder keeps its mode.
+        An existing empty folder keeps its mode. With `unique`, a folder that exists is left alone, and the new one is
+        named after it: NAME-2, NAME-3, ...
         """
-        check_new(path)
-        run = cls(path, is_new=True, had_root=path.exists())
+        if unique:
+            path = make_unique(path)
+        else:
+            check_new(path)
+        run = cls(path, is_new=True, had_root=not unique and path.exists())
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=0o700, exist_ok=run.had_root)
+            path.mkdir(mode=0o700, exist_ok=unique or run.had_root)
             run.checkpoints.mkdir()
             run.logs.mkdir()
         except OSError as error:
@@ -223,15 +227,30 @@ class RunFolder:
         _write_json(self.path / SUMMARY, plain(summary))
 
 
-def default_run_dir(preset: str, env_id: str) -> Path:
-    """Returns an unused folder name, such as runs/impala-CartPole-v1-20260102-030405."""
+def default_run_dir(preset: str, env_id: str, seed: str) -> Path:
+    """Returns a name such as runs/impala-CartPole-v1-seed0-20260102-030405; `seed` is "seed0", or "seeds0-4"."""
     env = re.sub(r"[^\w.-]+", "-", env_id)[-60:].strip("-.") or "env"
-    stem = Path("runs") / f"{preset}-{env}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, count = stem, 1
-    while path.exists():
-        count += 1
-        path = stem.with_name(f"{stem.name}-{count}")
-    return path
+    return Path("runs") / f"{preset}-{env}-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def make_unique(path: Path) -> Path:
+    """Creates the folder `path`, or NAME-2, NAME-3, ... if that exists, for this user only; returns its path.
+
+    The kernel creates a folder for one caller only, so runs that start in the same second get different folders.
+    """
+    stem, count = path, 1
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                path.mkdir(mode=0o700)
+            except FileExistsError:
+                count += 1
+                path = stem.with_name(f"{stem.name}-{count}")
+            else:
+                return path
+    except OSError as error:
+        raise _cannot_be_made(path, error) from error
 
 
 def versions() -> dict[str, str | None]:

@@ -57,8 +57,8 @@ def prepare(
     if config.has_workers:
         secret_for(config.workers.address)
     short = text if ".py:" not in text else Path(text).name.replace(".py:", "-")
-    run_dir = Path(config.run.dir) if config.run.dir else default_run_dir(config.preset, short)
-    if generation == 0:
+    run_dir = Path(config.run.dir or default_run_dir(config.preset, short, f"seed{config.seed}"))
+    if generation == 0 and config.run.dir:
         check_new(run_dir)
     if config.run.fallback_dir and not os.access(f"{config.run.fallback_dir}/", os.W_OK):
         raise ConfigError(
