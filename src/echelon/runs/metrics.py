@@ -17,6 +17,7 @@ from echelon.runs.events import EventWriter
 METRICS = "metrics.jsonl"
 MAX_BYTES = 1 << 28  # of the file, to be read as a whole: more than the rows of a week
 MAX_ROW_BYTES = 1 << 20
+TAIL_BYTES = 1 << 16  # of the file, for its last rows
 _NO_SCALARS = ("kind", "env_steps")
 
 
@@ -84,6 +85,19 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         elif number < len(lines):
             raise ConfigError(f"{path}, line {number}, is not a JSON object: {line[:60]!r}. Remove that line.")
     return rows
+
+
+def last_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns the complete rows at the end of the metrics, without the rest of a long file; [] if there are none."""
+    try:
+        with open(open_regular(run_dir / METRICS, os.O_RDONLY), "rb") as file:
+            begin = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+            file.seek(begin)
+            lines = file.read(TAIL_BYTES).split(b"\n")
+    except OSError:
+        return []
+    whole = lines[1:-1] if begin else lines[:-1]  # the first line may have lost its beginning
+    return [row for line in whole if (row := _row(line)) is not None]
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
