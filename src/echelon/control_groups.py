@@ -10,12 +10,18 @@ from pathlib import Path
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
+CORES = "ECHELON_CORES"  # environment variable: plan for at most so many cores
+
+
 def num_cores() -> int:
     """Returns the number of cores that this process may use: those of its affinity, at most the quota of its groups.
 
-    A quota is processor time, not cores: 1.5 cores of it count as 2, because it takes two to use it up.
+    A quota is processor time, not cores: 1.5 cores of it count as 2, because it takes two to use it up. ECHELON_CORES
+    lowers the number, where several runs share the cores.
     """
     quotas = [quota for folder, is_v2 in groups("cpu") if (quota := _quota(folder, is_v2)) is not None]
+    if (share := os.environ.get(CORES, "")).isdecimal() and int(share) > 0:
+        quotas.append(int(share))
     return max(1, min(len(os.sched_getaffinity(0)), *map(math.ceil, quotas), 1 << 30))
 
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import warm
+from echelon.cli import seeds
 from echelon.cli.main import main
 from echelon.config import TrainConfig, replace
 from echelon.config_io import to_json
+from echelon.control_groups import num_cores
 from echelon.presets import preset
 from echelon.runs.folder import RunFolder
+from running import Running
 
 
 @pytest.fixture
@@ -112,3 +119,109 @@ def test_list_without_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["list"]) == 0 and "no runs in runs" in capsys.readouterr().out
     assert listed(capsys) == []
     assert main(["list", "nowhere"]) == 2 and "nowhere cannot be listed" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------------------- seeds
+
+TINY = [
+    *("--engine", "inline", "--actors", "1", "--envs-per-actor", "2", "--actor.trajectory", "8"),
+    *("--network.hidden", "8", "--evaluation.interval-s", "0", "--algorithm.minibatches", "2"),
+    *("--algorithm.epochs", "1", "--steps", "200"),
+]
+FAILS_WITH_SEED_1 = """
+import sys, gymnasium
+def make():
+    if any(word.endswith("seed-1") for word in sys.argv):
+        raise RuntimeError("boom")
+    return gymnasium.make("CartPole-v1")
+"""
+Train = Callable[..., int]
+
+
+@pytest.fixture
+def train(here: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    monkeypatch.setattr(seeds, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "Popen": warm.Popen}))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return lambda env, *words: main(["train", "ppo", env, *TINY, "--shm-dir", str(shm_dir), *words])
+
+
+def test_seeds_are_trained_each_in_its_folder_and_summarised(
+    here: Path, train: Train, shm_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train("CartPole-v1", "--seeds", "0-1,5", "--jobs", "2") == 0
+    (group,) = (here / "runs").iterdir()
+    assert group.name.startswith("ppo-CartPole-v1-seeds0-1,5-20")
+    summary = json.loads((group / "summary.json").read_text())
+    assert [(run["seed"], run["status"]) for run in summary["runs"]] == [(s, "finished") for s in (0, 1, 5)]
+    own = {seed: json.loads((group / f"seed-{seed}/summary.json").read_text()) for seed in (0, 1, 5)}
+    assert {seed: one["seed"] for seed, one in own.items()} == {0: 0, 1: 1, 5: 5}
+    assert len({one["weights_sha256"] for one in own.values()}) == 3
+    assert summary["median"]["return_mean"] == sorted(one["return_mean"] for one in own.values())[1]
+    low, high = summary["interquartile_range"]["return_mean"]
+    assert low <= summary["median"]["return_mean"] <= high
+    out = capfd.readouterr().out
+    assert "(3 of 3)" in out and "median  of 3" in out and str(group) in out
+    assert list(shm_dir.iterdir()) == []
+
+
+def test_a_seed_that_fails_does_not_stop_the_others(
+    here: Path, train: Train, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "broken.py").write_text(FAILS_WITH_SEED_1)
+    assert train("broken.py:make", "--seeds=0-2", "--run-dir=group") == 1
+    summary = json.loads((here / "group/summary.json").read_text())
+    assert [run["status"] for run in summary["runs"]] == ["finished", "failed", "finished"]
+    assert "boom" in summary["runs"][1]["error"] and summary["num_ended"] == 2
+    out, err = capfd.readouterr()
+    assert "boom" in err and "seed-1.log" in err and "median  of 2" in out
+    assert train("CartPole-v1", "--seeds=0-2", "--run-dir=group") == 2, "the folder is taken"
+    assert train("CartPole-v1", "--seeds=0-2", "--run-dir=group/seed-0") == 2
+    capfd.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seeds", "0-4", "--seed", "1"], "--seed 1 and --seeds 0-4: give one of them"),
+        (["--seeds", "4-0"], "must go upwards"),
+        (["--seeds", "a"], "not a list of seeds"),
+        (["--seeds", "0,0-2"], "names a seed twice"),
+        (["--seeds", "-1"], "not a list of seeds"),
+        (["--seeds"], "--seeds needs a value"),
+        (["--seeds", "0-1", "--jobs", "0"], "--jobs 0 must be a whole number"),
+        (["--jobs", "2"], "--jobs 2 has no effect"),
+        (["--seeds", "0-1", "--steps", "0"], "the run would never end"),
+        (["--seeds", "0-1", "--engine", "hosts", "--hosts", "2", "--actors", "2"], "--seeds trains on this host only"),
+        (["--seeds", "0-1", "--jobs", "2", "--acting.address", "tcp://127.0.0.1:7000"], "cannot share port 7000"),
+        (["--seeds", "0-1", "--actor.envz", "3"], "actor.envz"),
+    ],
+)
+def test_mistakes_with_seeds_are_told_before_anything_starts(
+    words: list[str], message: str, here: Path, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("CartPole-v1", *words) == 2
+    assert message in capsys.readouterr().err and not list(here.iterdir())
+
+
+def test_cores_are_divided_among_the_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ECHELON_CORES", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr("echelon.control_groups.groups", lambda controller: iter(()))
+    assert num_cores() == 16
+    for text, cores in (("4", 4), ("64", 16), ("0", 16), ("many", 16)):
+        monkeypatch.setenv("ECHELON_CORES", text)
+        assert num_cores() == cores
+
+
+def test_ctrl_c_stops_all_trainings_gracefully(here: Path, shm_dir: Path) -> None:
+    options = {"seeds": "0-2", "jobs": 2, "engine": "inline", "steps": 10**9, "actor.envs": 2, "actors": 1}
+    run = Running.train("impala", "CartPole-v1", here / "group", shm_dir, **options)
+    try:
+        metrics = [here / f"group/seed-{seed}/metrics.jsonl" for seed in (0, 1)]
+        run.until(lambda: all(file.exists() and file.stat().st_size for file in metrics), "both train")
+        assert not (here / "group/seed-2").exists()
+        summary = run.stop()
+    finally:
+        run.close()
+    assert [one["status"] for one in summary["runs"]] == ["stopped", "stopped", "not started"]
+    assert all(list((here / f"group/seed-{seed}/checkpoints").iterdir()) for seed in (0, 1))

@@ -239,5 +239,18 @@ def start(parser: argparse.ArgumentParser, arguments: Sequence[str], options: Op
 
 
 def run(arguments: Sequence[str]) -> int:
+    from echelon.cli import seeds
+
     parser = make_parser("echelon train", "Train a policy. All results are stored in the run folder.", arguments)
-    return start(parser, arguments)
+    seeds.add_options(parser)
+    words, given = seeds.take_options(arguments, ("seeds", "jobs"))
+    if "seeds" not in given:
+        if "jobs" in given:
+            raise ConfigError(f"--jobs {given['jobs']} has no effect: this is one training. Add --seeds 0-4.")
+        return start(parser, arguments)
+    words, places = seeds.take_options(words, ("run-dir", "run.dir", "seed"))
+    if "seed" in places:
+        raise ConfigError(f"--seed {places['seed']} and --seeds {given['seeds']}: give one of them.")
+    resumes = AUTO_RESUME in words
+    config = parse_config(parser, [word for word in words if word != AUTO_RESUME], observe=True)
+    return seeds.train_seeds(config, words, {**given, **places}, resumes=resumes)
