@@ -20,6 +20,7 @@ from echelon.config import TrainConfig, replace
 from echelon.config_io import to_json
 from echelon.control_groups import num_cores
 from echelon.presets import preset
+from echelon.runs.comparison import common_grid
 from echelon.runs.folder import RunFolder
 from running import Running
 
@@ -225,3 +226,66 @@ def test_ctrl_c_stops_all_trainings_gracefully(here: Path, shm_dir: Path) -> Non
         run.close()
     assert [one["status"] for one in summary["runs"]] == ["stopped", "stopped", "not started"]
     assert all(list((here / f"group/seed-{seed}/checkpoints").iterdir()) for seed in (0, 1))
+
+
+# ------------------------------------------------------------------------------------------------------------ compare
+
+
+def test_compare_shows_results_and_only_the_values_that_differ(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed, last in enumerate((10.0, 20.0, 60.0, 30.0, 40.0)):
+        write_run(here / f"wide/seed-{seed}", [1.0, last], seed=seed, **{"network.hidden": (64,)})
+    write_run(here / "narrow", [1.0, 2.0, 5.0], seed=8, **{"network.hidden": (8,), "stop.steps": 200})
+    assert main(["compare", "wide", "narrow"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", "status", "return", "evaluation", "steps", "steps/s", "time"]
+    assert "wide (5 seeds)" in lines[1] and "30.0 (20.0 to 40.0)" in lines[1] and "60.0 (40.0 to 80.0)" in lines[1]
+    assert lines[2].split() == ["narrow", "finished", "5.0", "10.0", "300", "50", "6", "s"]
+    fields = [line.split() for line in lines[lines.index("") + 4 : -2]]
+    assert fields == [["field", "[1]", "[2]"], ["network.hidden", "64", "8"]]
+    assert (here / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_seeds_given_one_by_one_are_one_entry_and_repetitions_are_not(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, seed in (("a", 0), ("b", 1), ("again/b", 1)):
+        write_run(here / name, [1.0, 2.0], seed=seed)
+    assert main(["compare", "a", "b", "-o", "two.svg"]) == 0
+    assert "a (2 seeds)" in capsys.readouterr().out and "<svg" in (here / "two.svg").read_text()
+    assert main(["compare", "a", "b", "again/b"]) == 0
+    out = capsys.readouterr().out
+    assert "seeds)" not in out and "again/b" in out and "the configurations are equal" in out
+
+
+def test_runs_of_different_lengths_share_the_steps_that_all_have() -> None:
+    short, long = ([100.0, 200.0], [0.0, 1.0]), ([50.0, 400.0], [0.0, 7.0])
+    grid = common_grid([short, long])
+    assert grid is not None and (grid[0], grid[-1]) == (100.0, 200.0)
+    assert common_grid([short, ([300.0, 400.0], [0.0, 1.0])]) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "there is no run folder nowhere"),
+        (["empty"], "neither a run folder nor a folder of runs"),
+        (["run", "-o", "x.bmp"], "must end with"),
+        (["run", "-o", "no/x.png"], "cannot be written"),
+        (["broken"], "config.json is damaged"),
+    ],
+)
+def test_mistakes_with_compare_are_told(
+    words: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "empty").mkdir()
+    write_run(here / "run", [1.0])
+    (write_run(here / "broken", [1.0]) / "config.json").write_text("{")
+    assert main(["compare", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_compare_draws_runs_without_an_episode(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(here / "a/seed-0", [])
+    write_run(here / "a/seed-1", [3.0], seed=1)
+    assert main(["compare", "a", "a/seed-0"]) == 0
+    assert (here / "compare.png").is_file()

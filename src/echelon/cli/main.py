@@ -26,6 +26,7 @@ COMMANDS = {
     "presets": "show presets, their values for an environment, and their results: echelon presets [PRESET] [ENV]",
     "resume": "continue a run from its newest checkpoint: echelon resume RUN",
     "list": "list runs, newest first: echelon list [DIR]",
+    "compare": "compare runs and groups of seeds, as tables and a picture: echelon compare RUN...",
     "learner": "learn from the episodes of workers: echelon learner PRESET ENV",
     "worker": "collect episodes for a learner: echelon worker --learner HOST:PORT",
     "host": "run actors of a training on this host: echelon host --join HOST:PORT",

@@ -16,7 +16,7 @@ from echelon.disk import read_json, read_regular
 from echelon.errors import ConfigError
 from echelon.runs.folder import CONFIG, LOCK, SUMMARY, RunFolder
 from echelon.runs.metrics import METRICS, last_rows
-from echelon.runs.tables import is_number
+from echelon.runs.report import is_number
 
 Row = dict[str, Any]
 LOCKS = Path("/proc/locks")

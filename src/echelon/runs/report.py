@@ -13,7 +13,7 @@ from echelon.runs.bottleneck import bottleneck
 from echelon.runs.folder import RunFolder
 from echelon.runs.metrics import METRICS, read_metrics
 
-__all__ = ["bottleneck", "draw_curve", "duration", "number_text"]
+__all__ = ["bottleneck", "draw_curve", "duration", "is_number", "number_text", "ordered_rows", "plain_frame", "points"]
 
 CURVE = "curve.png"
 MAX_DRAWN = 1e100  # larger values are drawn there: the differences and squares that matplotlib computes stay finite
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 def draw_curve(run_dir: Path) -> Path:
     """Draws return and speed over environment steps to `curve.png`; returns its path."""
     config = RunFolder.open(run_dir).load_config(trust=True)  # its names are shown, not imported
-    train, evaluations = _timeline(read_metrics(run_dir))
+    train, evaluations = ordered_rows(read_metrics(run_dir))
     if not train and not evaluations:
         raise ConfigError(f"{run_dir / METRICS} has no rows yet. Draw the curve after the first steps of the run.")
 
@@ -75,12 +75,12 @@ def number_text(value: float) -> str:
     return f"{text}.0" if text.lstrip("-").isdecimal() else text
 
 
-def _timeline(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+def ordered_rows(rows: list[Row]) -> tuple[list[Row], list[Row]]:
     """Returns training and evaluation rows, without those that a resume from an earlier checkpoint repeated."""
     kept: dict[str, list[Row]] = {"train": [], "evaluation": []}
     for row in rows:
         kind, steps = row.get("kind", "train"), row.get("env_steps")
-        if not isinstance(kind, str) or kind not in kept or not _is_number(steps):
+        if not isinstance(kind, str) or kind not in kept or not is_number(steps):
             continue
         if kind == "train" and kept["train"] and steps < kept["train"][-1]["env_steps"]:
             kept = {name: [old for old in olds if old["env_steps"] < steps] for name, olds in kept.items()}
@@ -88,14 +88,14 @@ def _timeline(rows: list[Row]) -> tuple[list[Row], list[Row]]:
     return kept["train"], kept["evaluation"]
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Returns whether `value` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
-def _points(rows: list[Row], key: str) -> tuple[list[float], list[float]]:
+def points(rows: list[Row], key: str) -> tuple[list[float], list[float]]:
     """Returns the finite numbers under `key` and their steps, within what an axis can show."""
-    found = [(row["env_steps"], row[key]) for row in rows if _is_number(row.get(key))]
+    found = [(row["env_steps"], row[key]) for row in rows if is_number(row.get(key))]
     return [_drawable(x) for x, _ in found], [_drawable(y) for _, y in found]
 
 
@@ -106,23 +106,23 @@ def _drawable(value: float) -> float:
 def _subtitle(rows: list[Row], num_learners: int = 1) -> str:
     last = rows[-1]
     parts = [f"{last['env_steps']:,} environment steps"]
-    if _is_number(last.get("wall_s")) and last["wall_s"] > 0:
+    if is_number(last.get("wall_s")) and last["wall_s"] > 0:
         parts[0] += f" in {duration(last['wall_s'])}"
     if num_learners > 1:
         parts.append(f"{num_learners} learners")
-    returns = _points(rows, "return_mean")[1]
+    returns = points(rows, "return_mean")[1]
     if returns:
         parts.append(f"last return {number_text(returns[-1])}, best {number_text(max(returns))}")
     return "  ·  ".join(parts)
 
 
 def _draw_returns(axes: Any, train: list[Row], evaluations: list[Row], goal: float | None) -> None:
-    steps, returns = _points(train, "return_mean")
+    steps, returns = points(train, "return_mean")
     if steps:
         marker = "o" if len(steps) == 1 else None  # a line with one point is invisible
         label = "training, mean of last 100 episodes"
         axes.plot(steps, returns, color=_BLUE, linewidth=1.6, marker=marker, label=label)
-    steps, returns = _points(evaluations, "return_mean")
+    steps, returns = points(evaluations, "return_mean")
     if steps:
         axes.plot(steps, returns, "o", color=_ORANGE, markersize=5, zorder=3, label="evaluation")
     if axes.lines:
@@ -132,13 +132,13 @@ def _draw_returns(axes: Any, train: list[Row], evaluations: list[Row], goal: flo
     else:
         axes.text(0.5, 0.5, "no episode ended", transform=axes.transAxes, ha="center", color=_GREY)
     axes.set_ylabel("return")
-    _plain_frame(axes)
+    plain_frame(axes)
 
 
 def _draw_speed(axes: Any, train: list[Row]) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    steps, speeds = _points(train, "env_steps_per_s")
+    steps, speeds = points(train, "env_steps_per_s")
     axes.fill_between(steps, speeds, color=_GREY, alpha=0.35, linewidth=0)
     axes.plot(steps, speeds, color=_GREY, linewidth=1)
     axes.set_ylim(bottom=0)
@@ -147,10 +147,11 @@ def _draw_speed(axes: Any, train: list[Row]) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.yaxis.set_major_locator(MaxNLocator(2))
-    _plain_frame(axes)
+    plain_frame(axes)
 
 
-def _plain_frame(axes: Any) -> None:
+def plain_frame(axes: Any) -> None:
+    """Draws axes with a light grid, and without the lines at the top and at the right."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, linewidth=0.5, alpha=0.3)
     axes.margins(x=0.01)

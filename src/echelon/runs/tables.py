@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 from echelon.errors import escaped
 from echelon.runs.report import duration, number_text
@@ -24,11 +22,6 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Se
         ]
         lines.append("  ".join(padded).rstrip())
     return lines
-
-
-def is_number(value: Any) -> bool:
-    """Returns whether `value` is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def return_text(value: float | None) -> str:
