@@ -374,3 +374,82 @@ class Film(gym.Env[Any, Any]):
     def step(self, action: Any) -> Step:
         self.frame, self.t = self.frame + 1, self.t + 1
         return self.look(), float(self.frame), self.t == 10, False, {}
+
+
+class FaultyEnv(CounterEnv):
+    """A masked counter with one fault: `fault` names it, and "" has none. Counts its makings and steps in a file."""
+
+    def __init__(self, fault: str = "", log: str = "") -> None:
+        super().__init__(length=5)
+        if fault == "creation":
+            raise RuntimeError("there is no simulator")
+        self.fault, self.log = fault, log
+        self.observation_space = gym.spaces.Dict(
+            {
+                "x": gym.spaces.Box(-1e4, 1e4, (3,), np.float32),
+                "picture": gym.spaces.Box(0, 255, (12, 16, 3), np.uint8),
+                "action_mask": gym.spaces.MultiBinary(2),
+            }
+        )
+        self._write("made")
+
+    def _write(self, what: str) -> None:
+        if self.log:
+            with open(self.log, "a") as file:
+                file.write(f"{what}\n")
+
+    def observation(self) -> Any:
+        x = np.zeros(4 if self.fault == "shape" and self.t else 3, np.float32)
+        x[1] = {"nan": np.nan, "infinity": np.inf, "bounds": 2e4}.get(self.fault, 0.5) if self.t == 2 else 0.0
+        picture = np.full((12, 16, 3), 0.5 if self.fault == "dtype" else 7)
+        picture = picture if self.fault == "dtype" else picture.astype(np.uint8)
+        mask = np.array([self.fault != "mask" or self.t != 2, 0], np.int8)
+        tree = {"x": x.astype(np.float64) if self.fault == "float64" else x, "picture": picture, "action_mask": mask}
+        return {"x": x} if self.fault == "entry" else tree
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        if self.fault == "slow":
+            time.sleep(20.0)
+        if self.fault == "again" and self.t:
+            raise RuntimeError("it cannot be reset twice")
+        if self.fault == "draw":
+            self.draw = int(np.random.default_rng().integers(1 << 30))
+        observation, info = super().reset(seed=seed)
+        if self.fault == "draw":
+            observation["x"][0] = np.random.default_rng().uniform()
+        return observation if self.fault == "reset" else (observation, info)
+
+    def step(self, action: Any) -> Any:
+        assert action == 0, "the mask allows only action 0"
+        self._write("step")
+        observation, reward, terminated, truncated, info = super().step(action)
+        if self.fault == "raise" and self.t == 2:
+            raise RuntimeError("the simulator burnt down")
+        if self.fault == "step":
+            return observation, reward, terminated, info
+        if self.fault == "done":
+            return observation, reward, "no", truncated, info
+        reward = {"reward": np.nan, "rewards": np.ones(2)}.get(self.fault, reward)
+        return observation, reward, terminated, truncated, info
+
+
+class SeedlessEnv(CounterEnv):
+    """Its reset takes no seed."""
+
+    def reset(self) -> tuple[Any, dict[str, Any]]:  # type: ignore[override]
+        return super().reset()
+
+
+def make_faulty_vector(num_envs: int, fault: str = "") -> VectorEnv[Any, Any, Any]:
+    return SyncVectorEnv([lambda: FaultyEnv(fault)] * num_envs)
+
+
+def make_flat_rewards(num_envs: int) -> VectorEnv[Any, Any, Any]:
+    """Gives one reward for all environments."""
+
+    class FlatRewards(SyncVectorEnv):
+        def step(self, actions: Any) -> Any:
+            observation, reward, *rest = super().step(actions)
+            return observation, float(reward.sum()), *rest
+
+    return FlatRewards([CounterEnv] * num_envs)

@@ -14,8 +14,8 @@ from echelon.config import NetworkConfig
 from echelon.errors import ConfigError
 from echelon.layers import State
 from echelon.names import resolve
-from echelon.networks import MASK, ActorCritic, ActOutput, EncoderNetwork, NetworkOutput, PolicyNetwork
-from echelon.schema import Spaces, Tree, map_tree, space_leaves
+from echelon.networks import ActorCritic, ActOutput, EncoderNetwork, NetworkOutput, PolicyNetwork
+from echelon.schema import MASK, Spaces, Tree, map_tree, space_leaves
 
 
 def build_network(

@@ -11,8 +11,12 @@ class ConfigError(EchelonError):
     """The user gave an invalid value; the command exits with code 2."""
 
 
+class UnsuitableEnvError(ConfigError):
+    """An environment was created, but its type, spaces or autoreset mode are not supported."""
+
+
 class EnvError(EchelonError):
-    """An environment raised; the message has the actor, environment index, seed, step and traceback."""
+    """An environment raised or violates its interface; the message says where, with the traceback if it raised."""
 
 
 class DivergedError(EchelonError):

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from echelon.config import NetworkConfig
 from echelon.errors import ConfigError
 from echelon.layers import Core, Image, Normalizer, OneHot, State, initialize
-from echelon.schema import Spaces, Tree, is_image
+from echelon.schema import MASK, Spaces, Tree, is_image
 
 LARGE = 8192  # elements: above this the work of an operation outweighs its call overhead
-MASK = "action_mask"
 
 
 class NetworkOutput(NamedTuple):

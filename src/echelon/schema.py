@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import gymnasium as gym
 import numpy as np
 
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, UnsuitableEnvError
 from echelon.layout import ArrayField, Leaf, place, size_of, views_of
 
 if TYPE_CHECKING:
     import torch
 
 Tree = Any  # an array or tensor, or a dict / tuple of trees
+MASK = "action_mask"  # the key of a Dict observation that marks the allowed actions
 IMAGE_SIDE = 8  # pixels: what is smaller is a table, except for three dimensions of bytes
 
 
@@ -41,7 +42,7 @@ def space_leaves(space: gym.Space[Any], path: str = "observation") -> list[Leaf]
         case gym.spaces.MultiDiscrete() | gym.spaces.MultiBinary():
             return [Leaf(path, tuple(space.shape), np.dtype(np.int64))]
         case _:
-            raise ConfigError(
+            raise UnsuitableEnvError(
                 f"{path} has the space {space}, which Echelon does not support. Use Box, Discrete, MultiDiscrete, "
                 "MultiBinary, or a Dict or Tuple of them (a gymnasium wrapper can convert it)."
             )
@@ -119,7 +120,7 @@ def action_leaf(space: gym.Space[Any]) -> Leaf:
         case gym.spaces.Box() if np.issubdtype(space.dtype, np.floating) and len(space.shape) == 1:
             return Leaf("action", tuple(space.shape), np.dtype(np.float32))
         case _:
-            raise ConfigError(
+            raise UnsuitableEnvError(
                 f"the action space {space} is not supported: Echelon supports Discrete, one-dimensional MultiDiscrete "
                 "and one-dimensional floating-point Box action spaces. Wrap the environment (gymnasium.wrappers) to "
                 "convert it."

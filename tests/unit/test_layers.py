@@ -78,7 +78,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "replay": {"errors", "disk", "memory_check", "layout", "schema", "config", "transport"},
     "servers": {"errors", "config", "layout", "schema", "transport", "engines", "world", "replay"} | LEARNING,
-    "envs": {"errors", "names", "families", "config", "schema"},
+    "envs": {"errors", "names", "families", "config", "layout", "schema"},
     "runs": {"errors", "disk", "memory_check", "config", "config_io", "schema", "trust"},
     "policy": {"errors", "disk", "config", "schema", "layers", "networks", "algorithms", "envs", "runs"},
     "export": {"errors", "disk", "schema", "layers", "networks", "runs", "policy"},

@@ -131,6 +131,15 @@ class LoopGroup:
         np.logical_not(ended, out=rows.valid)
         self._ended = np.logical_or(rows.terminated, rows.truncated).tolist()
 
+    @property
+    def env(self) -> gym.Env[Any, Any]:
+        """The first environment."""
+        return self._envs[0]
+
+    def seed_argument(self, seeds: list[int]) -> int:
+        """Returns the argument of `env.reset(seed=)`."""
+        return seeds[0]
+
     def get_state(self) -> dict[str, Any] | None:
         if not all(has_state(env) for env in self._envs):
             return None

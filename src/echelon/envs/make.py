@@ -21,7 +21,7 @@ from echelon.envs.envpool import envpool_group
 from echelon.envs.loop import LoopGroup
 from echelon.envs.mario import check_mario_id, is_mario, mario_group
 from echelon.envs.vector import EnvFailed, EnvGroup, VectorGroup
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, UnsuitableEnvError
 from echelon.families import is_atari
 from echelon.names import describe_callable, import_module, resolve
 from echelon.schema import Spaces
@@ -58,8 +58,11 @@ def make_group(config: EnvConfig, seeds: list[int], wrapper: Wrapper | None = No
     return (vector_group or _entry_point_group)(config, spec, seeds)
 
 
-def probe_spaces(config: EnvConfig) -> Spaces:
-    """Returns the spaces of an environment of `config`: creates it, checks its spaces and closes it."""
+def probe_spaces(config: EnvConfig, check: Callable[[EnvGroup], None] | None = None) -> Spaces:
+    """Returns the spaces of an environment of `config`: creates it, checks its spaces and closes it.
+
+    `check` is called with the group of this one environment before it is closed.
+    """
     try:
         group = make_group(config, [0])
     except EnvFailed as error:
@@ -68,7 +71,11 @@ def probe_spaces(config: EnvConfig) -> Spaces:
             f"{id} could not be created with env.kwargs={config.kwargs}: {error.failure.error}. Check its keyword "
             "arguments (--env-kwargs), or create the environment in Python to see where it fails."
         ) from error
-    group.close()
+    try:
+        if check is not None:
+            check(group)
+    finally:
+        group.close()
     return group.spaces
 
 
@@ -165,7 +172,7 @@ def _factory_group(
     def make(seeds: list[int]) -> VectorEnv[Any, Any, Any]:
         env = factory(**{**_with_autoreset(factory, config.kwargs), "num_envs": len(seeds)})
         if not isinstance(env, VectorEnv):
-            raise ConfigError(
+            raise UnsuitableEnvError(
                 f"the factory {_named(factory)} has a parameter num_envs but returned a {type(env).__name__}; it must "
                 "return a gymnasium VectorEnv. Remove the parameter if it creates single environments."
             )
@@ -178,12 +185,12 @@ def _single(factory: Callable[..., Any], kwargs: dict[str, Any]) -> gym.Env[Any,
     env = factory(**kwargs)
     if isinstance(env, VectorEnv):
         env.close()
-        raise ConfigError(
+        raise UnsuitableEnvError(
             f"the factory {_named(factory)} returned a VectorEnv but has no parameter num_envs. Add it, so that an "
             "actor can choose the number of environments."
         )
     if not isinstance(env, gym.Env):
-        raise ConfigError(
+        raise UnsuitableEnvError(
             f"the factory {_named(factory)} returned a {type(env).__name__}; it must return a gymnasium.Env or a "
             "gymnasium VectorEnv."
         )

@@ -20,7 +20,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from echelon.errors import ConfigError, EchelonError, EnvError
+from echelon.errors import ConfigError, EchelonError, EnvError, UnsuitableEnvError
 from echelon.schema import Spaces, Tree, action_leaf, flatten, space_leaves
 
 Array = np.ndarray[Any, Any]
@@ -203,6 +203,15 @@ class VectorGroup:
         rows.reward[self._ended] = 0.0
         self._ended = ended
 
+    @property
+    def env(self) -> VectorEnv[Any, Any, Any]:
+        """The vector environment."""
+        return self._env
+
+    def seed_argument(self, seeds: list[int]) -> Any:
+        """Returns the argument of `env.reset(seed=)`."""
+        return self._reset_seed(self._env, seeds)
+
     def get_state(self) -> dict[str, Any] | None:
         env: Any = self._env
         return {"envs": env.get_state(), "ended": self._ended.tolist()} if has_state(env) else None
@@ -265,13 +274,13 @@ def _check_vector(env: VectorEnv[Any, Any, Any], num_envs: int) -> None:
     mode = env.metadata.get("autoreset_mode")
     if mode != AutoresetMode.NEXT_STEP:
         named = f"autoreset_mode={mode}" if mode is not None else "no autoreset_mode in its metadata"
-        raise ConfigError(
+        raise UnsuitableEnvError(
             f"the vector environment {env} has {named}; Echelon needs AutoresetMode.NEXT_STEP, which keeps the final "
             "observation in the stream. Create it with autoreset_mode=AutoresetMode.NEXT_STEP (and declare it in its "
             "metadata), or use a factory of single environments."
         )
     if env.num_envs != num_envs:
-        raise ConfigError(
+        raise UnsuitableEnvError(
             f"the vector environment {env} has {env.num_envs} environments instead of {num_envs}. Its factory must "
             "create num_envs environments; set actor.envs, not env.kwargs."
         )

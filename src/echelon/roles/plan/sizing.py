@@ -1,8 +1,9 @@
 """The preparation: a process that determines, before a run starts, the values that need its environment or its model.
 
-It creates an environment to read its spaces, or waits for the first worker to send them; then it creates the model to
-read its sizes. It writes the result to the session folder. The engine runs it like a role, in a separate process. The
-coordinator therefore needs neither torch nor the packages of the environment, and survives an environment that crashes.
+It creates an environment, reads its spaces and checks a few steps of it, or waits for the first worker to send the
+spaces; then it creates the model to read its sizes. It writes the result to the session folder. The engine runs it like
+a role, in a separate process. The coordinator therefore needs neither torch nor the packages of the environment, and
+survives an environment that crashes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from echelon import config_io
 from echelon.algorithms.model import Model
 from echelon.config import TrainConfig
+from echelon.envs.check import quick_check
 from echelon.envs.make import probe_spaces
 from echelon.roles.context import COORDINATOR
 from echelon.roles.gradient_slots import GradientSchema
@@ -32,10 +34,22 @@ from echelon.world.node import Node
 class Preparation:
     """The preparation role: determines everything in its only step and finishes."""
 
-    def __init__(self, train: TrainConfig, session: Path, address: str, generation: int, spaces: Spaces | None) -> None:
-        """`spaces` is set if the user's program passes them; `address` is the address of the run's world."""
+    def __init__(
+        self,
+        train: TrainConfig,
+        session: Path,
+        address: str,
+        generation: int,
+        spaces: Spaces | None,
+        *,
+        shares_process: bool = False,
+    ) -> None:
+        """`spaces` is set if the user's program passes them; `address` is the address of the run's world.
+
+        `shares_process` is set if the process also runs other roles.
+        """
         self.train, self.session, self.address, self.generation = train, session, address, generation
-        self.spaces, self.finished = spaces, False
+        self.spaces, self.shares_process, self.finished = spaces, shares_process, False
 
     def step(self, timeout_s: float) -> bool:
         del timeout_s
@@ -77,7 +91,8 @@ class Preparation:
         if self.spaces is not None:
             return self.spaces, workers.address
         if not (self.train.has_workers and workers.spaces == "worker"):
-            return probe_spaces(self.train.env), workers.address
+            check = functools.partial(quick_check, config=self.train.env, may_interrupt=not self.shares_process)
+            return probe_spaces(self.train.env, check), workers.address
         from echelon.roles.pending_workers import await_spaces
 
         with contextlib.closing(Node.join(self.address, "preparation")) as node:
@@ -96,4 +111,5 @@ def preparation(config: dict[str, Any]) -> Preparation:
         config["address"],
         config["generation"],
         Spaces.from_json(spaces) if spaces else None,
+        shares_process=isinstance(train, TrainConfig),
     )
