@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import random
 import threading
 import time
@@ -17,6 +18,7 @@ import torch
 
 import echelon
 import toy_envs as toy
+from echelon.cli.main import main
 from echelon.config import EnvConfig, replace
 from echelon.envs.check import QUICK_STEPS, quick_check
 from echelon.envs.make import probe_spaces
@@ -140,3 +142,43 @@ def test_the_check_does_not_change_a_run(tmp_path: Path, monkeypatch: pytest.Mon
     checked = sha("checked")
     monkeypatch.setattr("echelon.roles.plan.sizing.quick_check", lambda *_, **__: contextlib.nullcontext())
     assert sha("unchecked") == checked
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+    assert main(["check", *arguments, "--steps", "50", "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_command_shows_network_values_and_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, "toy_envs:FaultyEnv")
+    assert found["ok"] and {check["level"] for check in found["checks"]} == {"ok", "info"}
+    mask, picture, x = found["network"]
+    assert "masks the actions" in mask and "normalized" in x
+    assert "channels last, uint8 scaled to 0 to 1 -> convolutions" in picture
+    assert found["family"] == "images" and found["zoo"] and "Categorical" in found["distribution"]
+    assert found["presets"]["td3"] == "does not support this action space"
+    assert set(found["steps_per_s"]) == {"1", "8"} and min(found["steps_per_s"].values()) > 0
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, "creation"])
+def test_the_command_exits_with_1_for_a_faulty_environment(capsys: pytest.CaptureFixture[str], fault: str) -> None:
+    found = report(capsys, "toy_envs:FaultyEnv", "--env-kwargs", json.dumps({"fault": fault}), code=1)
+    assert sum(check["level"] == "error" for check in found["checks"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"), [("bounds", "its bounds are"), ("float64", "It is converted"), ("draw", "same seed and actions")]
+)
+def test_the_command_warns_of_what_training_can_handle(
+    capsys: pytest.CaptureFixture[str], fault: str, text: str
+) -> None:
+    found = report(capsys, "toy_envs:FaultyEnv", "--env-kwargs", json.dumps({"fault": fault}))
+    [warning] = [check for check in found["checks"] if check["level"] == "warning"]
+    assert text in warning["text"] and warning["remedy"]
+
+
+def test_the_command_prints_lines_and_refuses_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "CartPole-v1", "--steps", "30"]) == 0
+    assert "no errors" in capsys.readouterr().out
+    for wrong in (["Nope-v3"], ["CartPole-v1", "--steps", "0"], ["CartPole-v1", "--env-kwargs", "["], []):
+        assert main(["check", *wrong]) == 2

@@ -24,6 +24,7 @@ LONG_RUNNING = ("train", "resume", "learner", "worker", "host")  # a stalled rea
 COMMANDS = {
     "train": "train a policy: echelon train PRESET ENV",
     "presets": "show presets, their values for an environment, and their results: echelon presets [PRESET] [ENV]",
+    "check": "check an environment, and show the network it gets and its speed: echelon check ENV",
     "resume": "continue a run from its newest checkpoint: echelon resume RUN",
     "list": "list runs, newest first: echelon list [DIR]",
     "compare": "compare runs and groups of seeds, as tables and a picture: echelon compare RUN...",

@@ -60,7 +60,8 @@ def quick_check(group: EnvGroup, config: EnvConfig, *, may_interrupt: bool) -> N
         errors = [error for error in errors if error.check != "exception"]
     if errors:
         raise EnvError(
-            f"{text_of(config.id)} has {len(errors)} error{'s' if len(errors) > 1 else ''}; nothing was started.\n"
+            f"{text_of(config.id)} has {len(errors)} error{'s' if len(errors) > 1 else ''}; nothing was started. "
+            "`echelon check` shows more.\n"
             + "\n".join(f"  {error}" for error in errors)
             + "".join(f"\n{error.traceback}" for error in errors if error.traceback)
         )
@@ -113,6 +114,7 @@ class EnvReport:
     spaces: Spaces | None = None  # None if the environment could not be created
     is_vector: bool = False
     steps_per_s: dict[int, float] = field(default_factory=dict)  # by number of environments
+    reward_scale: float = 0.0  # mean absolute reward
     largest: Mapping[str, float] = field(default_factory=dict)  # absolute value of each leaf of the observation
 
 
@@ -133,6 +135,7 @@ def check_env(config: EnvConfig, num_steps: int) -> EnvReport:
     with contextlib.closing(group):
         goes_on = trial.run(num_steps, TRIAL_S)
         report.largest = trial.largest
+        report.reward_scale = float(np.abs(trial.rewards).mean()) if trial.rewards else 0.0
         if goes_on:
             _check_ends(trial)
     _summarize(trial)
