@@ -21,6 +21,7 @@ from echelon.run_sections import SupervisionConfig as SupervisionConfig
 from echelon.sections import ActingConfig as ActingConfig
 from echelon.sections import ActorConfig as ActorConfig
 from echelon.sections import EnvConfig as EnvConfig
+from echelon.sections import EnvId as EnvId
 from echelon.sections import LearnerConfig as LearnerConfig
 from echelon.sections import NetworkConfig as NetworkConfig
 from echelon.sections import OptimizerConfig as OptimizerConfig

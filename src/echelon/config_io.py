@@ -1,7 +1,8 @@
 """Converts configurations to and from JSON and command-line text, and lists their fields.
 
 A field is named by its dotted path ("actor.envs"). The functions work from the annotations of the fields, so a new
-field needs no change here; only `env.id` and `env.kwargs` are treated specially. Values are checked on construction.
+field needs no change here; only `env.kwargs` and the fields that take callables are treated specially. Values are
+checked on construction.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ import msgspec
 from echelon.config import RENAMED, AlgorithmConfig, TrainConfig, current_fields, replace
 from echelon.errors import ConfigError
 from echelon.fields import ConfigField, Section, fields, guess, is_union, no_choice, unwrapped
+from echelon.names import text_of
 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -30,14 +32,25 @@ class FieldInfo(msgspec.Struct, frozen=True):
     value: Any
 
 
-def to_json(config: TrainConfig, env_text: str | None = None) -> dict[str, Any]:
-    """Returns `config` as plain JSON values; a callable env.id becomes `env_text`, by default its "module:qualname"."""
-    id, kwargs = config.env.id, _plain(config.env.kwargs, "env.kwargs")
-    if callable(id):
-        id = f"{getattr(id, '__module__', '?')}:{getattr(id, '__qualname__', type(id).__qualname__)}"
-    changes = {"env.id": id if env_text is None else env_text, "env.kwargs": kwargs}
-    data: dict[str, Any] = msgspec.to_builtins(replace(config, **changes))
+def to_json(config: TrainConfig) -> dict[str, Any]:
+    """Returns `config` as plain JSON values; callables become their names."""
+    changes = {"env.kwargs": _plain(config.env.kwargs, "env.kwargs")}
+    data: dict[str, Any] = msgspec.to_builtins(
+        map_callables(replace(config, **changes), lambda _, value: text_of(value))
+    )
     return data
+
+
+def map_callables(config: TrainConfig, name: Callable[[str, Callable[..., Any]], str]) -> TrainConfig:
+    """Returns `config` with `name(path, callable)` in place of every callable."""
+    changes: dict[str, Any] = {}
+    for info in fields_of(config):
+        if info.field.takes_functions and callable(info.value):
+            changes[info.path] = name(info.path, info.value)
+        elif info.field.takes_functions and isinstance(info.value, tuple):
+            named = (name(f"{info.path}.{i}", v) if callable(v) else v for i, v in enumerate(info.value))
+            changes[info.path] = tuple(named)
+    return replace(config, **changes)
 
 
 def from_json(data: Mapping[str, Any]) -> TrainConfig:
@@ -120,8 +133,10 @@ def _parse(hint: Any, text: str, path: str) -> Any:
             return None
         return _parse(options[0], text, path)
     if origin is tuple:
-        inner = text.strip().strip("()[]")
-        return tuple(_parse(options[0], item.strip(), path) for item in inner.split(",") if item.strip())
+        inner = text.strip()
+        if inner[:1] in ("(", "["):
+            inner = inner.strip("()[]")
+        return tuple(_parse(options[0], item, path) for item in split_list(inner))
     if origin is dict:
         try:
             return json.loads(text)
@@ -132,6 +147,23 @@ def _parse(hint: Any, text: str, path: str) -> Any:
     if hint in (int, float):
         return _number(hint, word, text)
     return text
+
+
+def split_list(text: str) -> list[str]:
+    """Returns the items of a comma-separated list; commas within brackets and quotes do not separate."""
+    items, depth, quote = [""], 0, ""
+    for i, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote and text[i - 1] != "\\" else quote
+        elif char in "'\"" and depth:
+            quote = char
+        else:
+            depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth <= 0 and not quote:
+            items.append("")
+        else:
+            items[-1] += char
+    return [item.strip() for item in items if item.strip()]
 
 
 def _number(hint: type, word: str, text: str) -> Any:

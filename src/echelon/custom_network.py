@@ -13,7 +13,7 @@ from torch import nn
 from echelon.config import NetworkConfig
 from echelon.errors import ConfigError
 from echelon.layers import State
-from echelon.names import resolve
+from echelon.names import resolve, text_of
 from echelon.networks import ActorCritic, ActOutput, EncoderNetwork, NetworkOutput, PolicyNetwork
 from echelon.schema import MASK, Spaces, Tree, map_tree, space_leaves
 
@@ -33,7 +33,7 @@ def build_network(
     if config.name == "auto":
         return (auto or EncoderNetwork)(config, spaces, num_params)
     network = CustomNetwork(_load_module(config.name, spaces, num_params))
-    _check_output(config.name, network, spaces, num_params)
+    _check_output(text_of(config.name), network, spaces, num_params)
     return network
 
 
@@ -96,10 +96,11 @@ class CustomNetwork(ActorCritic):
             update(observation, valid)
 
 
-def _load_module(name: str, spaces: Spaces, num_params: int) -> nn.Module:
-    """Calls the factory "module:factory" or "file.py:factory" and returns its module."""
+def _load_module(target: str | Callable[..., Any], spaces: Spaces, num_params: int) -> nn.Module:
+    """Calls the factory, or the one named "module:factory" or "file.py:factory", and returns its module."""
+    name = text_of(target)
     try:
-        factory: Any = resolve(name)
+        factory: Any = resolve(target) if isinstance(target, str) else target
     except ConfigError as error:
         raise ConfigError(f"network.name={error}") from error
     try:

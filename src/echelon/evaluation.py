@@ -18,7 +18,7 @@ import numpy as np
 from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError
 from echelon.families import name_of
-from echelon.names import text_of
+from echelon.names import short_name
 from echelon.runs.checkpoint import NEWEST
 from echelon.runs.report import number_text
 from echelon.video import Array, Cell, Screen, VideoConfig, make_screens, video_files
@@ -104,7 +104,7 @@ def play(
         env_config = with_rendering(config.env)
         match = Match(env_config, model, 1, seeds, greedy=greedy, exploration=rules, with_values=True)
         stack.callback(match.close)
-        watched = WatchedMatch(match, text_of(config.env.id), video.overlay, episodes)
+        watched = WatchedMatch(match, short_name(config.env.id), video.overlay, episodes)
         fps = float(match.group.metadata.get("render_fps") or 0.0)
         screens = make_screens(video, files, fps, f"{watched.name} {source.name}")
         for screen in screens:

@@ -89,7 +89,10 @@ class ConfigField(msgspec.Struct, frozen=True):
                 raise ConfigError(f"{self.path}={value!r} is a section: write {self.hint.__name__}(...).")
             return value
         if self.takes_functions and callable(value):
-            return value
+            return (value,) if typing.get_origin(self.hint) is tuple else value
+        if self.takes_functions and isinstance(value, list | tuple) and any(map(callable, value)):
+            texts = iter(self.fit([item for item in value if not callable(item)]))
+            return tuple(item if callable(item) else next(texts) for item in value)
         try:
             is_printable = _is_printable(value)
         except RecursionError:
@@ -157,12 +160,15 @@ def _describe(name: str, cls: type[Section], hint: Any) -> ConfigField:
     metas = list(_metas(hint))
     described = next((meta for meta in metas if meta.description), msgspec.Meta())
     plain, extra = unwrapped(hint), described.extra or {}
-    read = [option for option in typing.get_args(plain) if typing.get_origin(option) is not Callable]
-    takes_functions = is_union(plain) and len(read) < len(typing.get_args(plain))
+    is_tuple = typing.get_origin(plain) is tuple
+    choices = typing.get_args(typing.get_args(plain)[0] if is_tuple else plain)
+    read = [option for option in choices if typing.get_origin(option) is not Callable]
+    takes_functions = len(read) < len(choices)
+    texts: Any = functools.reduce(operator.or_, read) if takes_functions else hint
     return ConfigField(
         name=name,
         path=f"{cls.SECTION}.{name}".lstrip("."),
-        hint=functools.reduce(operator.or_, read) if takes_functions else hint,
+        hint=tuple[texts, ...] if takes_functions and is_tuple else texts,
         takes_functions=takes_functions,
         meaning=described.description or "",
         unit=extra.get("unit", ""),

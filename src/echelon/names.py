@@ -1,25 +1,104 @@
-"""Import paths of callables, "module:qualname" or "path/to/file.py:qualname": functions are named, never pickled."""
+"""Import paths of callables, "module:qualname" or "path/to/file.py:qualname": functions are named, never pickled.
+
+A name may have arguments, "module:qualname(size=3)". They are literals, and are parsed, never evaluated.
+"""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from echelon.errors import ConfigError
 
 FILE_MODULE = "echelon_file_"  # prefix of the module names that loaded files get
+CALL = re.compile(r"(?P<path>.+?:[\w.]+)\((?P<arguments>.*)\)", re.DOTALL)
+UNNAMED = "no import path: "  # begins the text of a callable that cannot be imported
 
 
-def resolve(name: str) -> object:
-    """Returns the object that `name` ("module:qualname" or "path/to/file.py:qualname") refers to."""
+class Call(NamedTuple):
+    """A name and its arguments."""
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        given = [*map(repr, self.args), *(f"{key}={value!r}" for key, value in self.kwargs.items())]
+        return f"{self.path}({', '.join(given)})" if given else self.path
+
+
+def is_unnamed(name: str) -> bool:
+    """Returns whether `name` is the text of a callable that cannot be imported; older releases wrote its qualname."""
+    return name.startswith(UNNAMED) or "<lambda>" in name or "<locals>" in name
+
+
+def path_of(name: str) -> str:
+    """Returns `name` without its arguments."""
+    found = CALL.fullmatch(name)
+    return found["path"] if found is not None else name
+
+
+def parse_call(name: str) -> Call:
+    """Returns the path and the arguments of `name`; raises ConfigError unless its arguments are literals."""
+    found = CALL.fullmatch(name)
+    if found is None:
+        return Call(name, (), {})
+    try:
+        call = ast.parse(f"call({found['arguments']})", mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            raise ValueError("not one list of arguments")
+        keys = [keyword.arg for keyword in call.keywords]
+        if None in keys or len({*keys}) < len(keys):
+            raise ValueError("a keyword is repeated, or unpacked with **")
+        values = [ast.literal_eval(keyword.value) for keyword in call.keywords]
+        return Call(
+            found["path"], tuple(map(ast.literal_eval, call.args)), dict(zip(map(str, keys), values, strict=True))
+        )
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise ConfigError(
+            f'"{name}" does not name a callable: its arguments must be literals, as in '
+            f"\"module:name(size=3, mode='a')\" ({error}). For anything else write a function of your own."
+        ) from error
+
+
+def resolve(name: str) -> Any:
+    """Returns the object that `name` ("module:qualname" or "path/to/file.py:qualname") refers to.
+
+    With arguments, "module:qualname(3, size=4)", it is a function that passes them on after its own arguments.
+    """
+    if is_unnamed(name):
+        raise ConfigError(
+            f'"{name}" cannot be imported: it was a lambda, a local or a notebook function. Pass the function again, '
+            'or move it to a module and name it: "my_module:make".'
+        )
+    path, args, kwargs = parse_call(name)
+    target = _find(path)
+    if not args and not kwargs:
+        return target
+    if not callable(target):
+        raise ConfigError(f'"{name}" has arguments, but {path} is {target!r:.80} and not callable.')
+    if not args:
+        return functools.partial(target, **kwargs)
+
+    def call(*first: Any, **more: Any) -> Any:
+        return target(*first, *args, **{**kwargs, **more})
+
+    return functools.wraps(target, updated=())(call)
+
+
+def _find(name: str) -> Any:
     place, _, qualname = name.rpartition(":")
     if not place or not qualname:
         raise ConfigError(f'"{name}" does not name a callable: write "module:name" or "path/to/file.py:name".')
@@ -35,12 +114,20 @@ def resolve(name: str) -> object:
 
 def absolute(name: str) -> str:
     """Returns `name` with the file of "file.py:qualname" as an absolute path, so that it resolves from any folder."""
-    place, colon, qualname = name.rpartition(":")
-    return f"{Path(place).expanduser().absolute()}{colon}{qualname}" if place.endswith(".py") else name
+    path = path_of(name)
+    place, colon, qualname = path.rpartition(":")
+    if not place.endswith(".py"):
+        return name
+    return f"{Path(place).expanduser().absolute()}{colon}{qualname}{name.removeprefix(path)}"
 
 
 def describe_callable(function: Callable[..., Any]) -> str:
-    """Returns the name under which another process can import `function`; raises ConfigError if there is none."""
+    """Returns the name under which another process can import `function`; raises ConfigError if there is none.
+
+    The name of a `functools.partial` has its keyword arguments.
+    """
+    if isinstance(function, functools.partial):
+        return _describe_partial(function)
     qualname, module = getattr(function, "__qualname__", None), getattr(function, "__module__", None)
     if qualname is None or module is None:
         raise _unnameable(repr(function), "is an object without a name")
@@ -63,14 +150,42 @@ def describe_callable(function: Callable[..., Any]) -> str:
     return f"{place}:{qualname}"
 
 
+def _describe_partial(function: functools.partial[Any]) -> str:
+    path, kwargs = describe_callable(function.func), dict(function.keywords)
+    if function.args:
+        raise _unnameable(
+            repr(function), "has positional arguments, whose place a name does not keep (give them by keyword)"
+        )
+    for key, value in kwargs.items():
+        if not _is_literal(value):
+            raise _unnameable(f"functools.partial({path}, {key}={value!r:.80})", f"has no literal as its {key}")
+    return Call(path, (), kwargs).text
+
+
+def _is_literal(value: Any) -> bool:
+    """Returns whether `value` is read back from its repr."""
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return False
+
+
 def text_of(target: str | Callable[..., Any]) -> str:
-    """Returns the name of `target` for config.json; a callable that cannot be imported gets its bare qualname."""
+    """Returns the name of `target` for config.json; that of a callable that cannot be imported begins with UNNAMED."""
     if isinstance(target, str):
         return target
     try:
         return describe_callable(target)
     except ConfigError:
-        return str(getattr(target, "__qualname__", type(target).__qualname__))
+        return UNNAMED + short_name(target)
+
+
+def short_name(target: str | Callable[..., Any]) -> str:
+    """Returns the name of `target` for a title, without its arguments."""
+    if isinstance(target, str):
+        return path_of(target).removeprefix(UNNAMED)
+    inner = target.func if isinstance(target, functools.partial) else target
+    return str(getattr(inner, "__qualname__", type(inner).__qualname__))
 
 
 def _main_place(main: ModuleType | None, qualname: str) -> str:
@@ -91,7 +206,7 @@ def _same_method(target: object, function: object) -> bool:
 def _unnameable(what: str, why: str) -> ConfigError:
     return ConfigError(
         f'{what} {why}, so other processes cannot import it; it runs with engine="inline" only. Move it to the top '
-        'level of a module or script and pass the function, or its name: "module:name" or "path/to/file.py:name".'
+        'level of a module or script and pass the function, or its name: "my_module:make" or "path/to/file.py:make".'
     )
 
 

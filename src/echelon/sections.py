@@ -12,20 +12,24 @@ from msgspec import field
 
 from echelon.fields import Section, doc, require, require_address
 
+EnvId = str | Callable[..., Any]  # the name of an environment or of a factory, or the factory itself
+
 
 class EnvConfig(Section, frozen=True):
     """The environment, and how it is created and stepped."""
 
     SECTION = "env"
 
-    id: Annotated[
-        str | Callable[..., Any], doc('gymnasium id, "module:factory", "file.py:factory" or "envpool:ID"')
-    ] = "CartPole-v1"
+    id: Annotated[EnvId, doc('gymnasium id, "module:factory", "file.py:factory" or "envpool:ID"')] = "CartPole-v1"
     kwargs: Annotated[dict[str, Any], doc("keyword arguments for the environment's constructor or factory")] = field(
         default_factory=dict
     )
     wrappers: Annotated[
-        tuple[str, ...], doc('wrappers, each "module:callable", applied in order to every environment')
+        tuple[str | Callable[..., Any], ...],
+        doc(
+            'wrappers, each "module:callable" or with arguments "module:callable(size=3)", applied in order to every '
+            "environment"
+        ),
     ] = ()
     vector: Annotated[
         Literal["auto", "loop", "vector_entry_point"],
@@ -150,7 +154,9 @@ class NetworkConfig(Section, frozen=True):
 
     SECTION = "network"
 
-    name: Annotated[str, doc('auto: encoders chosen from the observation space; or "module:factory"')] = "auto"
+    name: Annotated[
+        str | Callable[..., Any], doc('auto: encoders chosen from the observation space; or "module:factory"')
+    ] = "auto"
     hidden: Annotated[tuple[Annotated[int, doc("", ge=1, le=1 << 24)], ...], doc("sizes of the hidden layers")] = (
         64,
         64,

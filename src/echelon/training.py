@@ -19,7 +19,6 @@ from echelon.config import HostsConfig, StopConfig, TrainConfig, replace
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.errors import ConfigError, EchelonError, RunError, escaped_lines
-from echelon.names import text_of
 from echelon.roles.plan.start import check_stop, find_bottleneck, make_engine, title
 from echelon.transport.session import create_session
 
@@ -302,7 +301,7 @@ def _train_in(
     from echelon.runs.folder import SUMMARY, RunFolder
 
     config, run_dir = context.train, context.run_dir
-    config_json = config_io.to_json(replace(config, hosts=hosts), text_of(config.env.id))  # `hosts` as the user gave it
+    config_json = config_io.to_json(replace(config, hosts=hosts))  # `hosts` as the user gave it
     folder = RunFolder.open(run_dir) if past.generation else RunFolder.create(run_dir, unique=not config.run.dir)
     context = context.in_folder(folder.path)
     with folder.held(), Interrupts() as interrupts:  # to the end: the record is complete whenever the user interrupts

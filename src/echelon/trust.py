@@ -25,7 +25,7 @@ from gymnasium.vector import VectorEnv
 
 from echelon.config import TrainConfig
 from echelon.errors import ConfigError
-from echelon.names import resolve
+from echelon.names import path_of, resolve
 from echelon.transport.secret import stretched, user_secret
 
 PLAIN_ID = re.compile(r"([\w-]+/)?[\w.-]+")  # without a "module:" prefix, so nothing is imported for it
@@ -66,10 +66,10 @@ def check_names(config: TrainConfig, origin: Origin, *, env: bool = True) -> Non
     if env and config.env.id and not is_known_env(config.env.id):
         raise _refused(origin, "env.id", config.env.id, [str(config.env.id)], origin.env)
     if env and config.env.wrappers:
-        names = list(config.env.wrappers)
+        names = list(map(str, config.env.wrappers))
         raise _refused(origin, "env.wrappers", names, names, origin.wrappers)
     if config.network.name != "auto":
-        raise _refused(origin, "network.name", config.network.name, [config.network.name], "")
+        raise _refused(origin, "network.name", config.network.name, [str(config.network.name)], "")
 
 
 def is_known_env(id: object) -> bool:
@@ -114,7 +114,7 @@ def _refused(origin: Origin, field: str, value: object, names: list[str], option
 
 def _place(name: str) -> str:
     """Returns the file from which `name` would be imported, or "" if it is not known. Imports nothing."""
-    module, _, _ = name.rpartition(":")
+    module, _, _ = path_of(name).rpartition(":")
     if module.endswith(".py"):
         return str(Path(module).expanduser().absolute())
     top = module.partition(".")[0]  # to find a submodule would import its package

@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "kube": {"errors", "fields"},
     "algorithm_config": {"errors", "fields"},
     "config": {"fields", "sections", "run_sections", "algorithm_config"},
-    "config_io": {"errors", "fields", "config"},
+    "config_io": {"errors", "names", "fields", "config"},
     "config_page": {"fields", "config"},
     "video": {"errors"},
     "presets": {"errors", "families", "fields", "algorithm_config", "config"},

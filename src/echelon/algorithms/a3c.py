@@ -29,6 +29,7 @@ from echelon.algorithms.protocol import Loss, ParameterGroup
 from echelon.custom_network import CustomNetwork
 from echelon.errors import ConfigError
 from echelon.layers import Normalizer
+from echelon.names import text_of
 from echelon.objectives.policy_gradient import VTrace, gae
 from echelon.presets.a3c import A3cConfig
 from echelon.schema import Batch, GradientBatch, map_tree
@@ -127,8 +128,9 @@ class GradientServer:
         network = model.network
         if isinstance(network, CustomNetwork) and network.has_statistics:
             raise ConfigError(
-                f'network.name="{model.config.name}" keeps its own statistics (update_normalizer), which a3c cannot '
-                "merge over actors. Use a built-in network with --network.normalize-observation, or impala or ppo."
+                f'network.name="{text_of(model.config.name)}" keeps its own statistics (update_normalizer), which '
+                "a3c cannot merge over actors. Use a built-in network with --network.normalize-observation, or impala "
+                "or ppo."
             )
         self.config, self.model = config, model
         self.groups: dict[str, ParameterGroup] = {}

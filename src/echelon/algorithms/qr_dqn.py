@@ -24,6 +24,7 @@ from echelon.algorithms.value_networks import DuelingNetwork, HeadNetwork, Polic
 from echelon.config import NetworkConfig
 from echelon.errors import ConfigError
 from echelon.layers import State
+from echelon.names import text_of
 from echelon.networks import ActOutput, PolicyNetwork, action_mask
 from echelon.objectives.distributions import forbid
 from echelon.presets.qr_dqn import QrDqnConfig
@@ -84,8 +85,8 @@ def quantile_values(config: NetworkConfig, spaces: Spaces, algorithm: QrDqnConfi
     """Builds the acting network, whose action values are means of quantiles."""
     if config.name != "auto":
         raise ConfigError(
-            f'network.name="{config.name}" outputs one value per action, but qr-dqn needs {algorithm.num_quantiles} '
-            "quantiles per action. Use network.name=auto, or dqn."
+            f'network.name="{text_of(config.name)}" outputs one value per action, but qr-dqn needs '
+            f"{algorithm.num_quantiles} quantiles per action. Use network.name=auto, or dqn."
         )
     kind = DuelingNetwork if algorithm.dueling else HeadNetwork
 

@@ -19,7 +19,7 @@ from echelon.config import AlgorithmConfig, NetworkConfig
 from echelon.custom_network import build_network
 from echelon.errors import ConfigError
 from echelon.layers import State, initialize
-from echelon.names import resolve
+from echelon.names import resolve, text_of
 from echelon.networks import ACTIVATIONS, ActOutput, Encoders, Mlp, PolicyNetwork
 from echelon.objectives.distributions import Distribution, make_distribution
 from echelon.presets.ddpg import DdpgConfig
@@ -173,7 +173,7 @@ def without_memory(
     distribution = acting_distribution(algorithm, spaces.action)
     network = build_network(config, spaces, distribution.num_params, auto)
     if config.core != "none" or network.state_shapes:
-        what = f'network.core="{config.core}"' if config.core != "none" else f'network.name="{config.name}"'
+        what = f'network.core="{config.core}"' if config.core != "none" else f'network.name="{text_of(config.name)}"'
         raise ConfigError(
             f"{what} is recurrent, but {algorithm.name} learns from single transitions, which have no recurrent state. "
             "Use a network without a core (stack frames in the environment instead), or impala or ppo."

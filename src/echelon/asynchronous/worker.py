@@ -26,7 +26,7 @@ from echelon.config import EnvConfig, replace
 from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
 from echelon.errors import ConfigError, escaped_lines
-from echelon.names import text_of
+from echelon.names import short_name
 from echelon.process_state import preserve_settings
 from echelon.roles.frame_stacks import stack_leaves
 from echelon.roles.user_policy import StateLayout, check_policy
@@ -159,7 +159,7 @@ class TaskRunner:
             self.env_steps = 0  # of the whole run, by the last reply
             self.acting = self._make_acting(self._register())
             worker.report(
-                f"at {self.connection.address.removeprefix('tcp://')}, {text_of(self.env.id)}, {config.preset}"
+                f"at {self.connection.address.removeprefix('tcp://')}, {short_name(self.env.id)}, {config.preset}"
             )
             self.group.reset(self.observation)
             self.episodes.begin(np.arange(num_envs), self.observation)

@@ -212,7 +212,7 @@ class AsyncBench:
             **machine(self.device),
             "rows": self.rows,
             "timelines": [self.timelines[kind] for kind in kinds],
-            "config": config_io.to_json(config, text_of(config.env.id)),
+            "config": config_io.to_json(config),
         }
 
 

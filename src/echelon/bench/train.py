@@ -25,6 +25,7 @@ from echelon.bench.watch import OWN, Usage, usage, watched_training
 from echelon.config import HostsConfig, TrainConfig, replace
 from echelon.errors import ConfigError
 from echelon.hosts.cpus import count_cpus
+from echelon.names import short_name
 from echelon.roles.plan.start import is_one_process, num_cores_of
 from echelon.training import RunResult
 
@@ -54,7 +55,7 @@ def bench_train(
     num_cores = num_cores_of(config)
     if is_one_process(config):
         config = replace(config, **{"learner.threads": num_cores})
-    print_line(f"training {config.preset} on {_env_text(config)} for {seconds:g} s")
+    print_line(f"training {config.preset} on {short_name(config.env.id)} for {seconds:g} s")
     result, used = _train(config, seconds, num_cores, print_line, out if config.has_hosts else io.StringIO())
     device = str(result.summary["device"])
     costs = _costs(config, result, num_cores, {"num_chunks": num_chunks, "chunk_s": chunk_s}, print_line)
@@ -137,16 +138,12 @@ def _costs(
                 return {"alone": alone, "loaded": measure(stages.by_name(), **chunks)}
 
 
-def _env_text(config: TrainConfig) -> str:
-    return config.env.id if isinstance(config.env.id, str) else getattr(config.env.id, "__qualname__", "callable")
-
-
 def _setting(config: TrainConfig, seconds: float, device: str, num_cores: int) -> dict[str, Any]:
     """Returns the setting of the measurement and the machine."""
     from echelon import config_io
 
     return {
-        "config": config_io.to_json(config, _env_text(config)),
+        "config": config_io.to_json(config),
         "seconds": seconds,
         "device": device,
         "num_cores": num_cores,

@@ -55,10 +55,10 @@ def run(arguments: Sequence[str]) -> int:
     worker = AsyncWorker(
         known.learner,
         known.buffer_size,
-        made.get("env_wrapper"),  # type: ignore[arg-type]
+        made.get("env_wrapper"),
         env=known.env,
         envs=known.envs,
-        policy=made["policy"]() if "policy" in made else None,  # type: ignore[operator]
+        policy=made["policy"]() if "policy" in made else None,
         seed=known.seed,
         patience_s=known.patience,
         trust_learner=known.trust_learner,

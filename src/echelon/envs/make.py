@@ -23,7 +23,7 @@ from echelon.envs.mario import check_mario_id, is_mario, mario_group
 from echelon.envs.vector import EnvFailed, EnvGroup, VectorGroup
 from echelon.errors import ConfigError, UnsuitableEnvError
 from echelon.families import is_atari
-from echelon.names import describe_callable, import_module, resolve
+from echelon.names import describe_callable, import_module, path_of, resolve, short_name
 from echelon.schema import Spaces
 
 __all__ = ["describe_callable", "env_seeds", "make_group", "probe_spaces", "resolve", "with_rendering"]
@@ -44,7 +44,7 @@ def make_group(config: EnvConfig, seeds: list[int], wrapper: Wrapper | None = No
     if id.startswith("envpool:"):
         _refuse_wrappers(config, wrapper)
         return envpool_group(config, id.removeprefix("envpool:"), seeds)
-    module, _, name = id.rpartition(":")
+    module, _, name = path_of(id).rpartition(":")
     if module and not GYM_ID.fullmatch(name):
         factory = resolve(id)
         if not callable(factory):
@@ -200,7 +200,7 @@ def _single(factory: Callable[..., Any], kwargs: dict[str, Any]) -> gym.Env[Any,
 def _wrapped(
     config: EnvConfig, last: Wrapper | None, make: Callable[[], gym.Env[Any, Any]]
 ) -> Callable[[], gym.Env[Any, Any]]:
-    wrappers: list[tuple[str, object]] = [(name, resolve(name)) for name in config.wrappers]
+    wrappers = [(one, resolve(one)) if isinstance(one, str) else (_named(one), one) for one in config.wrappers]
     wrappers += [(_named(last), last)] if last is not None else []
 
     def make_wrapped() -> gym.Env[Any, Any]:
@@ -208,7 +208,13 @@ def _wrapped(
         for name, wrapper in wrappers:
             if not callable(wrapper):
                 raise ConfigError(f'env.wrappers has "{name}", which is {wrapper!r:.80} and not callable.')
-            env = wrapper(env)
+            try:
+                env = wrapper(env)
+            except TypeError as error:  # most likely its arguments
+                raise ConfigError(
+                    f'env.wrappers has "{name}", which raised TypeError: {error}. It is called with the environment '
+                    'and the arguments in its name: "module:name(size=3)".'
+                ) from error
             if not isinstance(env, gym.Env):
                 raise ConfigError(
                     f'env.wrappers has "{name}", which returned a {type(env).__name__}; a wrapper must take '
@@ -220,10 +226,10 @@ def _wrapped(
 
 
 def _refuse_wrappers(config: EnvConfig, wrapper: Wrapper | None) -> None:
-    names = [*config.wrappers, *([_named(wrapper)] if wrapper is not None else [])]
+    names = [one if isinstance(one, str) else _named(one) for one in (*config.wrappers, wrapper) if one is not None]
     if names:
         raise ConfigError(
-            f"env.wrappers={names} apply to single environments, but {config.id!r} creates a vector "
+            f"env.wrappers={names} apply to single environments, but {short_name(config.id)} creates a vector "
             'environment. Set env.vector="loop", or wrap it in your own factory.'
         )
 
@@ -254,4 +260,5 @@ def _missing_package(spec: EnvSpec, entry: object, error: Exception) -> ConfigEr
 
 
 def _named(factory: Callable[..., Any]) -> str:
-    return f"{getattr(factory, '__module__', '?')}:{getattr(factory, '__qualname__', repr(factory))}"
+    inner = factory.func if isinstance(factory, functools.partial) else factory
+    return f"{getattr(inner, '__module__', '?')}:{short_name(inner)}"

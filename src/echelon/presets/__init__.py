@@ -10,7 +10,7 @@ import difflib
 from importlib import import_module
 from pkgutil import iter_modules
 
-from echelon.config import TrainConfig
+from echelon.config import EnvId, TrainConfig
 from echelon.errors import ConfigError
 from echelon.presets.registry import DEFAULT_ENVS, PRESETS, REPLAY_PRESETS
 
@@ -36,13 +36,15 @@ from echelon.presets.sac import sac  # noqa: E402
 
 def check_preset(name: str) -> None:
     """Raises ConfigError if there is no preset `name`."""
+    if not isinstance(name, str):
+        raise ConfigError(f'{name!r:.200} is not the name of a preset: write preset("ppo", make_env).')
     if name not in PRESETS:
         close = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
         raise ConfigError(f"there is no preset {name!r}. Presets: {', '.join(PRESETS)}.{hint}")
 
 
-def preset(name: str, env: str, family: str = "") -> TrainConfig:
+def preset(name: str, env: EnvId, family: str = "") -> TrainConfig:
     """Returns the configuration of the preset `name` for the environment `env`, with the values of the zoo.
 
     `family` is that of an environment whose id is not known: "images" or "vectors" (the default).

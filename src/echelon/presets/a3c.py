@@ -16,6 +16,7 @@ from echelon.algorithm_config import (
 from echelon.config import (
     ActorConfig,
     EnvConfig,
+    EnvId,
     LearnerConfig,
     NetworkConfig,
     OptimizerConfig,
@@ -56,7 +57,7 @@ class A3cConfig(AlgorithmConfig, frozen=True):
 
 
 @register(A3cConfig)
-def a3c(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
+def a3c(env: EnvId = "CartPole-v1", family: str = "") -> TrainConfig:
     """Advantage actor-critic: actors compute gradients of their own rollouts, and the learner applies them."""
     return TrainConfig(
         preset="a3c",

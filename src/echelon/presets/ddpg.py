@@ -13,6 +13,7 @@ from echelon.algorithm_config import AlgorithmConfig, NoiseCorrelation, Normaliz
 from echelon.config import (
     ActorConfig,
     EnvConfig,
+    EnvId,
     NetworkConfig,
     OptimizerConfig,
     ReplayConfig,
@@ -72,7 +73,7 @@ class DdpgConfig(AlgorithmConfig, frozen=True):
 
 
 @register(DdpgConfig)
-def ddpg(env: str = "Pendulum-v1", family: str = "") -> TrainConfig:
+def ddpg(env: EnvId = "Pendulum-v1", family: str = "") -> TrainConfig:
     """DDPG as in its paper: one critic, slow targets, Ornstein-Uhlenbeck noise; one actor, uniform replay."""
     return TrainConfig(
         preset="ddpg",
@@ -93,7 +94,7 @@ def ddpg(env: str = "Pendulum-v1", family: str = "") -> TrainConfig:
 
 
 @register(DdpgConfig)
-def td3(env: str = "Pendulum-v1", family: str = "") -> TrainConfig:
+def td3(env: EnvId = "Pendulum-v1", family: str = "") -> TrainConfig:
     """DDPG with twin critics, delayed policy updates and target smoothing (TD3), one actor, uniform replay."""
     return TrainConfig(
         preset="td3",
@@ -107,7 +108,7 @@ def td3(env: str = "Pendulum-v1", family: str = "") -> TrainConfig:
 
 
 @register(DdpgConfig)
-def apex_ddpg(env: str = "Pendulum-v1", family: str = "") -> TrainConfig:
+def apex_ddpg(env: EnvId = "Pendulum-v1", family: str = "") -> TrainConfig:
     """TD3 with many actors of different noise, which compute initial priorities with the critic."""
     config = td3(env, family)
     return replace(

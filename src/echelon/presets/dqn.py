@@ -8,6 +8,7 @@ from echelon.algorithm_config import AlgorithmConfig, NormalizeReplayedReward, R
 from echelon.config import (
     ActorConfig,
     EnvConfig,
+    EnvId,
     NetworkConfig,
     OptimizerConfig,
     ReplayConfig,
@@ -77,7 +78,7 @@ class DqnConfig(AlgorithmConfig, frozen=True):
 
 
 @register(DqnConfig)
-def dqn(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
+def dqn(env: EnvId = "CartPole-v1", family: str = "") -> TrainConfig:
     """Double DQN with a dueling network, one actor, uniform replay."""
     return TrainConfig(
         preset="dqn",
@@ -92,7 +93,7 @@ def dqn(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
 
 
 @register(DqnConfig)
-def apex_dqn(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
+def apex_dqn(env: EnvId = "CartPole-v1", family: str = "") -> TrainConfig:
     """The same algorithm with many actors: each has its own final epsilon and computes its own initial priorities."""
     return replace(
         dqn(env, family),

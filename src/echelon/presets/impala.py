@@ -16,6 +16,7 @@ from echelon.algorithm_config import (
 from echelon.config import (
     ActorConfig,
     EnvConfig,
+    EnvId,
     NetworkConfig,
     OptimizerConfig,
     TrainConfig,
@@ -52,7 +53,7 @@ class ImpalaConfig(AlgorithmConfig, frozen=True):
 
 
 @register(ImpalaConfig)
-def impala(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
+def impala(env: EnvId = "CartPole-v1", family: str = "") -> TrainConfig:
     """V-trace actor-critic: actors do not wait for the learner, and V-trace corrects for their lag."""
     return TrainConfig(
         preset="impala",

@@ -6,6 +6,7 @@ from echelon.config import (
     ActingConfig,
     ActorConfig,
     EnvConfig,
+    EnvId,
     EvaluationConfig,
     NetworkConfig,
     OptimizerConfig,
@@ -14,7 +15,7 @@ from echelon.config import (
     StopConfig,
     TrainConfig,
 )
-from echelon.families import is_mario
+from echelon.families import family_of
 from echelon.presets.dqn import DqnConfig
 from echelon.presets.registry import register
 
@@ -23,11 +24,11 @@ TARGET_STEPS = 10_000  # between copies to the target network
 
 
 @register(DqnConfig, env="SuperMarioBros-1-1")
-def mario(env: str = "SuperMarioBros-1-1", family: str = "") -> TrainConfig:
+def mario(env: EnvId = "SuperMarioBros-1-1", family: str = "") -> TrainConfig:
     """Double DQN on Super Mario Bros with four actors; slow and simple, to compare with."""
     return TrainConfig(
         preset="mario",
-        env=EnvConfig(id=env, kwargs={"actions": "two"} if is_mario(env) else {}),
+        env=EnvConfig(id=env, kwargs={"actions": "two"} if family_of(env) == "mario" else {}),
         actor=ActorConfig(num_actors=4, envs=1, trajectory=1),
         acting=ActingConfig(mode="central"),
         network=NetworkConfig(hidden=(512,), activation="relu"),

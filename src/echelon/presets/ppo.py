@@ -16,6 +16,7 @@ from echelon.algorithm_config import (
 from echelon.config import (
     ActorConfig,
     EnvConfig,
+    EnvId,
     LearnerConfig,
     NetworkConfig,
     OptimizerConfig,
@@ -57,7 +58,7 @@ class PpoConfig(AlgorithmConfig, frozen=True):
 
 
 @register(PpoConfig)
-def ppo(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
+def ppo(env: EnvId = "CartPole-v1", family: str = "") -> TrainConfig:
     """Clipped PPO, synchronous: actors wait while the learner updates."""
     return TrainConfig(
         preset="ppo",
@@ -71,7 +72,7 @@ def ppo(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
 
 
 @register(PpoConfig)
-def async_ppo(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
+def async_ppo(env: EnvId = "CartPole-v1", family: str = "") -> TrainConfig:
     """The same algorithm with actors that run ahead by at most one version, corrected for that lag."""
     return replace(
         ppo(env, family), **{"preset": "async-ppo", "learner.max_lag": 1, "algorithm.lag_correction": "decoupled"}

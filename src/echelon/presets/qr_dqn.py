@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from echelon.config import TrainConfig, replace
+from echelon.config import EnvId, TrainConfig, replace
 from echelon.fields import doc
 from echelon.presets.dqn import DqnConfig, dqn
 from echelon.presets.registry import register
@@ -22,7 +22,7 @@ class QrDqnConfig(DqnConfig, frozen=True):
 
 
 @register(QrDqnConfig)
-def qr_dqn(env: str = "CartPole-v1", family: str = "") -> TrainConfig:
+def qr_dqn(env: EnvId = "CartPole-v1", family: str = "") -> TrainConfig:
     """Quantile regression DQN, one actor, uniform replay."""
     config = dqn(env, family)
     shared = {name: getattr(config.algorithm, name) for name in DqnConfig.__struct_fields__ if name != "name"}

@@ -8,6 +8,7 @@ from echelon.algorithm_config import AlgorithmConfig, NoiseCorrelation, Normaliz
 from echelon.config import (
     ActorConfig,
     EnvConfig,
+    EnvId,
     NetworkConfig,
     OptimizerConfig,
     ReplayConfig,
@@ -52,7 +53,7 @@ class SacConfig(AlgorithmConfig, frozen=True):
 
 
 @register(SacConfig)
-def sac(env: str = "Pendulum-v1", family: str = "") -> TrainConfig:
+def sac(env: EnvId = "Pendulum-v1", family: str = "") -> TrainConfig:
     """Soft actor-critic with a learned temperature, one actor, uniform replay."""
     return TrainConfig(
         preset="sac",

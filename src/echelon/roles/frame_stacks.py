@@ -9,6 +9,7 @@ from echelon.envs.mario import NAME as MARIO
 from echelon.errors import ConfigError
 from echelon.families import is_atari
 from echelon.layout import Leaf
+from echelon.names import path_of, text_of
 from echelon.schema import Spaces, space_leaves
 
 OUR_STACKS = frozenset(
@@ -46,7 +47,7 @@ def _is_image(leaf: Leaf) -> bool:
 
 def _num_stacked(env: EnvConfig) -> int:
     """Returns the number of frames that a known environment stacks, or 0 if the environment is not known."""
-    id = env.id if isinstance(env.id, str) else f"{env.id.__module__}:{getattr(env.id, '__qualname__', '')}"
+    id = path_of(text_of(env.id))
     if id in OUR_STACKS or id.startswith(MARIO):
         return int(env.kwargs.get("stack", 4))
     is_grey = env.kwargs.get("gray_scale", True)  # EnvPool merges the colour channels of all frames into one axis

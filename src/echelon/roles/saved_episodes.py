@@ -25,7 +25,6 @@ import numpy as np
 
 from echelon import config_io
 from echelon.disk import MAX_JSON_BYTES, put_file, read_json
-from echelon.names import text_of
 from echelon.roles.context import Context
 from echelon.roles.experience import Team
 from echelon.runs.folder import OPEN_EPISODES
@@ -82,7 +81,7 @@ class SavedEpisodes:
     @cached_property
     def _env(self) -> Any:
         """The configuration of the environments as it is read back: with lists in place of tuples."""
-        return json.loads(json.dumps(config_io.to_json(self._train, text_of(self._train.env.id))["env"]))
+        return json.loads(json.dumps(config_io.to_json(self._train)["env"]))
 
     def save(self) -> None:
         """Replaces the file, unless the environments have no state or it cannot be saved; the latter is reported."""

@@ -12,6 +12,7 @@ from echelon.algorithms.model import Model
 from echelon.config import TrainConfig
 from echelon.envs.make import probe_spaces
 from echelon.errors import ConfigError
+from echelon.names import text_of
 from echelon.schema import Spaces
 
 
@@ -26,12 +27,12 @@ class HostCheck:
         train, here = self.train, probe_spaces(self.train.env)
         if here.to_json() != self.spaces.to_json():
             raise ConfigError(
-                f"{train.env.id} has other spaces on this host, {here}, than at the head, {self.spaces}. Install the "
-                "same version on both."
+                f"{text_of(train.env.id)} has other spaces on this host, {here}, than at the head, {self.spaces}. "
+                "Install the same version on both."
             )
         if (nbytes := Model(train.network, here, train.algorithm, seed=train.seed).nbytes) != self.weights_bytes:
             raise ConfigError(
-                f"network.name={train.network.name} has {nbytes:,} bytes of weights on this host and "
+                f"network.name={text_of(train.network.name)} has {nbytes:,} bytes of weights on this host and "
                 f"{self.weights_bytes:,} at the head. Install the same version on both."
             )
         self.finished = True

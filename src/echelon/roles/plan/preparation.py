@@ -21,7 +21,7 @@ from echelon.hosts.engine import HostsEngine
 from echelon.hosts.members import Host, actors_text
 from echelon.hosts.quorum import Quorum
 from echelon.memory_check import check_fits, check_processes, free_memory
-from echelon.names import absolute, describe_callable, text_of
+from echelon.names import absolute, describe_callable, short_name, text_of
 from echelon.roles.context import Context
 from echelon.roles.plan.choice import Choice, choose_acting
 from echelon.roles.plan.findings import PREPARED, USER_LAYOUT, Prepared
@@ -51,9 +51,9 @@ def prepare(
 ) -> tuple[Context, Choice]:
     """Checks a run and creates its shared memory. Returns its context and the chosen acting mode."""
     config = with_nodes(_with_whole_paths(config), engine)
-    text = text_of(config.env.id) or "workers"
-    if config.engine != "inline" and not isinstance(config.env.id, str):
-        config = replace(config, env=replace(config.env, id=describe_callable(config.env.id)))
+    text = short_name(config.env.id) or "workers"
+    if config.engine != "inline":
+        config = config_io.map_callables(config, _importable)
     if config.has_workers:
         secret_for(config.workers.address)
     short = text if ".py:" not in text else Path(text).name.replace(".py:", "-")
@@ -204,12 +204,23 @@ def placement_table(config: TrainConfig, hosts: Sequence[Host], device: str) -> 
     return "\n".join(f"  {name:<{width}}  {cores:>5}  {roles}" for name, cores, roles in rows)
 
 
+def _importable(path: str, function: Callable[..., Any]) -> str:
+    """Returns the name of `function`, the value of the field `path`, for other processes."""
+    try:
+        return describe_callable(function)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
 def _with_whole_paths(config: TrainConfig) -> TrainConfig:
     """Returns `config` with absolute paths of files, so that the run can be resumed from any folder."""
-    env = replace(config.env, wrappers=tuple(absolute(name) for name in config.env.wrappers))
-    if isinstance(env.id, str):
-        env = replace(env, id=absolute(env.id))
     run = config.run
     if run.fallback_dir:
         run = replace(run, fallback_dir=str(Path(run.fallback_dir).absolute()))
-    return replace(config, env=env, run=run, network=replace(config.network, name=absolute(config.network.name)))
+    wrappers = tuple(map(_absolute, config.env.wrappers))
+    env = replace(config.env, id=_absolute(config.env.id), wrappers=wrappers)
+    return replace(config, env=env, run=run, network=replace(config.network, name=_absolute(config.network.name)))
+
+
+def _absolute(target: str | Callable[..., Any]) -> str | Callable[..., Any]:
+    return absolute(target) if isinstance(target, str) else target

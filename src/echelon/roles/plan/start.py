@@ -15,7 +15,7 @@ from echelon.errors import ConfigError
 from echelon.families import is_atari, is_mario
 from echelon.hosts.engine import HostsEngine
 from echelon.hosts.ray_engine import RayEngine, make_address
-from echelon.names import text_of
+from echelon.names import short_name
 
 PREPARATION = "preparation"
 PRELOAD = (
@@ -169,7 +169,7 @@ def with_nodes(config: TrainConfig, engine: InlineEngine | LocalEngine) -> Train
 
 def title(config: TrainConfig) -> str:
     learners = f" with {config.learner.num_learners} learners" if config.learner.num_learners > 1 else ""
-    return f"{config.preset} on {text_of(config.env.id) or 'workers'}{learners}"
+    return f"{config.preset} on {short_name(config.env.id) or 'workers'}{learners}"
 
 
 def check_stop(config: TrainConfig) -> None:
