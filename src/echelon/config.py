@@ -12,7 +12,8 @@ from msgspec import field
 from msgspec.structs import replace as replace_struct
 
 from echelon.algorithm_config import AlgorithmConfig as AlgorithmConfig
-from echelon.fields import AnySection, Section, doc, require
+from echelon.errors import ConfigError
+from echelon.fields import AnySection, Section, doc, near_fields, require
 from echelon.run_sections import EvaluationConfig as EvaluationConfig
 from echelon.run_sections import HostsConfig as HostsConfig
 from echelon.run_sections import RunConfig as RunConfig
@@ -345,6 +346,13 @@ def current_fields(changes: Mapping[str, Any]) -> dict[str, Any]:
     return current
 
 
+def _paths(config: Section) -> list[str]:
+    """Returns the paths that `replace` takes for `config`."""
+    values = {name: getattr(config, name) for name in config.__struct_fields__}
+    inner = ((name, value) for name, value in values.items() if isinstance(value, Section))
+    return [*values, *(f"{name}.{field}" for name, value in inner for field in value.__struct_fields__)]
+
+
 def replace(config: AnySection, **changes: Any) -> AnySection:
     """Returns a copy of `config` with dotted fields changed: replace(config, **{"actor.envs": 8, "seed": 1}).
 
@@ -356,7 +364,8 @@ def replace(config: AnySection, **changes: Any) -> AnySection:
         section = getattr(config, head, None)
         known = section.__struct_fields__ if isinstance(section, Section) else ()
         exists = head in config.__struct_fields__ and (not rest or rest in known)
-        require(exists, f"there is no field {path} in the configuration.")
+        if not exists:
+            raise ConfigError(f"there is no field {path} in the configuration.{near_fields(path, _paths(config))}")
         require(
             bool(rest) or not isinstance(section, Section) or isinstance(value, Section),
             f"{path} is a section, not a value: {value!r} does not fit. Set one of its fields: {path}.FIELD.",

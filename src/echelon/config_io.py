@@ -18,8 +18,8 @@ import msgspec
 
 from echelon.config import RENAMED, AlgorithmConfig, TrainConfig, current_fields, replace
 from echelon.errors import ConfigError
-from echelon.fields import ConfigField, Section, fields, guess, is_union, no_choice, unwrapped
-from echelon.names import text_of
+from echelon.fields import ConfigField, Section, fields, is_union, near_fields, no_choice, unwrapped
+from echelon.names import is_unnamed, text_of
 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -51,6 +51,17 @@ def map_callables(config: TrainConfig, name: Callable[[str, Callable[..., Any]],
             named = (name(f"{info.path}.{i}", v) if callable(v) else v for i, v in enumerate(info.value))
             changes[info.path] = tuple(named)
     return replace(config, **changes)
+
+
+def unnamed_callables(config: TrainConfig) -> dict[str, str]:
+    """Returns the texts of callables that cannot be imported, by path."""
+    found = {}
+    for info in fields_of(config):
+        values = info.value if isinstance(info.value, tuple) else (info.value,)
+        for i, value in enumerate(values if info.field.takes_functions else ()):
+            if isinstance(value, str) and is_unnamed(value):
+                found[f"{info.path}.{i}" if values is info.value else info.path] = value
+    return found
 
 
 def from_json(data: Mapping[str, Any]) -> TrainConfig:
@@ -183,8 +194,4 @@ def _unknown(path: str, value: Any, known: list[str]) -> ConfigError:
     inside = [other for other in paths if other.startswith(path + ".")]
     if inside:
         return ConfigError(f"{path}={value!r} names a section, not a field. Its fields: {', '.join(inside)}.")
-    section, _, name = path.rpartition(".")
-    beside = [other for other in paths if other.rpartition(".")[0] == section] if section else paths
-    hint = guess(name, {other.rpartition(".")[2]: other for other in beside or paths})
-    hint = hint or f" Fields there: {', '.join(beside or paths)}."
-    return ConfigError(f"{path}={value!r}: the configuration has no field {path}.{hint}")
+    return ConfigError(f"{path}={value!r}: the configuration has no field {path}.{near_fields(path, paths)}")

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
+from pathlib import Path
+
+OURS = str(Path(__file__).parent)
+LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+
 
 class EchelonError(Exception):
     """Base class of all exceptions that Echelon raises deliberately."""
@@ -95,6 +102,17 @@ def escaped(text: str) -> str:
 def escaped_lines(text: str) -> str:
     """Returns `text` with each of its lines escaped. All text for a terminal or a log passes through it."""
     return text if text.isprintable() else "\n".join(map(escaped, text.split("\n")))
+
+
+def user_line(error: BaseException) -> str:
+    """Returns where `error` was raised in the user's code, " (nets.py, line 3, in make: return x)"; else "".
+
+    It is the innermost line outside Echelon and installed packages.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((OURS, *LIBRARIES, "<")):
+            return f" ({frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line})"
+    return ""
 
 
 def diverged(what: str, learning_rate: float | None) -> DivergedError:

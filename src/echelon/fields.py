@@ -14,13 +14,14 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from echelon.errors import ConfigError
 
+CLOSE = 0.6  # similarity of names from which one is taken for the other
 MAX_DEPTH = 100  # of lists and dicts in each other
 WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -228,9 +229,24 @@ def no_choice(path: str, value: Any, choices: list[str]) -> ConfigError:
 
 def guess(word: str, known: Mapping[str, str] | list[str]) -> str:
     """Returns " Did you mean ...?" if a known name is close to `word`, else ""; a mapping's value is what is shown."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=CLOSE)
     meant = known[close[0]] if close and isinstance(known, Mapping) else close and close[0]
     return f" Did you mean {meant}?" if close else ""
+
+
+def near_fields(path: str, known: Iterable[str]) -> str:
+    """Returns which of the `known` paths may be meant by the unknown `path`, at most three, and where to look."""
+    paths = sorted(known)
+    section, _, name = path.rpartition(".")
+    beside = [other for other in paths if section and other.rpartition(".")[0] == section]
+    scores = {other: difflib.SequenceMatcher(None, name, other.rpartition(".")[2]).ratio() for other in beside or paths}
+    best = sorted(scores, key=lambda other: -scores[other])[:3]
+    close = [other for other in best if scores[other] >= max(CLOSE, scores[best[0]] - CLOSE / 6)]
+    if close:
+        return f" Did you mean {' or '.join(close)}?"
+    if beside:
+        return f" Fields there: {', '.join(beside)}."
+    return f" The nearest are {', '.join(best)}. `echelon train PRESET --help` lists all fields."
 
 
 def require(condition: bool, message: str) -> None:

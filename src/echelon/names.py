@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, user_line
 
 FILE_MODULE = "echelon_file_"  # prefix of the module names that loaded files get
 CALL = re.compile(r"(?P<path>.+?:[\w.]+)\((?P<arguments>.*)\)", re.DOTALL)
@@ -80,8 +80,7 @@ def resolve(name: str) -> Any:
     """
     if is_unnamed(name):
         raise ConfigError(
-            f'"{name}" cannot be imported: it was a lambda, a local or a notebook function. Pass the function again, '
-            'or move it to a module and name it: "my_module:make".'
+            f'"{name}" cannot be imported. Pass the function itself, or move it to a module: "my_module:make".'
         )
     path, args, kwargs = parse_call(name)
     target = _find(path)
@@ -231,8 +230,9 @@ def _import(module: str, name: str) -> ModuleType:
         raise ConfigError(f'"{name}" was not found: cannot import {module}; {remedy}.') from error
     except Exception as error:
         raise ConfigError(
-            f'"{name}" could not be loaded: importing {module} raised {type(error).__name__}: {error}. Correct the '
-            'module; put code that must run only as a script under `if __name__ == "__main__":`.'
+            f'"{name}" could not be loaded: importing {module} raised {type(error).__name__}: {error}'
+            f"{user_line(error)}. "
+            'Correct the module; put code that must run only as a script under `if __name__ == "__main__":`.'
         ) from error
 
 
@@ -258,7 +258,7 @@ def _load_file(path: Path, name: str) -> ModuleType:
     except Exception as error:
         del sys.modules[module_name]
         raise ConfigError(
-            f'"{name}" could not be loaded: running {path} raised {type(error).__name__}: {error}. Correct the file; '
-            'put code that must run only as a script under `if __name__ == "__main__":`.'
+            f'"{name}" could not be loaded: running {path} raised {type(error).__name__}: {error}{user_line(error)}. '
+            'Correct the file; put code that must run only as a script under `if __name__ == "__main__":`.'
         ) from error
     return module

@@ -35,6 +35,18 @@ class MatrixActionEnv(CounterEnv):
         self.action_space = gym.spaces.Box(-1.0, 1.0, (2, 2))
 
 
+class NoSpacesEnv(CounterEnv):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.action_space
+
+
+class NoneEnv(CounterEnv):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = None  # type: ignore[assignment]
+
+
 class TextEnv(CounterEnv):
     def __init__(self) -> None:
         super().__init__()
@@ -90,6 +102,15 @@ def misfit_network(spaces: Any, num_params: int) -> nn.Module:
     return nn.Linear(4, num_params)  # no value
 
 
+class FailingNetwork(nn.Module):
+    def forward(self, observation: Any) -> Any:
+        return self.missing
+
+
+def make_failing(spaces: Any, num_params: int) -> nn.Module:
+    return FailingNetwork()
+
+
 def not_a_network(spaces: Any, num_params: int) -> str:
     return "a network"
 
@@ -106,7 +127,9 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
 }
 VALUES: dict[str, tuple[str, list[str]]] = {
     "field": ("--actor.evns 8", ["actor.evns", "Did you mean actor.envs?"]),
-    "option": ("--actrs 8", ["actrs", "Did you mean actor.num_actors?"]),
+    "option": ("--actrs 8", ["actrs", "Did you mean actor.num_actors or "]),
+    "far option": ("--foo 8", ["no field foo", "The nearest are", "`echelon train PRESET --help`"]),
+    "many options": ("--batch 8", ["Did you mean acting.batch or learner.batch or replay.batch?"]),
     "section": ("--actor 8", ["names a section", "actor.envs"]),
     "no value": ("--actor.envs", ["--actor.envs needs a value"]),
     "no short value": ("--actors", ["--actors", "expected one argument"]),
@@ -148,7 +171,11 @@ VALUES: dict[str, tuple[str, list[str]]] = {
     "network": ("--network.name nothing", ['network.name="nothing"', "module:name"]),
     "network module": ("--network.name no_such_module:make", ["no_such_module", "install its package, or name a file"]),
     "network factory": ("--network.name toy_envs:nothing", ['toy_envs has no "nothing"']),
-    "network raises": ("--network.name test_bad_input:raising_network", ["no neurons in stock", "num_params=2"]),
+    "network raises": (
+        "--network.name test_bad_input:raising_network",
+        ["no neurons in stock", HERE, "num_params=2"],
+    ),
+    "network line": ("--network.name test_bad_input:make_failing", [HERE, "in forward: return self.missing"]),
     "network misfit": ("--network.name test_bad_input:misfit_network", ["misfit_network", "(params, value)"]),
     "network type": ("--network.name test_bad_input:not_a_network", ["returned a str", "torch.nn.Module"]),
 }
@@ -207,6 +234,8 @@ def test_a_gpu_that_is_not_there_is_told(command: Command, monkeypatch: pytest.M
     ("env", "fragments"),
     [
         ("MatrixActionEnv", ["action space Box", "one-dimensional"]),
+        ("NoSpacesEnv", ["has no action_space", "gymnasium.spaces"]),
+        ("NoneEnv", ["has no observation_space", "self.observation_space and self.action_space"]),
         ("TextEnv", ["observation has the space Text", "Box"]),
     ],
 )

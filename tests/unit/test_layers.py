@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "run_sections": {"fields"},
     "kube": {"errors", "fields"},
     "algorithm_config": {"errors", "fields"},
-    "config": {"fields", "sections", "run_sections", "algorithm_config"},
+    "config": {"errors", "fields", "sections", "run_sections", "algorithm_config"},
     "config_io": {"errors", "names", "fields", "config"},
     "config_page": {"fields", "config"},
     "video": {"errors"},

@@ -17,6 +17,7 @@ from echelon.envs.vector import (
     OnError,
     StepRows,
     as_flags,
+    check_spaces,
     describe_failure,
     has_state,
     next_seed,
@@ -54,7 +55,6 @@ class LoopGroup:
             self.close()
             if isinstance(error, EchelonError):
                 raise
-            i = len(self._envs)
             remedy = f"It could not be created: check env.id and env.kwargs (environment {i} of {self.num_envs})."
             raise EnvFailed(describe_failure(i, self.seeds[i], 0, error), self.num_envs, remedy) from error
 
@@ -62,6 +62,8 @@ class LoopGroup:
         env = self._make()
         self._envs.append(env)
         self._steps.append(env.step)
+        if i == 0:
+            check_spaces(env, ("observation_space", "action_space"))
         env.action_space.seed(self.seeds[i])
         if i == 0:
             self.spaces = Spaces(env.observation_space, env.action_space)

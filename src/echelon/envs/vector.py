@@ -159,6 +159,7 @@ class VectorGroup:
             raise EnvFailed(describe_failure(-1, self.seeds[0], 0, error), self.num_envs, remedy) from error
         try:
             _check_vector(self._env, self.num_envs)
+            check_spaces(self._env, ("single_observation_space", "single_action_space", "action_space"))
             self.spaces = Spaces(self._env.single_observation_space, self._env.single_action_space)
             space_leaves(self.spaces.observation)
             action_leaf(self.spaces.action)
@@ -268,6 +269,17 @@ class VectorGroup:
                 raise
             except Exception as again:
                 error = again
+
+
+def check_spaces(env: gym.Env[Any, Any] | VectorEnv[Any, Any, Any], names: Sequence[str]) -> None:
+    """Raises ConfigError unless every attribute of `names` is a space."""
+    for name in names:
+        found = getattr(env, name, None)
+        if not isinstance(found, gym.Space):
+            raise ConfigError(
+                f"the environment {env} has {f'{name}={found!r:.80}' if found is not None else f'no {name}'}. Set "
+                f"{' and '.join(f'self.{each}' for each in names)} in its __init__, to spaces of gymnasium.spaces."
+            )
 
 
 def _check_vector(env: VectorEnv[Any, Any, Any], num_envs: int) -> None:

@@ -14,6 +14,7 @@ from echelon.errors import ConfigError
 from echelon.frames.configured import Config, ConfigTemplate, build, generate
 from echelon.frames.modules import among_learners, bare, is_wrapped, publishes
 from echelon.frames.saving import load_state, save_state
+from echelon.servers.starting import check_rate
 
 Optimizer = torch.optim.Optimizer
 MakeOptimizer = Callable[..., Optimizer]
@@ -76,6 +77,8 @@ class Frame:
                 f"{type(self).__name__} creates an optimizer for each of its models, so it needs the class {name}, not "
                 f"an instance. Pass torch.optim.{name}, and its arguments as optimizer_kwargs or learning_rate."
             )
+        for _, rate in given:
+            check_rate(rate, type(self).__name__)
         self.optimizers = [make(model.parameters(), **{"lr": rate, **(options or {})}) for model, rate in given]
         return self.optimizers
 

@@ -5,6 +5,7 @@ The first member stores the models and is the primary reducer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,8 @@ def grad_server_helper(
     if num == 0:
         raise ConfigError("grad_server_helper: model_creators is empty; pass a function for each model.")
     rates = _each("learning_rate", learning_rate, num)
+    for rate in rates:
+        check_rate(rate, "grad_server_helper")
     options = _each("optimizer_kwargs", optimizer_kwargs or {}, num)
     schedule_args = _entries("lr_scheduler_args", lr_scheduler_args, (), num)
     schedule_kwargs = _entries("lr_scheduler_kwargs", lr_scheduler_kwargs, {}, num)
@@ -101,6 +104,13 @@ def _enter(group_name: str, members: str | Sequence[str], caller: str) -> tuple[
     if not names:
         raise ConfigError(f"{caller}: members is empty.")
     return world.create_rpc_group(group_name, names), names[0]
+
+
+def check_rate(rate: Any, what: str) -> None:
+    """Raises ConfigError unless `rate` is a learning rate: a finite number, 0 or more, or a tensor of one."""
+    is_number = isinstance(rate, int | float) and math.isfinite(rate) and rate >= 0
+    if not is_number and not isinstance(rate, torch.Tensor):
+        raise ConfigError(f"{what}: learning_rate={rate!r} does not fit: expected a finite number, 0 or more.")
 
 
 def _each(name: str, given: Each, num: int) -> list[Any]:
