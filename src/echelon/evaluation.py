@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from echelon.config import TrainConfig, replace
+from echelon.config import EnvId, TrainConfig, replace
 from echelon.errors import ConfigError
 from echelon.families import name_of
 from echelon.names import short_name
@@ -40,14 +40,17 @@ def evaluate(
     seed: int = 1,
     greedy: bool = True,
     checkpoint: str = NEWEST,
-    env: str | None = None,
+    env: EnvId | None = None,
     env_kwargs: Mapping[str, Any] = NO_KWARGS,
+    network: str | Callable[..., Any] | None = None,
     trust: bool = False,
 ) -> dict[str, Any]:
     """Plays episodes with the weights of a run, in its environment or in `env`; returns statistics.
 
     The weights are those of `checkpoint`: newest, best, step_N or weights.safetensors. Actions are `greedy`, or sampled
     and explored as at the end of training, with independent noise.
+    `env` is a name or a callable, `network` the factory of the run's network: a run that was trained with a lambda or
+    another callable that cannot be imported needs them.
     `env_kwargs` are keyword arguments of the environment: they are added to the run's, or replace them. An `env` of
     another name than the run's (SuperMarioBros-1-2 has the name of SuperMarioBros-1-1) drops the run's. Only with
     `trust` is code imported that somebody else's configuration names, as by `resume`.
@@ -56,7 +59,7 @@ def evaluate(
     from echelon.roles.evaluator import EVALUATION_SEED, Match
     from echelon.runs.checkpoint import weights_path
 
-    config = _load_config(run_dir, episodes, env, env_kwargs, trust)
+    config = _load_config(run_dir, episodes, env, env_kwargs, network, trust)
     source = weights_path(str(run_dir), checkpoint)
     with _one_thread():
         model = _load_model(config, source, run_dir)
@@ -75,16 +78,17 @@ def play(
     greedy: bool = True,
     steps: int = 0,
     checkpoint: str = NEWEST,
-    env: str | None = None,
+    env: EnvId | None = None,
     env_kwargs: Mapping[str, Any] = NO_KWARGS,
+    network: str | Callable[..., Any] | None = None,
     trust: bool = False,
     report: Callable[[str], None] = lambda line: None,
     progress: Callable[[int], None] = lambda num_steps: None,
 ) -> dict[str, Any]:
     """Plays episodes one after the other and shows them as `video` says; returns statistics and the `files` written.
 
-    With `steps`, longer episodes are cut. `greedy`, `checkpoint`, `env`, `env_kwargs` and `trust` are those of
-    `evaluate`.
+    With `steps`, longer episodes are cut. `greedy`, `checkpoint`, `env`, `env_kwargs`, `network` and `trust` are those
+    of `evaluate`.
     `report` is called with lines of text, `progress` with the number of steps so far.
     """
     from echelon.envs.make import env_seeds, with_rendering
@@ -94,7 +98,7 @@ def play(
     video = video or VideoConfig()
     if steps < 0:
         raise ConfigError(f"steps={steps} must be at least 1, or 0 to play every episode to its end.")
-    config = _load_config(run_dir, episodes, env, env_kwargs, trust)
+    config = _load_config(run_dir, episodes, env, env_kwargs, network, trust)
     source = weights_path(str(run_dir), checkpoint)
     files = video_files(video, Path(run_dir) / "videos" / f"{source.stem}-{seed}")
     score = EvaluationScore([], [])
@@ -207,27 +211,35 @@ def _one_thread() -> Iterator[None]:
 
 
 def _load_config(
-    run_dir: str | Path, episodes: int, env: str | None, env_kwargs: Mapping[str, Any], trust: bool
+    run_dir: str | Path,
+    episodes: int,
+    env: EnvId | None,
+    env_kwargs: Mapping[str, Any],
+    network: str | Callable[..., Any] | None,
+    trust: bool,
 ) -> TrainConfig:
-    """Returns the configuration of a run, with `env` in place of its environment; raises ConfigError if none fits."""
+    """Returns the configuration of a run, with `env` and `network` in place of its own if they are given."""
     from echelon.runs.folder import RunFolder
 
     if episodes < 1:
         raise ConfigError(f"episodes={episodes} must be at least 1.")
-    config = RunFolder.open(Path(run_dir)).load_config(trust=trust, uses_env=env is None)
+    given = [*(("env.id", "env.wrappers") if env is not None else ()), *(("network.name",) if network else ())]
+    config = RunFolder.open(Path(run_dir)).load_config(trust=trust, given=given)
     if config.algorithm.is_users:
         raise ConfigError(f"{run_dir} trained a user's own policy: evaluate it in the user's program.")
     if env is not None:
         kwargs = config.env.kwargs if _same_kind(env, config.env.id) else {}
         config = replace(config, env=replace(config.env, id=env, kwargs=kwargs, wrappers=()))
+    if network is not None:
+        config = replace(config, **{"network.name": network})
     if not config.env.id:
         raise ConfigError(f"{run_dir} names no environment, as its workers had their own: give one with --env (env=).")
     return replace(config, **{"env.kwargs": {**config.env.kwargs, **env_kwargs}})
 
 
-def _same_kind(env: str, other: str | Callable[..., Any]) -> bool:
+def _same_kind(env: EnvId, other: EnvId) -> bool:
     """Returns whether both ids name one environment, but for its stage or version: the same arguments fit both."""
-    if not isinstance(other, str):
+    if not isinstance(env, str) or not isinstance(other, str):
         return False
     return name_of(env) == name_of(other) and env.rpartition(":")[0] == other.rpartition(":")[0]
 

@@ -9,13 +9,13 @@ import contextlib
 import shutil
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from echelon.config import HostsConfig, StopConfig, TrainConfig, replace
+from echelon.config import EnvId, HostsConfig, StopConfig, TrainConfig, replace
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.errors import ConfigError, EchelonError, RunError, escaped_lines
@@ -84,17 +84,22 @@ def resume(
     user_objects: UserObjects | None = None,
     epochs: int | None = None,
     fields: Mapping[str, str] = NO_FIELDS,
+    env: EnvId | None = None,
+    wrappers: Sequence[EnvId] | None = None,
+    network: EnvId | None = None,
     trust: bool = False,
 ) -> RunResult:
     """Resumes the run in `run_dir` from its newest checkpoint; stop conditions that are given replace the old ones.
 
     `learners` and `hosts` change the number of learners and hosts, `engine` the engine. `fields` sets fields of the
     section hosts by path, as {"hosts.address": "tcp://0.0.0.0:7000"}, and "workers.address" in a run with workers;
-    "address" is that, or the address of the Ray cluster. The run remembers all of them. Only with `trust` are
-    environments, wrappers and networks of other packages or files imported that somebody else's configuration names.
+    "address" is that, or the address of the Ray cluster. The run remembers all of them. `env`, `wrappers` and `network`
+    are names or callables in place of the run's: a run that was trained with a lambda needs it again. Only with `trust`
+    are environments, wrappers and networks of other packages or files imported that somebody else's configuration
+    names.
     """
     from echelon.config_io import set_fields
-    from echelon.roles.stopping import num_episodes, progress, stop_reason
+    from echelon.roles.stopping import num_episodes, progress, stop_reason, stop_text
     from echelon.runs.checkpoint import load_parts, newest_intact
     from echelon.runs.folder import RunFolder
     from echelon.runs.outage import newer_fallback
@@ -104,7 +109,9 @@ def resume(
         warnings.warn("epochs= is now episodes=; the next release drops the old name.", FutureWarning, stacklevel=2)
         episodes = epochs
     folder = RunFolder.open(Path(run_dir))
-    config = folder.load_config(trust=trust)
+    own = {"env.id": env, "env.wrappers": wrappers, "network.name": network}
+    own = {path: value for path, value in own.items() if value is not None}
+    config = replace(folder.load_config(trust=trust, given=own), **own)
     found = newest_intact(folder.checkpoints)
     if found is None:
         raise ConfigError(f"{run_dir} has no checkpoint to resume from. Start a new run with another --run-dir.")
@@ -136,7 +143,7 @@ def resume(
     reason = stop_reason(config.stop, counters.env_steps, counters.returns, wall_s, past_episodes)
     if reason:
         raise RunFinished(
-            f"{run_dir} has reached its end ({_stop_text(config.stop)}; it has trained for {counters.env_steps:,} "
+            f"{run_dir} has reached its end ({stop_text(config.stop)}; it has trained for {counters.env_steps:,} "
             f"steps and {wall_s / 60:.1f} minutes). Give a larger total with "
             "--steps, --minutes, --episodes or --until-return."
         )
@@ -211,12 +218,6 @@ def train_or_resume(config: TrainConfig, *, output: TextIO | None = None) -> Run
     return train(config, output=output)
 
 
-def _stop_text(stop: StopConfig) -> str:
-    texts = {"steps": stop.steps or None, "minutes": stop.minutes or None, "episodes": stop.episodes or None}
-    texts["until-return"] = stop.until_return
-    return ", ".join(f"--{name} {value:g}" for name, value in texts.items() if value is not None)
-
-
 def run(
     config: TrainConfig, past: Past = NO_PAST, output: TextIO | None = None, user_objects: UserObjects | None = None
 ) -> RunResult:
@@ -231,6 +232,8 @@ def run(
 
 
 def _run(config: TrainConfig, past: Past, output: TextIO, user_objects: UserObjects | None) -> RunResult:
+    from echelon.roles.stopping import constant_schedules
+
     began = time.monotonic()
     check_stop(config)
 
@@ -240,7 +243,7 @@ def _run(config: TrainConfig, past: Past, output: TextIO, user_objects: UserObje
     report(f"preparing {title(config)}")
     if past.place:
         report(past.place)
-    if constant := _unscheduled(config):
+    if constant := constant_schedules(config):
         report(
             f"--until-return alone does not define the length of the run, so {' and '.join(constant)} to the end. Also "
             "give --steps or --minutes to enable the schedule."
@@ -271,19 +274,6 @@ def _preserved(engine: InlineEngine | LocalEngine) -> contextlib.AbstractContext
     from echelon.process_state import preserve_state
 
     return preserve_state()
-
-
-def _unscheduled(config: TrainConfig) -> list[str]:
-    """Returns the schedules that stay constant because the length of the run is unknown."""
-    stop, optimizer, replay = config.stop, config.optimizer, config.replay
-    if stop.steps or stop.minutes or stop.episodes:
-        return []
-    constant = []
-    if optimizer.schedule == "linear":
-        constant.append(f"the learning rate stays at {optimizer.learning_rate:g} (optimizer.schedule=linear)")
-    if replay.prioritized and replay.beta_start != replay.beta_end:
-        constant.append(f"the importance weights stay at replay.beta_start={replay.beta_start:g}")
-    return constant
 
 
 def _train_in(

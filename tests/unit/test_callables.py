@@ -20,6 +20,7 @@ from echelon.config import TrainConfig, replace
 from echelon.config_io import from_json, to_json
 from echelon.envs.make import probe_spaces
 from echelon.errors import ConfigError
+from echelon.frames import DQNApex
 from echelon.names import describe_callable, resolve
 from echelon.presets import PRESETS, preset
 from toy_envs import CounterEnv, make_counter
@@ -168,3 +169,42 @@ def test_a_configuration_with_callables_survives_json() -> None:
     again = from_json(json.loads(json.dumps(to_json(config))))
     assert again.env.id == "toy_envs:make_counter" and again.network.name == "test_callables:make_halves"
     assert again.env.wrappers == ("test_callables:Noted(size=2)", "test_callables:Noted(3)")
+
+
+def test_a_run_of_lambdas_is_evaluated_and_resumed_with_them(here: Path, shm_dir: Path) -> None:
+    def make_short() -> CounterEnv:
+        return CounterEnv(5)
+
+    def network(spaces: Any, num_params: int) -> nn.Module:
+        return Halves(3, num_params)
+
+    train(shm_dir, make_short, **{"network.name": network, "env.wrappers": [lambda env: env]})
+    for missing, remedy in (
+        ({}, r"env\.id=.*evaluate\(\"run\", env=make_env\), .*resume\(\"run\", env=make_env\)"),
+        ({"env": make_short}, r"network\.name=.*evaluate\(\"run\", network=make_network\)"),
+    ):
+        with pytest.raises(ConfigError, match=remedy):
+            echelon.evaluate("run", **missing)  # type: ignore[arg-type]
+    assert echelon.evaluate("run", episodes=2, env=make_short, network=network)["length_mean"] == 5.0
+    with pytest.raises(ConfigError, match=r"env\.wrappers\.0=.*resume\(\"run\", wrappers="):
+        echelon.resume("run", steps=64, env=make_short, network=network)
+    given: dict[str, Any] = {"env": make_short, "wrappers": [], "network": network}
+    result = echelon.resume("run", steps=64, output=io.StringIO(), **given)
+    assert result.summary["env_steps"] >= 64 and (here / "run/curve.png").exists()
+
+
+def test_a_learning_rate_that_is_no_number_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.learning_rate='fast' does not fit: expected finite number"):
+        replace(preset("ppo", "CartPole-v1"), **{"optimizer.learning_rate": "fast"})
+    with pytest.raises(ConfigError, match="DQNApex: learning_rate='fast' does not fit"):
+        frame = DQNApex.__new__(DQNApex)
+        frame.add_optimizers(torch.optim.Adam, [(nn.Linear(1, 1), "fast")], None)  # type: ignore[list-item]
+
+
+def test_an_unknown_field_is_told_with_the_nearest() -> None:
+    config = preset("ppo", "CartPole-v1")
+    for path, hint in {"learning_rat": "optimizer.learning_rate", "optimizer.rate": "optimizer.learning_rate"}.items():
+        with pytest.raises(ConfigError, match=hint):
+            replace(config, **{path: 1})
+    with pytest.raises(ConfigError, match=r"The nearest are (\S+), (\S+), (\S+)\. `echelon train"):
+        replace(config, xyz=1)

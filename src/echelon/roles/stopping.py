@@ -46,3 +46,23 @@ def progress(stop: StopConfig, env_steps: int, elapsed_s: float, episodes: int =
     if stop.minutes:
         fractions.append(elapsed_s / (60 * stop.minutes))
     return min(max(fractions), 1.0)
+
+
+def stop_text(stop: StopConfig) -> str:
+    """Returns the stop conditions as options."""
+    texts = {"steps": stop.steps or None, "minutes": stop.minutes or None, "episodes": stop.episodes or None}
+    texts["until-return"] = stop.until_return
+    return ", ".join(f"--{name} {value:g}" for name, value in texts.items() if value is not None)
+
+
+def constant_schedules(config: TrainConfig) -> list[str]:
+    """Returns the schedules that stay constant because the length of the run is unknown."""
+    stop, optimizer, replay = config.stop, config.optimizer, config.replay
+    if stop.steps or stop.minutes or stop.episodes:
+        return []
+    constant = []
+    if optimizer.schedule == "linear":
+        constant.append(f"the learning rate stays at {optimizer.learning_rate:g} (optimizer.schedule=linear)")
+    if replay.prioritized and replay.beta_start != replay.beta_end:
+        constant.append(f"the importance weights stay at replay.beta_start={replay.beta_start:g}")
+    return constant

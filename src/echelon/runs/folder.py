@@ -17,13 +17,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from echelon import config_io
-from echelon.config import TrainConfig
+from echelon.config import TrainConfig, replace
 from echelon.disk import check_regular, open_regular, put_file, read_json
 from echelon.errors import ConfigError
 from echelon.runs.episode_log import LOG, PICTURE
@@ -39,6 +39,13 @@ FILES = (CONFIG, SUMMARY, LOCK, METRICS, "weights.safetensors", "curve.png", "pr
 OPEN_EPISODES = "open_episodes"
 FOLDERS = ("checkpoints", "replay", OPEN_EPISODES, "logs", "videos", TIMELINE)
 GIT_TIMEOUT_S = 2.0
+UNUSED: Mapping[str, Any] = {"env.id": "", "env.wrappers": (), "network.name": "auto"}  # names that import nothing
+REMEDIES = {  # for a field whose callable cannot be imported
+    "id": 'evaluate("{0}", env=make_env), play("{0}", env=make_env) or resume("{0}", env=make_env)',
+    "wrappers": 'evaluate("{0}", env=make_wrapped_env) or resume("{0}", wrappers=[...])',
+    "name": 'evaluate("{0}", network=make_network), play("{0}", network=make_network) or '
+    'resume("{0}", network=make_network)',
+}
 
 
 def check_new(path: Path) -> None:
@@ -178,20 +185,28 @@ class RunFolder:
             record["spaces"] = spaces_to_json(spaces)
         _write_json(self.path / CONFIG, record)
 
-    def load_config(self, *, trust: bool, uses_env: bool = True) -> TrainConfig:
-        """Returns the configuration, whose code may be imported; raises ConfigError unless all of it may be.
+    def load_config(self, *, trust: bool, given: Iterable[str] = ()) -> TrainConfig:
+        """Returns the configuration, whose code can and may be imported; raises ConfigError unless all of it may be.
 
-        `trust`: the user trusts whoever wrote it; `uses_env`: whether its environment is used.
+        `trust`: the user trusts whoever wrote it; `given`: paths of names in place of which the caller has others.
         """
-        path = self.path / CONFIG
-        record = self._read_record()
-        try:
-            config = config_io.from_json(record["config"])
-        except ConfigError as error:
-            raise ConfigError(f"{path} cannot be used: {error}") from error
+        path, record, config = self.path / CONFIG, self._read_record(), self.parse_config()
+        used = replace(config, **{name: UNUSED[name] for name in given})
+        for name, value in config_io.unnamed_callables(used).items():
+            raise ConfigError(
+                f"{self.path} was trained with {name}={value!r}, a callable that cannot be imported: a lambda, a local "
+                f"or a notebook function. Pass it again, in Python: {REMEDIES[name.split('.')[1]].format(self.path)}."
+            )
         if not trust and not has_mark(record["config"], record.get("mark")):
-            check_names(config, run_folder(path), env=uses_env)
+            check_names(used, run_folder(path))
         return config
+
+    def parse_config(self) -> TrainConfig:
+        """Returns the configuration, to be shown: use `load_config` to import the code that it names."""
+        try:
+            return config_io.from_json(self.read_config())
+        except ConfigError as error:
+            raise ConfigError(f"{self.path / CONFIG} cannot be used: {error}") from error
 
     def read_config(self) -> dict[str, Any]:
         """Returns the configuration that `write_config` wrote, as data: use `load_config` to run it."""

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 def draw_curve(run_dir: Path) -> Path:
     """Draws return and speed over environment steps to `curve.png`; returns its path."""
-    config = RunFolder.open(run_dir).load_config(trust=True)  # its names are shown, not imported
+    config = RunFolder.open(run_dir).parse_config()
     train, evaluations = ordered_rows(read_metrics(run_dir))
     if not train and not evaluations:
         raise ConfigError(f"{run_dir / METRICS} has no rows yet. Draw the curve after the first steps of the run.")
