@@ -21,6 +21,7 @@ from echelon.errors import ConfigError
 from echelon.fields import ConfigField, Section, fields, is_union, near_fields, no_choice, unwrapped
 from echelon.names import is_unnamed, text_of
 
+NO_VALUES: Mapping[str, Any] = types.MappingProxyType({})
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -73,17 +74,20 @@ def from_json(data: Mapping[str, Any]) -> TrainConfig:
     return config
 
 
-def set_fields(config: TrainConfig, texts: Mapping[str, str]) -> TrainConfig:
+def set_fields(config: TrainConfig, texts: Mapping[str, str], values: Mapping[str, Any] = NO_VALUES) -> TrainConfig:
     """Returns a copy of `config` with dotted fields set from text: set_fields(config, {"actor.envs": "32"}).
+
+    `values` are fields or whole sections that are set before.
 
     All fields change together, so fields that must fit each other can be given in any order.
     """
+    values = {path: value for path, value in values.items() if path not in texts}
     known = {info.path: info.field.hint for info in fields_of(config)}
     texts = current_fields({"stop.epochs" if path == "epochs" else path: text for path, text in texts.items()})
     for path, text in texts.items():
         if path not in known:
             raise _unknown(path, text, list(known))
-    return replace(config, **{path: _parse(known[path], text, path) for path, text in texts.items()})
+    return replace(config, **values, **{path: _parse(known[path], text, path) for path, text in texts.items()})
 
 
 def fields_of(config: Section) -> list[FieldInfo]:

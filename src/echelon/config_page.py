@@ -10,9 +10,10 @@ from echelon.fields import ConfigField, Section, fields
 HEAD = """# Configuration
 
 This page lists every configuration field. Set a field on the command line with `--section.field VALUE`
-(`echelon train`, `echelon learner`), or in Python with `echelon.config.replace(config, **{"section.field": value})`.
-The run folder stores all fields in `config.json`. The defaults below are those of the config classes; presets change
-some of them. `echelon train PRESET --help` shows the values of a preset.
+(`echelon train`, `echelon learner`), in a [file](guide.md#configuration-files) with `--config FILE`, or in Python with
+`echelon.config.replace(config, **{"section.field": value})`. The run folder stores all fields in
+`config.json`. The defaults below are those of the config classes; presets change some of them. `echelon train PRESET
+ENV --help` shows the values of a preset for an environment.
 
 This page is generated from the annotations in `src/echelon/config.py`, `sections.py`, `run_sections.py` and `presets/`:
 `python -m echelon.config_page > docs/configuration.md`.

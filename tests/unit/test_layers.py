@@ -82,6 +82,7 @@ ALLOWED: dict[str, set[str]] = {
     "runs": {"errors", "disk", "memory_check", "config", "config_io", "schema", "trust"},
     "policy": {"errors", "disk", "config", "schema", "layers", "networks", "algorithms", "envs", "runs"},
     "export": {"errors", "disk", "schema", "layers", "networks", "runs", "policy"},
+    "config_files": {"errors", "fields", "config", "config_io", "runs"},
     "frames": {"errors", "names", "objectives", "replay", "servers", "world", "runs"},
     "roles": GROUND | LEARNING | PLANES | {"version", "disk", "replay", "servers", "envs", "runs"},
     "process_state": set(),
@@ -97,7 +98,7 @@ ALLOWED: dict[str, set[str]] = {
     | PLANES
     | {"replay", "servers", "envs", "runs", "roles", "presets", "training", "asynchronous", "__init__"},
     "cli": GROUND
-    | {"fields"}
+    | {"fields", "config_files"}
     | LEARNING
     | PLANES
     | {

@@ -15,7 +15,7 @@ from echelon.bench.async_setting import DEFAULTS, MIN_ITERATIONS, AsyncSetting
 from echelon.bench.harness import Benchmark, Runs, Sweep, write_report
 from echelon.cli.main import Parser
 from echelon.cli.output import check_writable, progress_bar
-from echelon.cli.train import SHORT, parse_config
+from echelon.cli.train import SHORT, config_file_of, read_options
 from echelon.cli.train import make_parser as make_train_parser
 from echelon.errors import ConfigError
 
@@ -127,7 +127,11 @@ def run_train(arguments: Sequence[str]) -> int:
         )
         each.add_argument("--json", default="", metavar="FILE", help="also write the full report to FILE")
     known, rest = own.parse_known_args(list(arguments))
-    config = parse_config(parser, rest, observe=True)
+    parsed = read_options(parser, rest, observe=True)
+    if parsed.dry_run:
+        parsed.print_toml(prog)
+        return 0
+    config = parsed.config
     path = Path(known.json) if known.json else None
     if path is not None:
         check_writable(path, "--json")
@@ -165,8 +169,17 @@ def run_async(arguments: Sequence[str]) -> int:
     path = Path(output) if (output := values.pop("output")) else None
     if path is not None:
         check_writable(path, "--output")
-    seeded = [word for field, text in DEFAULTS.items() for word in (f"--{field}", text)]
-    config = parse_config(parser, [*seeded, *rest], options)
+    file = config_file_of(rest)
+    has_all, has = file is not None and file.complete is not None, file.values if file is not None else {}
+    defaults = (
+        {} if has_all else {field: text for field, text in DEFAULTS.items() if field.replace("-", "_") not in has}
+    )
+    seeded = [word for field, text in defaults.items() for word in (f"--{field}", text)]
+    parsed = read_options(parser, [*seeded, *rest], options)
+    if parsed.dry_run:
+        parsed.print_toml(prog)
+        return 0
+    config = parsed.config
     setting = AsyncSetting(envs=values.pop("envs_per_actor"), **values, with_timelines=path is not None)
 
     from echelon.bench.async_training import bench_async, table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from echelon.cli.train import SHORT, WORKERS_ADDRESS, make_parser, start
+from echelon.cli.train import SHORT, WORKERS_ADDRESS, config_file_of, make_parser, start
 from echelon.errors import ConfigError
 from echelon.presets import REPLAY_PRESETS
 
@@ -41,12 +41,21 @@ def refuse_actors(arguments: Sequence[str]) -> None:
 def with_address(arguments: Sequence[str]) -> list[str]:
     """Returns `arguments` with a complete --address, by default DEFAULT_ADDRESS."""
     words = [word for argument in arguments for word in _split(argument)]
-    if not any(word.startswith("--workers.address") or word == "--address" for word in words):
+    named = any(word.startswith("--workers.address") or word == "--address" for word in words)
+    if not named and not _file_has_address(words):
         words += ["--address", DEFAULT_ADDRESS]
     for place, word in enumerate(words[:-1]):
         if word == "--address":
             words[place + 1] = complete_address(words[place + 1])
     return words
+
+
+def _file_has_address(words: Sequence[str]) -> bool:
+    """Returns whether the file of --config says where workers connect."""
+    file = config_file_of(words)
+    if file is None:
+        return False
+    return bool(file.complete.workers.address if file.complete is not None else file.values.get("workers.address"))
 
 
 def _split(word: str) -> list[str]:

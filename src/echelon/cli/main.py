@@ -107,7 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
-        is_long = any(arguments[:1] == [name] for name in LONG_RUNNING) and not {"-h", "--help"} & {*arguments}
+        is_long = any(arguments[:1] == [name] for name in LONG_RUNNING) and not {"-h", "--help", "--dry-run"} & {
+            *arguments
+        }
         with nonblocking_output() if is_long else contextlib.nullcontext():
             code = _run(arguments)
             print(end="", flush=True)

@@ -7,12 +7,15 @@ import json
 import signal
 from collections.abc import Collection, Container, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from echelon.cli.main import Parser
 from echelon.config import TrainConfig
+from echelon.config_files import ConfigFile, read_config_file, to_toml
 from echelon.config_io import FieldInfo, fields_of, set_fields
 from echelon.errors import ConfigError
 from echelon.families import FAMILY_OF, OWN, family_of, name_of
+from echelon.names import short_name
 from echelon.presets import DEFAULT_ENVS, PRESETS, check_preset, preset
 
 Options = Mapping[str, tuple[str, str]]  # short name: path of the field, metavar
@@ -41,7 +44,20 @@ SHORT: Options = {
 }
 WORKERS_ADDRESS = ("workers.address", "HOST:PORT")  # --address of `echelon learner`
 AUTO_RESUME = "--auto-resume"
+FLAGS = ("-h", "--help", "--dry-run", "--trust", "--single-process", AUTO_RESUME)  # options without a value
 STOPPED = 128 + signal.SIGTERM  # exit code of a run with --auto-resume that was stopped before its end
+FILE_OPTIONS: dict[str, dict[str, Any]] = {
+    "config": {
+        "metavar": "FILE",
+        "default": "",
+        "help": "TOML or JSON file with values in place of the preset's, or a run's config.json; options override it",
+    },
+    "dry-run": {"action": "store_true", "help": "print the configuration as TOML, and start nothing"},
+    "trust": {
+        "action": "store_true",
+        "help": "with --config RUN/config.json: import and run the code that it names, although somebody else wrote it",
+    },
+}
 RANKS = {  # options that set the number of actors
     "world-size": "one learner and N-1 actors, in place of --actors",
     "single-process": "everything in this process, with one actor: --engine inline --actors 1",
@@ -60,11 +76,13 @@ def make_parser(
 
     `defaults` are shown for options whose default differs from that of their field.
     """
-    place = next((place for place, word in enumerate(arguments) if word in presets), None)
-    shown = next(iter(presets)) if place is None else arguments[place]
-    given = [] if place is None else arguments[place + 1 :][:1]
-    env = next((word for word in given if not word.startswith("-")), DEFAULT_ENVS.get(shown, "CartPole-v1"))
-    infos = fields_of(preset(shown, env))
+    words = positional(arguments)
+    place = next((place for place, word in enumerate(words) if word in presets), None)
+    shown = next(iter(presets)) if place is None else words[place]
+    given = [] if place is None else words[place + 1 :][:1]
+    env = next(iter(given), DEFAULT_ENVS.get(shown, "CartPole-v1"))
+    wants_help = given and {"-h", "--help"} & {*arguments}
+    infos = fields_of(preset(shown, env, _observed(env, {}, None) if wants_help else ""))
     parser = Parser(
         prog=prog,
         description=description,
@@ -77,7 +95,7 @@ def make_parser(
         allow_abbrev=False,
     )
     if len(presets) > 1:
-        parser.add_argument("preset", metavar="PRESET", help=", ".join(presets))
+        parser.add_argument("preset", metavar="PRESET", nargs="?", help=", ".join(presets))
     else:  # the command is made for one
         parser.set_defaults(preset=shown)
     own = "; ".join(f"default of {name}: {env}" for name, env in DEFAULT_ENVS.items() if name in presets)
@@ -87,10 +105,25 @@ def make_parser(
     for name, (path, metavar) in options.items():
         default = f" (default {defaults[name]})" if name in defaults else ""
         parser.add_argument(f"--{name}", metavar=metavar, help=found[path].meaning.replace("%", "%%") + default)
+    for name, more in FILE_OPTIONS.items():
+        parser.add_argument(f"--{name}", **more)
     if "actors" in options:
         parser.add_argument("--world-size", metavar="N", help=RANKS["world-size"])
         parser.add_argument("--single-process", action="store_true", help=RANKS["single-process"])
     return parser
+
+
+def positional(arguments: Sequence[str]) -> list[str]:
+    """Returns the words of `arguments` that are neither options nor their values."""
+    found, is_value = [], False
+    for word in arguments:
+        if word.startswith("-"):
+            is_value = "=" not in word and word not in FLAGS
+            continue
+        if not is_value:
+            found.append(word)
+        is_value = False
+    return found
 
 
 def _fields_help(name: str, infos: Sequence[FieldInfo], others: Sequence[str]) -> str:
@@ -109,8 +142,30 @@ def parse_config(
 
     With `observe`, an environment that is not known by its id is created, to see whether it observes images.
     """
-    rest, texts = _take_fields(arguments, {*options, *RANKS})
+    return read_options(parser, arguments, options, observe=observe).config
+
+
+class Parsed(NamedTuple):
+    """What a command line asks for."""
+
+    config: TrainConfig
+    base: TrainConfig  # the preset's values for the environment
+    dry_run: bool
+
+    def print_toml(self, prog: str) -> None:
+        """Prints the configuration, for `--dry-run`."""
+        name = f"{prog} {self.config.preset} {short_name(self.config.env.id)}"
+        print(f"# {name}: `{prog} --config FILE` runs it. Marked values differ from the preset.")
+        print(to_toml(self.config, self.base), end="", flush=True)
+
+
+def read_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], options: Options = SHORT, *, observe: bool = False
+) -> Parsed:
+    """Returns what `arguments` ask for; see `parse_config`."""
+    rest, texts = _take_fields(arguments, {*options, *RANKS, *FILE_OPTIONS})
     known = parser.parse_intermixed_args(rest)  # ENV, which may be missing, need not follow PRESET
+    file = _take_file(parser, known)
     short = {path: value for name, (path, _) in options.items() if (value := vars(known)[name.replace("-", "_")])}
     if "actors" in options:
         if known.actors and known.max_actors:
@@ -121,7 +176,9 @@ def parse_config(
             )
         short |= _ranks(known, {**short, **texts})
     env = _env_of(parser, known)
-    config = preset(known.preset, env, _observed(env, {**short, **texts}) if observe else "")
+    family = _observed(env, {**short, **texts}, file) if observe else ""
+    base = config = preset(known.preset, env, family)
+    values = file.changes(base) if file is not None else {}
     for path, value in (("preset", known.preset), ("algorithm.name", config.algorithm.name)):
         if texts.get(path, value) != value:
             other = f"Write `{parser.prog} {texts[path]} {config.env.id}`."
@@ -137,31 +194,92 @@ def parse_config(
         )
     stray = next((path for path in texts if path.startswith("workers.")), None)
     for_workers = options.get("address") == WORKERS_ADDRESS
+    if file is not None and file.complete is None:
+        _refuse_strays(file, base, values, for_workers)
     if stray is not None and not for_workers:
         raise ConfigError(f"--{stray} applies only to a learner with workers: use `echelon learner`.")
     fields = {**short, **texts}
     if for_workers:  # workers choose their own actions, and updates belong to their episodes
         for path, value in (("acting.mode", "local"), ("replay.exact", "false")):
-            fields.setdefault(path, value)
+            if path not in values:
+                fields.setdefault(path, value)
     if "env.kwargs" in fields:
         given = set_fields(config, {"env.kwargs": fields["env.kwargs"]}).env.kwargs
-        fields["env.kwargs"] = json.dumps({**config.env.kwargs, **given})
-    if fields.get("hosts.count", "1") != "1" or fields.get("hosts.min_actors", "0") != "0":
+        before = file.complete.env if file is not None and file.complete is not None else config.env
+        fields["env.kwargs"] = json.dumps({**values.get("env.kwargs", before.kwargs), **given})
+    alone = {"hosts.count": "1", "hosts.min_actors": "0"}
+    asked = any(fields.get(path, number) != number for path, number in alone.items())
+    filed = any(str(values.get(path, number)) != number for path, number in alone.items())
+    if (asked or (filed and "engine" not in values)) and values.get("engine") not in ("hosts", "ray"):
         fields.setdefault("engine", "hosts")
     stray = next((path for path in texts if path.startswith("hosts.")), None)
-    if stray is not None and fields.get("engine") not in ("hosts", "ray"):
+    if stray is not None and fields.get("engine", values.get("engine")) not in ("hosts", "ray"):
         raise ConfigError(f"--{stray} has no effect: the run has one host. Add --hosts N or --min-actors M.")
-    return set_fields(config, fields)
+    if file is not None and file.complete is not None:
+        config, values = file.complete, {}
+        if config.has_workers and not for_workers:
+            raise ConfigError(f"{file.path} is of a learner with workers: use `echelon learner`.")
+    return Parsed(set_fields(config, fields, values), base, known.dry_run)
 
 
-def _observed(env: str, given: Mapping[str, str]) -> str:
+def config_file_of(words: Sequence[str]) -> ConfigFile | None:
+    """Returns the file of --config among the words of a command."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    for name in ("config", "trust"):
+        parser.add_argument(f"--{name}", **FILE_OPTIONS[name])
+    known, _ = parser.parse_known_args(list(words))
+    return read_config_file(known.config, trust=known.trust) if known.config else None
+
+
+def _take_file(parser: argparse.ArgumentParser, known: argparse.Namespace) -> ConfigFile | None:
+    """Returns the file of --config and sets PRESET and ENV from it; raises ConfigError if the command has others."""
+    if not known.config:
+        if known.preset is None:
+            parser.error("the following arguments are required: PRESET")
+        return None
+    file = read_config_file(known.config, trust=known.trust)
+    if file.preset and known.env is None and known.preset not in (None, *PRESETS):
+        known.preset, known.env = None, known.preset  # the only argument is ENV
+    for name, found in (("preset", file.preset), ("env", file.env)):
+        given = getattr(known, name)
+        if given and found and given != found:
+            field = "env.id" if name == "env" else name
+            raise ConfigError(f"--config {file.path} has {field}={found!r}, the command {given!r}. Remove one of them.")
+        setattr(known, name, given or found or None)
+    if known.preset is None:
+        parser.error(f'{file.path} names no preset: add `preset = "ppo"` to it, or PRESET to the command')
+    return file
+
+
+def _refuse_strays(file: ConfigFile, base: TrainConfig, values: Mapping[str, Any], for_workers: bool) -> None:
+    """Raises ConfigError for a value of the file that differs from the preset's and has no effect."""
+    preset_values = {info.path: info.value for info in fields_of(base)}
+    for path, value in values.items():
+        section = path.partition(".")[0]
+        why = ""
+        if section == "replay" and base.experience != "replay":
+            why = f"{base.preset} uses each trajectory once and has no replay"
+        elif section == "workers" and not for_workers:
+            why = "it applies only to a learner with workers (`echelon learner`)"
+        elif section == "actor" and for_workers:
+            why = "a learner has no actors; workers send the experience"
+        if why and value != preset_values[path]:
+            raise ConfigError(f"{file.path}: {path}={value!r} has no effect: {why}. Remove it.")
+
+
+def _observed(env: str, given: Mapping[str, str], file: ConfigFile | None) -> str:
     """Returns the family of `env`: by its id, or by what it observes."""
     family = family_of(env)
     if family not in OWN or name_of(env) in FAMILY_OF:
         return family
     from echelon.envs.observed import observed_family
 
-    return observed_family(env, given.get("env.kwargs", "{}"), given.get("env.wrappers", ""))
+    texts = {path: text for path, text in given.items() if path in ("env.kwargs", "env.wrappers")}
+    start = file.complete if file is not None and file.complete is not None else TrainConfig()
+    values = file.values if file is not None else {}
+    settings = {path: values[path] for path in ("env.kwargs", "env.wrappers") if path in values}
+    made = set_fields(start, texts, settings).env
+    return observed_family(env, made.kwargs, [str(name) for name in made.wrappers])
 
 
 def _env_of(parser: argparse.ArgumentParser, known: argparse.Namespace) -> str:
@@ -228,7 +346,11 @@ def start(parser: argparse.ArgumentParser, arguments: Sequence[str], options: Op
         f"{STOPPED} if the run is stopped before: for a supervisor that then starts the command again",
     )
     words = [word for word in arguments if word != AUTO_RESUME]
-    config = parse_config(parser, words, options, observe=True)
+    parsed = read_options(parser, words, options, observe=True)
+    if parsed.dry_run:
+        parsed.print_toml(parser.prog)
+        return 0
+    config = parsed.config
     from echelon.training import train, train_or_resume
 
     if len(words) == len(arguments):

@@ -8,19 +8,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from echelon.families import OWN
 
 TIMEOUT_S = 60.0  # an environment that takes longer to create counts as one of vectors
 
 
-def observed_family(env: str, kwargs: str = "{}", wrappers: str = "") -> str:
+def observed_family(env: str, kwargs: Mapping[str, Any], wrappers: Sequence[str]) -> str:
     """Returns the family of an environment that is not known by its id: "images" or "vectors".
 
-    `kwargs` and `wrappers` are the texts of these options. An environment that cannot be created counts as one of
-    vectors: the run then reports why.
+    An environment that cannot be created counts as one of vectors: the run then reports why.
     """
-    command = [sys.executable, "-m", __name__, env, kwargs, wrappers]
+    command = [sys.executable, "-m", __name__, env, json.dumps(dict(kwargs)), json.dumps(list(wrappers))]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -34,8 +35,7 @@ def main(env: str, kwargs: str, wrappers: str) -> None:
     from echelon.envs.make import probe_spaces
     from echelon.schema import is_image, space_leaves
 
-    names = tuple(name.strip() for name in wrappers.split(",") if name.strip())
-    spaces = probe_spaces(EnvConfig(id=env, kwargs=json.loads(kwargs), wrappers=names))
+    spaces = probe_spaces(EnvConfig(id=env, kwargs=json.loads(kwargs), wrappers=json.loads(wrappers)))
     leaves = space_leaves(spaces.observation)
     print("images" if any(is_image(leaf.shape, leaf.dtype) for leaf in leaves) else "vectors")
 

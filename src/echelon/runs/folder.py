@@ -190,15 +190,14 @@ class RunFolder:
 
         `trust`: the user trusts whoever wrote it; `given`: paths of names in place of which the caller has others.
         """
-        path, record, config = self.path / CONFIG, self._read_record(), self.parse_config()
+        record, config = self._read_record(), self.parse_config()
         used = replace(config, **{name: UNUSED[name] for name in given})
         for name, value in config_io.unnamed_callables(used).items():
             raise ConfigError(
                 f"{self.path} was trained with {name}={value!r}, a callable that cannot be imported: a lambda, a local "
                 f"or a notebook function. Pass it again, in Python: {REMEDIES[name.split('.')[1]].format(self.path)}."
             )
-        if not trust and not has_mark(record["config"], record.get("mark")):
-            check_names(used, run_folder(path))
+        check_trust(self.path / CONFIG, record, used, trust=trust)
         return config
 
     def parse_config(self) -> TrainConfig:
@@ -228,18 +227,40 @@ class RunFolder:
     def _read_record(self) -> dict[str, Any]:
         path = self.path / CONFIG
         record = _read_json(path, "Restore it from a copy, or start a new run.")
-        if record.get("format") != FORMAT:
-            raise ConfigError(
-                f"{path} has format {record.get('format')!r}; this Echelon reads format {FORMAT}. Use the version "
-                f"that wrote it: {record.get('versions')}."
-            )
-        config = record.get("config")
-        if not isinstance(config, dict):
-            raise ConfigError(f"{path} is damaged: config={config!r} is not an object. Restore it, or start a new run.")
+        _check_record(path, record)
         return record
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         _write_json(self.path / SUMMARY, plain(summary))
+
+
+def _check_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless `record`, the content of `path`, is what `write_config` writes."""
+    if record.get("format") != FORMAT:
+        raise ConfigError(
+            f"{path} has format {record.get('format')!r}; this Echelon reads format {FORMAT}. Use the version "
+            f"that wrote it: {record.get('versions')}."
+        )
+    config = record.get("config")
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is damaged: config={config!r} is not an object. Restore it, or start a new run.")
+
+
+def check_trust(path: Path, record: Mapping[str, Any], used: TrainConfig, *, trust: bool) -> None:
+    """Raises ConfigError if `record`, which another user wrote, names code that `used` would import."""
+    if not trust and not has_mark(record["config"], record.get("mark")):
+        check_names(used, run_folder(path))
+
+
+def load_record(path: Path, record: Mapping[str, Any], *, trust: bool) -> TrainConfig:
+    """Returns the configuration in a run's config.json, wherever that is; its code may be imported."""
+    _check_record(path, record)
+    try:
+        config = config_io.from_json(record["config"])
+    except ConfigError as error:
+        raise ConfigError(f"{path} cannot be used: {error}") from error
+    check_trust(path, record, config, trust=trust)
+    return config
 
 
 def default_run_dir(preset: str, env_id: str, seed: str) -> Path:
