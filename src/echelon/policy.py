@@ -22,11 +22,10 @@ from echelon.algorithms.model import Model, Policy
 from echelon.disk import MAX_JSON_BYTES, open_regular
 from echelon.errors import ConfigError
 from echelon.layers import State
-from echelon.networks import MASK
 from echelon.runs.checkpoint import NEWEST, STATE, UNDECODABLE, read_weights, unreadable_weights, weights_path
 from echelon.runs.folder import CONFIG, RunFolder
 from echelon.runs.policy_spec import KEY, PolicySpec
-from echelon.schema import Spaces, Tree, flatten, space_choices, space_leaves, unflatten
+from echelon.schema import MASK, Spaces, Tree, flatten, space_choices, space_leaves, unflatten
 
 
 def load(
@@ -232,7 +231,7 @@ def _find(path: Path, checkpoint: str, trust: bool) -> tuple[Path, PolicySpec]:
 
 def _spec_of_run(folder: RunFolder, trust: bool) -> PolicySpec:
     spaces = folder.read_spaces()
-    config = folder.load_config(trust=trust, uses_env=spaces is None)
+    config = folder.load_config(trust=trust, given=() if spaces is None else ("env.id", "env.wrappers"))
     if config.algorithm.is_users:
         raise ConfigError(f"{folder.path} trained a user's own policy: load it in the user's program.")
     if spaces is None:  # an older release did not record them
