@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from echelon.cli.main import main
+from echelon.envs.check import QUICK_STEPS
 from echelon.errors import ConfigError
 from echelon.runs.checkpoint import save_weights
 from echelon.training import resume
@@ -54,9 +55,9 @@ class TextEnv(CounterEnv):
 
 
 class GivingEnv(CounterEnv):
-    """Gives `reward` and `observation` from its `after`th step on."""
+    """Gives `reward` and `observation` from its `after`th step on, which the check before the run does not reach."""
 
-    def __init__(self, reward: float | str = 1.0, observation: float | str = 0.5, after: int = 10) -> None:
+    def __init__(self, reward: float | str = 1.0, observation: float | str = 0.5, after: int = QUICK_STEPS + 6) -> None:
         super().__init__(length=1000)
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
         self.gift, self.after = (np.array([float(observation)], np.float32), float(reward)), after
@@ -86,8 +87,15 @@ class SteeredEnv(GivingEnv):
 
 
 class RaisingEnv(CounterEnv):
+    """Raises after more steps than the check before the run takes."""
+
+    def __init__(self) -> None:
+        super().__init__(length=1000)
+
     def step(self, action: Any) -> Step:
-        raise ValueError("the wheel came off")
+        if self.t > QUICK_STEPS:
+            raise ValueError("the wheel came off")
+        return super().step(action)
 
 
 def make_unmakable() -> gym.Env[Any, Any]:
