@@ -95,7 +95,7 @@ class Setting:
             network=network,
             hosts=replace_config(config.hosts, count=self.hosts + 1, lease_s=LEASE_S),
             acting=replace_config(config.acting, mode="local"),
-            evaluation=replace_config(config.evaluation, interval_s=0.0),
+            evaluation=replace_config(config.evaluation, episodes=0),
             run=replace_config(config.run, dir=str(folder)),
         )
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from echelon.config import NetworkConfig
-from echelon.errors import ConfigError, user_line
+from echelon.errors import ConfigError, raised_at
 from echelon.layers import State
 from echelon.names import resolve, text_of
 from echelon.networks import ActorCritic, ActOutput, EncoderNetwork, NetworkOutput, PolicyNetwork
@@ -107,7 +107,7 @@ def _load_module(target: str | Callable[..., Any], spaces: Spaces, num_params: i
         module = factory(spaces, num_params)
     except Exception as error:
         raise ConfigError(
-            f'network.name="{name}" raised {type(error).__name__}: {error}{user_line(error)}. It is called as '
+            f'network.name="{name}" raised {type(error).__name__}: {error}{raised_at(error)}. It is called as '
             f"factory(spaces, num_params={num_params}) and must return a torch.nn.Module."
         ) from error
     if not isinstance(module, nn.Module):
@@ -144,7 +144,7 @@ def _check_output(name: str, network: CustomNetwork, spaces: Spaces, num_params:
     except Exception as error:
         raise ConfigError(
             f'network.name="{name}" failed on an observation of {spaces.observation} with {num_params} action '
-            f"parameters: {type(error).__name__}: {error}{user_line(error)}. Its forward must return (params, "
+            f"parameters: {type(error).__name__}: {error}{raised_at(error)}. Its forward must return (params, "
             "value), or (params, value, state) if it has state_shapes."
         ) from error
     network.train(was_training)

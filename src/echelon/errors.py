@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sysconfig
 import traceback
 from pathlib import Path
 
 OURS = str(Path(__file__).parent)
-LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
 class EchelonError(Exception):
@@ -105,14 +105,25 @@ def escaped_lines(text: str) -> str:
 
 
 def user_line(error: BaseException) -> str:
-    """Returns where `error` was raised in the user's code, " (nets.py, line 3, in make: return x)"; else "".
+    """Returns where `error` was raised in the user's code, "nets.py:3 in make: return x"; else "".
 
     It is the innermost line outside Echelon and installed packages.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((OURS, *LIBRARIES, "<")):
-            return f" ({frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line})"
+        if not frame.filename.startswith((OURS, "<", *_libraries())):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}{f': {frame.line}' if frame.line else ''}"
     return ""
+
+
+def raised_at(error: BaseException) -> str:
+    """Returns `user_line` in brackets, after a space, to end a clause; "" if there is none."""
+    line = user_line(error)
+    return f" ({line})" if line else ""
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    return tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
 def diverged(what: str, learning_rate: float | None) -> DivergedError:

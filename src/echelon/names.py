@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from echelon.errors import ConfigError, user_line
+from echelon.errors import ConfigError, raised_at
 
 FILE_MODULE = "echelon_file_"  # prefix of the module names that loaded files get
 CALL = re.compile(r"(?P<path>.+?:[\w.]+)\((?P<arguments>.*)\)", re.DOTALL)
@@ -231,7 +231,7 @@ def _import(module: str, name: str) -> ModuleType:
     except Exception as error:
         raise ConfigError(
             f'"{name}" could not be loaded: importing {module} raised {type(error).__name__}: {error}'
-            f"{user_line(error)}. "
+            f"{raised_at(error)}. "
             'Correct the module; put code that must run only as a script under `if __name__ == "__main__":`.'
         ) from error
 
@@ -258,7 +258,7 @@ def _load_file(path: Path, name: str) -> ModuleType:
     except Exception as error:
         del sys.modules[module_name]
         raise ConfigError(
-            f'"{name}" could not be loaded: running {path} raised {type(error).__name__}: {error}{user_line(error)}. '
+            f'"{name}" could not be loaded: running {path} raised {type(error).__name__}: {error}{raised_at(error)}. '
             'Correct the file; put code that must run only as a script under `if __name__ == "__main__":`.'
         ) from error
     return module

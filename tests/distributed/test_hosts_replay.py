@@ -33,7 +33,7 @@ def stored(run: Running) -> list[int]:
 
 def test_whoever_is_killed_no_step_is_counted_twice_and_the_replay_stays(site: Site) -> None:
     endless = {"env": "toy_envs:CounterEnv", "env-kwargs": '{"length": 1000000000}', "algorithm.reward-clip": 1}
-    head = site.head("apex-dqn", **FIELDS, **endless, **{"hosts.lease-s": 1.0})
+    head = site.head("apex-dqn", **FIELDS, **endless, **{"hosts.lease-s": 4.0})
     agent = site.agent(head)
     far_actors_act(head)
     for name in ("carrier", "actor-2", "carrier"):

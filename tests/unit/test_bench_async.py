@@ -184,7 +184,7 @@ def test_the_command_measures_reports_and_draws(
         assert ("warning: other programs took cores from K=4" in table(report)) == is_told
 
 
-@pytest.mark.parametrize("place", ["echelon.training._curve", "echelon.bench.async_training.measure_rollout"])
+@pytest.mark.parametrize("place", ["echelon.runs.report.drawn_curve", "echelon.bench.async_training.measure_rollout"])
 def test_a_signal_ends_the_command_even_when_a_training_is_almost_over_or_none_runs(
     place: str, shm_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,7 +123,7 @@ def test_the_command_counts_the_time_of_every_role_and_writes_json(
     assert "the stages" in report["rest"] and "learner" in report["rest"]
     assert "limit, steps/s" in capsys.readouterr().out
     ran = RunFolder.open(tmp_path / "run").read_config()  # a folder that was named is kept
-    assert ran["stop"]["minutes"] == pytest.approx(2.0) and ran["evaluation"]["interval_s"] == 0
+    assert ran["stop"]["minutes"] == pytest.approx(2.0) and ran["evaluation"]["episodes"] == 0
     assert not list(shm_dir.iterdir())
 
 

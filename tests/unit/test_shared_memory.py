@@ -144,7 +144,8 @@ def test_a_processor_that_reorders_stores_is_refused(
 
 def test_one_process_may_reorder_stores(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments.platform, "machine", lambda: "aarch64")
-    assert train(config_in(shm_dir, "inline"), output=io.StringIO()).status == "finished"
+    config = replace(config_in(shm_dir, "inline"), **{"replay.min_size": 32, "replay.batch": 8})
+    assert train(config, output=io.StringIO()).status == "finished"
 
 
 class TestDoorbell:

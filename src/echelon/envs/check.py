@@ -18,12 +18,12 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv
 
 from echelon.config import EnvConfig
-from echelon.envs.findings import Findings, location
+from echelon.envs.findings import Findings
 from echelon.envs.loop import LoopGroup
 from echelon.envs.make import env_seeds, make_group
 from echelon.envs.trial import RandomActions, Trial
 from echelon.envs.vector import EnvFailed, EnvGroup, StepRows, VectorGroup
-from echelon.errors import EnvError, UnsuitableEnvError
+from echelon.errors import EnvError, UnsuitableEnvError, user_line
 from echelon.names import text_of
 from echelon.schema import MASK, Spaces, flatten, space_leaves
 
@@ -151,7 +151,7 @@ def _created(config: EnvConfig, seeds: list[int], findings: Findings) -> EnvGrou
     try:
         group = make_group(config, seeds)
     except EnvFailed as error:
-        place = location(error.__cause__) if error.__cause__ is not None else ""
+        place = user_line(error.__cause__) if error.__cause__ is not None else ""
         text = f"creating it raised {error.failure.error}{f', at {place}' if place else ''}."
         remedy = f"Correct it, or its keyword arguments {config.kwargs} (--env-kwargs)."
         findings.add("error", "creation", text, remedy, traceback=error.failure.traceback)

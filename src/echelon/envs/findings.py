@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import linecache
-import os
-import traceback
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 Level = Literal["ok", "info", "warning", "error"]
-LIBRARIES = tuple(
-    f"{Path(spec.origin).parent}{os.sep}"
-    for spec in map(find_spec, ("echelon", "gymnasium", "numpy"))
-    if spec is not None and spec.origin is not None
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +41,6 @@ class Findings:
 
     def has_problem(self, check: str) -> bool:
         return any(entry.check == check for entry in self.of("warning", "error"))
-
-
-def location(error: BaseException) -> str:
-    """Returns the line of the environment's code at which `error` was raised: FILE:LINE in FUNCTION: SOURCE.
-
-    It is the innermost line outside Echelon, gymnasium and numpy; empty if there is none.
-    """
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(LIBRARIES)]
-    if not frames:
-        return ""
-    last = frames[-1]
-    source = linecache.getline(last.filename, last.lineno or 0).strip()
-    return f"{last.filename}:{last.lineno} in {last.name}{f': {source}' if source else ''}"
 
 
 def definition(function: Any) -> str:

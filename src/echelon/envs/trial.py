@@ -16,9 +16,10 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from echelon.envs.findings import Findings, definition, location
+from echelon.envs.findings import Findings, definition
 from echelon.envs.loop import LoopGroup
 from echelon.envs.vector import Array, VectorGroup
+from echelon.errors import user_line
 from echelon.layout import Leaf
 from echelon.schema import MASK, Spaces, Tree, flatten, space_choices, space_leaves
 
@@ -302,7 +303,7 @@ class Trial:
             declared = "reset(self, *, seed=None, options=None)" if name == "reset" else "step(self, action)"
             self._add("error", f"{name} signature", text, f"Declare {declared}.")
             return
-        place = location(error)
+        place = user_line(error)
         text = f"{self._where} raised {type(error).__name__}: {error}{f', at {place}' if place else ''}."
         shown = "".join(traceback.format_exception(error))
         self.findings.add("error", "exception", text, "Correct the environment.", traceback=shown)
