@@ -50,7 +50,7 @@ class ReplaySource(Source):
         self.batch_size, self.publish_every = config.batch, config.publish_every
         self.learner = plan.context.index
         side, self.tally = plan.learner_side(), plan.tally()
-        self.limiter, self.links = side.limiter, side.links
+        self.limiter, self.links, self.inserted = side.limiter, side.links, side.limiter.inserted
         self.remote_wait = RemoteWait(side.links, side.limiter.listen(self.learner)) if side.links else None
         self.replay = Replay(side.readers, config.alpha if config.prioritized else 0.0)
         self.everything: Replay | Seen = self.replay  # all shards of the run, also those of other learners
@@ -242,6 +242,7 @@ class ReplaySource(Source):
 
     def refresh(self) -> None:
         self.replay.advance()
+        self.inserted = self.limiter.inserted  # immediately: actors go on, and `figures` compares it with the items
         self._count_actors()
 
     def figures(self) -> dict[str, Any]:
@@ -249,7 +250,7 @@ class ReplaySource(Source):
 
         Samples that were due for evicted transitions count as `written_off`, not as `sampled`.
         """
-        inserted, sampled = self.limiter.inserted, self.limiter.sampled
+        inserted, sampled = self.inserted, self.limiter.sampled
         counted = inserted - self.config.min_size
         ratio = sampled / counted if counted > 0 else 0.0
         return {
