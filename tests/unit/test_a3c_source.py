@@ -38,7 +38,7 @@ class Scene:
         slot["values"][...] = np.arange(len(SHOWN)) + actor
         slot["statistics"][...] = actor
         slot["version"][0], slot["env_steps"][0], slot["num_episodes"][0] = version, env_steps, len(episodes)
-        slot["episodes"][: len(episodes)] = np.reshape(episodes, (-1, 2))
+        slot["episodes"][: len(episodes), :2] = np.reshape(episodes, (-1, 2))
         self.ring.commit(actor)
 
     def close(self) -> None:

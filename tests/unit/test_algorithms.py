@@ -190,14 +190,14 @@ def test_impala_is_its_equations_and_its_gradient(normalize: bool, trace_lambda:
 
     def parts(r: Reference) -> dict[str, float]:
         return {
-            "policy_loss": -valid_mean(advantage * r.log_prob(action), valid),
-            "value_loss": 0.5 * valid_mean((r.value - target) ** 2, valid),
+            "loss.policy": -valid_mean(advantage * r.log_prob(action), valid),
+            "loss.value": 0.5 * valid_mean((r.value - target) ** 2, valid),
             "entropy": valid_mean(r.entropy, valid),
         }
 
     def total(r: Reference) -> float:
         p = parts(r)
-        return p["policy_loss"] + 0.7 * p["value_loss"] - 0.03 * p["entropy"]
+        return p["loss.policy"] + 0.7 * p["loss.value"] - 0.03 * p["entropy"]
 
     for name, expected in parts(steps).items():
         assert float(loss.metrics[name].detach()) == pytest.approx(expected, rel=1e-4), name
@@ -252,20 +252,25 @@ def test_ppo_is_its_equations_and_its_gradient(value_clip: float, correction: La
             near = np.clip(r.value, old_value - value_clip, old_value + value_clip)
             error = np.maximum(error, (near - target) ** 2)
         found = {
-            "policy_loss": -valid_mean(surrogate, valid),
-            "value_loss": 0.5 * valid_mean(error, valid),
+            "loss.policy": -valid_mean(surrogate, valid),
+            "loss.value": 0.5 * valid_mean(error, valid),
             "entropy": valid_mean(r.entropy, valid),
-            "divergence": valid_mean(weight * (ratio - 1 - np.log(ratio)), valid),
+            "kl": divergence(r.log_prob(action) - behaviour),
             "clip_fraction": valid_mean((ratio < low) | (ratio > high), valid),
         }
         if correction == "decoupled":
-            lag = arrival - behaviour
-            found["lag_divergence"] = valid_mean(np.exp(lag) - 1 - lag, valid)
-        return found
+            found["kl_proximal"] = valid_mean(weight * (ratio - 1 - np.log(ratio)), valid)
+            found["kl_lag"] = divergence(arrival - behaviour)
+        moments = {"target": target, "error": target - old_value}
+        found |= {f"{name}_mean": valid_mean(of, valid) for name, of in moments.items()}
+        return found | {f"{name}_square": valid_mean(of**2, valid) for name, of in moments.items()}
+
+    def divergence(log_ratio: np.ndarray) -> float:
+        return valid_mean(np.exp(log_ratio) - 1 - log_ratio, valid)
 
     def total(r: Reference) -> float:
         p = parts(r)
-        return p["policy_loss"] + 0.5 * p["value_loss"] - 0.03 * p["entropy"]
+        return p["loss.policy"] + 0.5 * p["loss.value"] - 0.03 * p["entropy"]
 
     expected = parts(at)
     assert 0 < expected["clip_fraction"] < 1, "both sides of the clip are tested"
@@ -299,7 +304,7 @@ def test_the_first_epoch_has_ratio_one_on_its_own_data(normalize: bool, core: st
         batch = on_policy(model, batch)
         for minibatch in ppo.minibatches(batch):
             (loss,) = ppo.losses(minibatch)
-            assert abs(float(loss.metrics["divergence"])) < 1e-6
+            assert abs(float(loss.metrics["kl"])) < 1e-6
         ppo.finish(batch)
     if normalize:
         (count,) = [b for name, b in model.network.named_buffers() if name.endswith("count")]
@@ -361,10 +366,10 @@ def test_without_lag_every_correction_has_the_same_loss_and_gradient(core: str) 
         losses = []
         for minibatch in ppo.minibatches(on_policy(model, batch)):
             (loss,) = ppo.losses(minibatch)
-            shown = {name: loss.metrics[name].detach() for name in ("policy_loss", "divergence", "clip_fraction")}
+            shown = {name: loss.metrics[name].detach() for name in ("loss.policy", "kl", "clip_fraction")}
             losses.append({"loss": loss.value.detach(), **shown, **gradients(model, loss.value)})
             model.parameters -= 0.1 * model.gradients  # so that later minibatches have other ratios than 1
-        assert float(losses[-1]["divergence"]) > 1e-4
+        assert float(losses[-1]["kl"]) > 1e-4
         found[correction] = losses
     for correction in CORRECTIONS[1:]:
         for expected, losses in zip(found["none"], found[correction], strict=True):
@@ -427,14 +432,14 @@ def test_a_worked_example_with_lag(correction: LagCorrection) -> None:
     assert by_step(minibatch, minibatch.advantage) == pytest.approx([2.5, 1.0])
     assert by_step(minibatch, minibatch.target) == pytest.approx(targets)
     (loss,) = ppo.losses(minibatch)
-    assert float(loss.metrics["policy_loss"].detach()) == pytest.approx(policy_loss)
+    assert float(loss.metrics["loss.policy"].detach()) == pytest.approx(policy_loss)
     from_acting = np.mean([ratio - 1 - np.log(ratio) for ratio in (0.625, 1.25)])
     if correction == "decoupled":
-        assert float(loss.metrics["clip_fraction"]) == 0.0 and float(loss.metrics["divergence"]) < 1e-7
-        assert float(loss.metrics["lag_divergence"]) == pytest.approx(from_acting)
+        assert float(loss.metrics["clip_fraction"]) == 0.0 and float(loss.metrics["kl_proximal"]) < 1e-7
+        assert float(loss.metrics["kl_lag"]) == pytest.approx(from_acting)
     else:
-        assert float(loss.metrics["clip_fraction"]) == 1.0 and "lag_divergence" not in loss.metrics
-        assert float(loss.metrics["divergence"]) == pytest.approx(from_acting)
+        assert float(loss.metrics["clip_fraction"]) == 1.0 and "kl_lag" not in loss.metrics
+    assert float(loss.metrics["kl"]) == pytest.approx(from_acting)
 
 
 def test_v_trace_weights_a_later_step_that_the_policy_avoids() -> None:
@@ -452,12 +457,12 @@ def test_the_decoupled_ratio_is_bounded_by_both_policies() -> None:
     bias.data[0] = math.log(0.59 / 0.41)  # the ratio to the proximal policy becomes 0.59/0.5 = 1.18
     (loss,) = ppo.losses(minibatch)
     # In the first step it is within 0.8 to 1.2. In the second step the policy that acted allows 1.4 * 0.4/0.5 = 1.12.
-    assert float(loss.metrics["policy_loss"].detach()) == pytest.approx(-(0.625 * 2.5 * 1.18 + 1.12) / 2)
+    assert float(loss.metrics["loss.policy"].detach()) == pytest.approx(-(0.625 * 2.5 * 1.18 + 1.12) / 2)
     assert float(loss.metrics["clip_fraction"]) == 0.5
-    assert float(loss.metrics["divergence"]) == pytest.approx((0.625 + 1) / 2 * (0.18 - math.log(1.18)), rel=1e-4)
+    assert float(loss.metrics["kl_proximal"]) == pytest.approx((0.625 + 1) / 2 * (0.18 - math.log(1.18)), rel=1e-4)
     # Only the first step has a gradient: d log p / d bias = 1 - 0.59.
     expected = -0.625 * 2.5 * 1.18 * 0.41 / 2
-    assert float(gradients(model, loss.metrics["policy_loss"])["policy_head.bias"][0]) == pytest.approx(expected)
+    assert float(gradients(model, loss.metrics["loss.policy"])["policy_head.bias"][0]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("config", [ImpalaConfig(value_weight=0.0), PpoConfig(value_weight=0.0, minibatches=1)])

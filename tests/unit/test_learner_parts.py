@@ -89,9 +89,13 @@ def test_what_a_restart_lost_is_told(name: str, restored: tuple[str, int, int], 
     messages: list[str] = []
     config = config_of(name) if name != "a3c" else preset(name, "CartPole-v1")
     console = SimpleNamespace(message=messages.append)
-    coordinator = SimpleNamespace(config=config, console=console, row={"env_steps": 2_009, "updates": 10})
+    dropped: list[int] = []  # the steps after which episodes are not counted
+    metrics = SimpleNamespace(episodes=SimpleNamespace(drop_after=dropped.append))
+    row = {"env_steps": 2_009, "updates": 10}
+    coordinator = SimpleNamespace(config=config, console=console, row=row, metrics=metrics, _send_changes=lambda: None)
     Coordinator._on_restored(coordinator, *restored)  # type: ignore[arg-type]
     assert messages[0].startswith(told) and messages[0].endswith("lost") == (restored[2] < 10)
+    assert dropped == ([] if config.experience == "replay" else [restored[1]])
 
 
 # The meeting.
@@ -108,7 +112,7 @@ def test_learners_add_up_what_they_consumed_and_hear_the_same() -> None:
     lags: list[list[tuple[float, int]]] = [[], []]
     everybody = [Counters(**before) for _ in own]  # type: ignore[arg-type]
     seats = [Meeting(peers, source_of(own[i], lags[i]), everybody[i]) for i, peers in enumerate(make_learners(2))]
-    offers = [Offer(True, 2.5, 10, 0.25), Offer(False, 0.5, 3, 0.75)]
+    offers, rates = [Offer(True, 2.5, 10, 0.25), Offer(False, 0.5, 3, 0.75)], [1e-4, None]
     for turn in range(3):
         for index, counters in enumerate(own):
             counters.env_steps += 100 + index
@@ -118,8 +122,9 @@ def test_learners_add_up_what_they_consumed_and_hear_the_same() -> None:
             lags[index].append((0.5, turn + index))
             counters.note_episode(10.0 * turn + index, turn + 1)
         heard = in_threads(
-            [lambda i=i, turn=turn: seats[i].hold(offers[i], i == 1 and turn == 2, 7.0 + i) for i in range(2)]  # type: ignore[misc]
+            [lambda i=i, turn=turn: seats[i].hold(offers[i], i == 1 and turn == 2, 7.0 + i, rates[i]) for i in range(2)]  # type: ignore[misc]
         )
+        assert [seat.learning_rate for seat in seats] == [1e-4, 1e-4], "a callback sets that of the first learner"
         assert heard == [offers, offers]
         assert [seat.is_over for seat in seats] == [turn == 2] * 2, "one learner that is over is enough"
         assert [seat.elapsed_s for seat in seats] == [7.0, 7.0], "the clock of the first learner"

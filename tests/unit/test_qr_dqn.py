@@ -25,7 +25,7 @@ from echelon.objectives.values import PRIORITY_FLOOR
 from echelon.presets import REPLAY_PRESETS, preset
 from echelon.presets.qr_dqn import QrDqnConfig
 from echelon.runs.checkpoint import load_checkpoint
-from echelon.runs.metrics import read_metrics
+from echelon.runs.metrics import read_rows
 from echelon.schema import Spaces, TransitionBatch
 
 FEW = QrDqnConfig(num_quantiles=5, double=False, dueling=False)
@@ -252,6 +252,6 @@ def test_a_run_learns_from_what_its_priorities_draw(tmp_path: Path, shm_dir: Pat
     fields |= {"replay.min_size": 128, "replay.capacity": 1_000, "replay.batch": 64, "algorithm.target_period": 5}
     result = echelon.train(replace(preset("qr-dqn", "CartPole-v1"), **fields), output=io.StringIO())
     assert result.status == "finished" and result.summary["env_steps"] >= 240
-    rows = [row for row in read_metrics(result.run_dir) if row["kind"] == "train"]
-    assert rows[-1]["updates"] > 30 and rows[-1]["replay"]["beta"] > 0.9
+    rows = [row for row in read_rows(result.run_dir) if row["kind"] == "train"]
+    assert rows[-1]["updates"] > 30 and rows[-1]["replay.beta"] > 0.9
     assert echelon.evaluate(result.run_dir, episodes=2)["return_mean"] >= 8.0

@@ -208,8 +208,8 @@ def test_steps_and_episodes_are_counted(make_stage: MakeStage) -> None:
     tally = stage.plan.replay.tally()
     assert tally.env_steps == 2 * 8, "the steps that only reset do not count"
     assert tally.episodes == tally.episodes_of(0) == 4
-    assert tally.ended(0, 0).tolist() == [[306.0, 3.0]] * 2 + [[606.0, 3.0]] * 2
-    assert tally.ended(0, 3).tolist() == [[606.0, 3.0]]
+    assert tally.ended(0, 0).tolist() == [[306.0, 3.0, 0.0], [306.0, 3.0, 1.0], [606.0, 3.0, 0.0], [606.0, 3.0, 1.0]]
+    assert tally.ended(0, 3).tolist() == [[606.0, 3.0, 1.0]]
 
 
 @pytest.mark.parametrize(("what", "where"), [("reward", "reward is nan"), ("observation", "observation is inf")])
@@ -336,7 +336,7 @@ def test_more_episodes_than_are_kept_are_counted_all_the_same() -> None:
     tally.open(999, 999)  # a restarted learner
     count = NUM_KEPT + 50
     for number in range(count):
-        tally.note(1, 3, np.array([float(number)]), np.array([3]))
+        tally.note(1, 3, np.array([[float(number), 3, 0]]))
     assert (tally.env_steps, tally.episodes) == (100 + 3 * count, 7 + count)
     kept = tally.ended(1, 0)[:, 0].tolist()
     assert kept == list(range(count - len(kept), count)) and len(kept) >= NUM_KEPT - 1

@@ -102,7 +102,7 @@ def test_an_episode_source_sleeps_where_the_shards_cannot_fill_a_batch(tmp_path:
     scene = Scene(tmp_path)
     source = EpisodeSource(scene.plan, torch.device("cpu"))
     source.admit()
-    scene.tally.note(0, 40, np.array([1.0]), np.array([40]))
+    scene.tally.note(0, 40, np.array([[1.0, 40, 0]]))
     scene.write(0, 40)
     shard = scene.writers[0].shard
     shard.words[TAIL] = shard.head - 3
@@ -169,18 +169,18 @@ def test_lag_is_that_of_what_is_drawn(tmp_path: Path) -> None:
 
 def test_steps_and_episodes_come_from_the_tally_and_outlive_the_learner(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    scene.tally.note(0, 30, np.array([5.0, 9.0]), np.array([10, 20]))
-    scene.tally.note(1, 12, np.array([7.0]), np.array([12]))
+    scene.tally.note(0, 30, np.array([[5.0, 10, 0], [9.0, 20, 1]]))
+    scene.tally.note(1, 12, np.array([[7.0, 12, 0]]))
     assert scene.source.take(1) is None, "it counts all the same"
     counters = scene.source.counters
     assert (counters.env_steps, counters.episodes, list(counters.returns)) == (42, 3, [5.0, 9.0, 7.0])
     assert list(counters.lengths) == [10, 20, 12] and counters.return_max == 9.0
     past = counters.state_dict()
-    scene.tally.note(0, 8, np.array([1.0]), np.array([8]))
+    scene.tally.note(0, 8, np.array([[1.0, 8, 0]]))
     successor = ReplaySource(scene.plan, torch.device("cpu"))
     successor.counters.load_state_dict(past)
     successor.admit()
-    scene.tally.note(1, 5, np.array([2.0]), np.array([5]))
+    scene.tally.note(1, 5, np.array([[2.0, 5, 0]]))
     successor.take(1)
     assert (successor.counters.env_steps, successor.counters.episodes) == (55, 5), "nothing is counted twice"
     assert list(successor.counters.returns) == [5.0, 9.0, 7.0, 2.0]

@@ -195,7 +195,7 @@ def test_numbers_that_are_none_are_refused_and_traced(tmp_path: Path, field: str
         scene.take()
     message = str(caught.value)
     assert f"{field.replace('__', '.')} is {value}" in message and "step 2 of a trajectory of actor 1" in message
-    assert "environment 1" in message and "finite" in message
+    assert "environment 1 (seed " in message and "finite" in message
 
 
 def test_huge_numbers_are_numbers(tmp_path: Path) -> None:

@@ -67,8 +67,9 @@ def test_the_flat_update_equals_the_update_of_every_parameter(name: Any, clip_no
     update, reference = LocalUpdate(config, flat), PerParameter(config, other)
     norms = []
     for step in range(20):
-        update(Loss(loss_of(flat, step, scale=3.0)))
+        norm = update(Loss(loss_of(flat, step, scale=3.0)))
         norms.append(reference(loss_of(other, step, scale=3.0)))
+        assert norm is not None and float(norm) == pytest.approx(norms[-1], rel=1e-5), "that before clipping"
         for (key, found), expected in zip(flat.network.named_parameters(), reference.parameters, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
         for parameter, expected in zip(other.network.parameters(), reference.parameters, strict=True):
@@ -95,7 +96,7 @@ def test_old_gradients_do_not_add_up() -> None:
 
 
 def rate(update: LocalUpdate) -> float:
-    return float(update.optimizer.param_groups[0]["lr"])
+    return update.optimizer.learning_rate
 
 
 def test_the_linear_schedule_ends_at_zero_and_the_constant_one_stays() -> None:
@@ -106,6 +107,11 @@ def test_the_linear_schedule_ends_at_zero_and_the_constant_one_stays() -> None:
         assert rate(linear) == pytest.approx(expected)
     constant = LocalUpdate(OptimizerConfig(learning_rate=0.08), model)
     constant.schedule(0.9)
+    assert rate(constant) == 0.08
+    for update in (linear, constant):
+        update.schedule(0.75, 0.02)
+        assert rate(update) == pytest.approx(0.02), "a callback sets it"
+    constant.schedule(0.75)
     assert rate(constant) == 0.08
     linear.schedule(1.0)
     before = model.parameters.clone()
@@ -126,3 +132,25 @@ def test_the_optimizers_state_travels() -> None:
         update(Loss(loss_of(one, step)))
         successor(Loss(loss_of(other, step)))
     assert torch.equal(one.parameters, other.parameters)
+
+
+@pytest.mark.parametrize("name", ["adam", "rmsprop"])
+def test_moments_that_torchs_optimizers_saved_are_continued(name: Any) -> None:
+    config = OptimizerConfig(name=name, learning_rate=0.01, clip_norm=0.0)
+    model = Model(NetworkConfig(hidden=(6,)), SPACES, seed=1)
+    parameter = torch.nn.Parameter(model.parameters.clone())
+    settings: dict[str, Any] = {"lr": 0.01, "eps": config.epsilon}
+    reference = (
+        torch.optim.Adam([parameter], fused=True, **settings)
+        if name == "adam"
+        else torch.optim.RMSprop([parameter], **settings)
+    )
+    update = LocalUpdate(config, model)
+    for step in range(4):
+        if step == 2:  # a new optimizer, with the weights and the moments of torch's
+            update = LocalUpdate(config, model)
+            update.load_state_dict({"policy": copy.deepcopy(reference.state_dict())})
+        update(Loss(loss_of(model, step)))
+        parameter.grad = model.gradients.clone()
+        reference.step()
+        assert torch.equal(model.parameters, parameter)

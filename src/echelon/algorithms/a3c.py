@@ -31,10 +31,11 @@ from echelon.errors import ConfigError
 from echelon.layers import Normalizer
 from echelon.names import text_of
 from echelon.objectives.policy_gradient import VTrace, gae
+from echelon.objectives.statistics import MOMENTS
 from echelon.presets.a3c import A3cConfig
 from echelon.schema import Batch, GradientBatch, map_tree
 
-SHOWN = ("loss", "policy_loss", "value_loss", "entropy")  # metrics sent with a gradient, in this order
+SHOWN = ("loss.total", "loss.policy", "loss.value", "entropy", *MOMENTS)  # sent with a gradient, in this order
 REWARD_MOMENTS = 3  # count, mean, and sum of squared deviations from the mean
 
 
@@ -123,6 +124,8 @@ class A3c:
 class GradientServer:
     """The learner's part: one optimizer step per batch of gradients."""
 
+    is_static = False  # gradients come with statistics that are merged on the CPU
+
     def __init__(self, config: A3cConfig, model: Model, seed: int = 0, peers: Peers = ALONE) -> None:
         del seed, peers  # it draws no random numbers, and one learner receives all gradients
         network = model.network
@@ -143,7 +146,7 @@ class GradientServer:
     def losses(self, batch: GradientBatch) -> Iterator[Loss]:
         count = batch.num_gradients if self.config.reduce == "mean" else 1
         shown = dict(zip(SHOWN, batch.values, strict=True))
-        yield Loss(shown.pop("loss"), shown, gradient=batch.gradient / count)
+        yield Loss(shown.pop("loss.total"), shown, gradient=batch.gradient / count)
 
     def priorities(self, minibatch: Any) -> None:
         """None: a gradient is applied once."""

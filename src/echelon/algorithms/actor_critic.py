@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from echelon.algorithms.protocol import Loss, ParameterGroup
 from echelon.errors import ConfigError
 from echelon.networks import action_mask
 from echelon.objectives.policy_gradient import VTrace, masked_mean, policy_gradient_loss, value_loss
+from echelon.objectives.statistics import masked_means, value_moments
 from echelon.presets.a3c import A3cConfig
 from echelon.presets.impala import ImpalaConfig
 from echelon.presets.ppo import PpoConfig
@@ -26,9 +27,17 @@ TargetFunction = Callable[[Tensor, Tensor], VTrace]  # from detached log-probabi
 
 
 def actor_critic_loss(
-    config: ImpalaConfig | A3cConfig, model: Model, batch: Batch, targets_of: TargetFunction, peers: Peers = ALONE
+    config: ImpalaConfig | A3cConfig,
+    model: Model,
+    batch: Batch,
+    targets_of: TargetFunction,
+    peers: Peers = ALONE,
+    statistics: Mapping[str, Tensor] | None = None,
 ) -> Loss:
-    """Returns the policy-gradient, value and entropy loss; `targets_of` computes targets and advantages."""
+    """Returns the policy-gradient, value and entropy loss; `targets_of` computes targets and advantages.
+
+    The means of `statistics` (T, B), which `targets_of` may fill, are metrics of the loss.
+    """
     distribution = model.distribution
     output = model.evaluate(batch.observation, batch.state, batch.first)
     params, mask = output.params[:-1], action_mask(batch.observation)
@@ -43,12 +52,15 @@ def actor_critic_loss(
     value = value_loss(output.value[:-1], found.target_TB, batch.valid)
     entropy = masked_mean(distribution.entropy(params, mask), batch.valid)
     total = policy + config.value_weight * value - config.entropy_weight * entropy
-    shown = {"policy_loss": policy, "value_loss": value, "entropy": entropy}
-    return Loss(total, shown, count=batch.valid.sum())
+    shown = {"loss.policy": policy, "loss.value": value, "entropy": entropy}
+    columns = {**value_moments(output.value.detach()[:-1], found.target_TB), **(statistics or {})}
+    return Loss(total, shown | masked_means(columns, batch.valid), count=batch.valid.sum())
 
 
 class Passes:
     """Passes (epochs) over the lanes of a batch, each in a new random order."""
+
+    is_static = False  # the order is drawn on the CPU
 
     def __init__(self, config: ImpalaConfig | PpoConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
         self.model, self.peers = model, peers

@@ -58,11 +58,11 @@ class Ddpg(Replayed):
         errors = clipped_double_targets(batch.reward, batch.discount, next_q_NB) - q_NB
         self.errors = errors.detach()
         loss = huber_loss(errors, batch.weight, config.huber)
-        return Loss(loss, {"q_mean": q_NB.mean(), "td_error": self.errors.abs().mean()}, "critic", count=len(q_NB[0]))
+        return Loss(loss, self.critic_statistics(q_NB), "critic", count=len(q_NB[0]))
 
     def _policy_loss(self, batch: TransitionBatch) -> Loss:
         with self.model.autocast():
             action = self.model.distribution.mode(self.model.params(batch.observation))
             q_B = self.critic.network(batch.observation, action)[0]
         loss = -q_B.mean()
-        return Loss(loss, {"policy_loss": loss}, count=len(q_B))
+        return Loss(loss, count=len(q_B), name="policy")

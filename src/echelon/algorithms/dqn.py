@@ -59,5 +59,11 @@ class Dqn(Replayed):
         )
         self.errors = errors.detach()
         loss = huber_loss(errors, batch.weight, self.config.huber)
-        q_mean = q_BA.gather(-1, batch.action.unsqueeze(-1)).mean()
-        return Loss(loss, {"q_mean": q_mean, "td_error": self.errors.abs().mean()}, count=len(batch.reward))
+        q_B = q_BA.gather(-1, batch.action.unsqueeze(-1))
+        return Loss(loss, self._statistics(batch, q_B, q_BA), count=len(batch.reward))
+
+    @torch.no_grad()
+    def _statistics(self, batch: TransitionBatch, q_B: torch.Tensor, q_BA: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the mean value of the actions taken and of the best allowed ones, and the mean size of TD errors."""
+        best_B = forbid(q_BA, action_mask(batch.observation)).amax(-1)
+        return {"q_mean": q_B.mean(), "q_max": best_B.mean(), "td_error": self.errors.abs().mean()}

@@ -16,6 +16,7 @@ from echelon.algorithms.model import Model
 from echelon.algorithms.peers import ALONE, Peers
 from echelon.algorithms.protocol import Loss
 from echelon.objectives.policy_gradient import VTrace, vtrace
+from echelon.objectives.statistics import divergence
 from echelon.presets.impala import ImpalaConfig
 from echelon.schema import Batch
 
@@ -26,6 +27,16 @@ class Impala(Passes):
     def __init__(self, config: ImpalaConfig, model: Model, seed: int, peers: Peers = ALONE) -> None:
         super().__init__(config, model, seed, peers)
         self.config = config
+        has_passes = self.num_passes > 1 or self.num_minibatches > 1
+        # The deviation of rewards is computed on the CPU, and a recurrent core cuts its sequences where episodes end.
+        self.is_static = not (has_passes or config.normalize_reward or model.network.state_shapes)
+
+    @property
+    def variant(self) -> bool:
+        return False
+
+    def count_batch(self) -> None:
+        """Counts nothing: its operations do not depend on the number of batches."""
 
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         if self.config.epochs == self.config.minibatches == 1:
@@ -36,11 +47,14 @@ class Impala(Passes):
             yield batch.select(lanes)
 
     def losses(self, batch: Batch) -> Iterator[Loss]:
-        config = self.config
+        config, statistics = self.config, dict[str, Tensor]()
 
         def targets_of(log_prob_TB: Tensor, value_XB: Tensor) -> VTrace:
+            log_rho_TB = log_prob_TB - batch.log_prob
+            statistics["kl"] = divergence(log_rho_TB)
+            statistics["importance_weight"] = log_rho_TB.exp().clamp(max=config.rho_clip)
             return vtrace(
-                log_prob_TB - batch.log_prob,
+                log_rho_TB,
                 self.rewards(batch.reward),
                 config.discount * (~batch.terminated),
                 value_XB,
@@ -50,4 +64,4 @@ class Impala(Passes):
                 trace_lambda=config.trace_lambda,
             )
 
-        yield actor_critic_loss(config, self.model, batch, targets_of, self.peers)
+        yield actor_critic_loss(config, self.model, batch, targets_of, self.peers, statistics)

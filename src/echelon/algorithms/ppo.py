@@ -37,6 +37,7 @@ from echelon.objectives.policy_gradient import (
     value_loss,
     vtrace,
 )
+from echelon.objectives.statistics import masked_means, value_moments
 from echelon.presets.ppo import PpoConfig
 from echelon.schema import Batch, Sequences, map_tree
 
@@ -160,30 +161,30 @@ class Ppo(Passes):
             value = value_loss(output.value, minibatch.target, valid)
         entropy = masked_mean(distribution.entropy(output.params, mask), valid)
         total = policy + config.value_weight * value - config.entropy_weight * entropy
-        shown = {"policy_loss": policy, "value_loss": value, "entropy": entropy}
-        with torch.no_grad():
-            shown |= _distances(log_prob - proximal, minibatch.log_rho, valid, config.clip)
+        shown = {"loss.policy": policy, "loss.value": value, "entropy": entropy}
+        columns = value_moments(minibatch.old_value, minibatch.target)
+        columns |= _distances((log_prob - proximal).detach(), minibatch.log_rho, config.clip)
+        shown |= masked_means(columns, valid)
         yield Loss(total, shown, count=valid.sum())
 
 
-def _distances(
-    log_ratio: torch.Tensor, log_rho: torch.Tensor | None, valid: torch.Tensor, clip: float
-) -> dict[str, torch.Tensor]:
-    """Returns how far policies are apart; KL(q || p) is estimated by the mean of p/q - 1 - log(p/q).
+@torch.no_grad()
+def _distances(log_ratio: torch.Tensor, log_rho: torch.Tensor | None, clip: float) -> dict[str, torch.Tensor]:
+    """Returns how far policies are apart, per step; KL(q || p) is estimated as in `statistics.divergence`.
 
-    `divergence` is KL(proximal || current), and `clip_fraction` the share of steps whose ratio of these two policies is
-    outside its range. With `log_rho`, steps are weighted as in the loss, because the proximal policy did not choose
-    them; `lag_divergence` is KL(acting || proximal), which is due to lag alone.
+    `kl` is KL(acting || current); `clip_fraction` is 1 where the ratio of the current policy to the proximal one is
+    outside its range. With `log_rho` the proximal policy did not act: `kl_proximal` is KL(proximal || current), whose
+    steps are weighted as in the loss, and `kl_lag` is KL(acting || proximal), which is due to lag alone.
     """
     ratio = log_ratio.exp()
-    distance = ratio - 1 - log_ratio
     if log_rho is None:
         outside = (ratio - 1).abs() > clip
-        return {"divergence": masked_mean(distance, valid), "clip_fraction": masked_mean(outside.float(), valid)}
+        return {"kl": ratio - 1 - log_ratio, "clip_fraction": outside.float()}
     rho, (low, high) = log_rho.exp(), decoupled_range(log_rho, clip)
     outside = (ratio < low) | (ratio > high)
     return {
-        "divergence": masked_mean(rho.clamp(max=1.0) * distance, valid),
-        "clip_fraction": masked_mean(outside.float(), valid),
-        "lag_divergence": masked_mean(rho - 1 - log_rho, valid),
+        "kl": rho * ratio - 1 - (log_rho + log_ratio),
+        "kl_proximal": rho.clamp(max=1.0) * (ratio - 1 - log_ratio),
+        "kl_lag": rho - 1 - log_rho,
+        "clip_fraction": outside.float(),
     }

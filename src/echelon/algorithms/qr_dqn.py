@@ -115,5 +115,4 @@ class QrDqn(Dqn):
         theta_BN = quantiles_of(theta_BAN, batch.action)
         self.errors = (target_BN - theta_BN.detach()).mean(-1)
         loss = quantile_huber_loss(theta_BN, target_BN, batch.weight, self.config.huber)
-        metrics = {"q_mean": theta_BN.mean(), "td_error": self.errors.abs().mean()}
-        return Loss(loss, metrics, count=len(batch.reward))
+        return Loss(loss, self._statistics(batch, theta_BN, theta_BAN.detach().mean(-1)), count=len(batch.reward))

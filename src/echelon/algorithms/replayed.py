@@ -53,6 +53,8 @@ class RewardMagnitude:
 class Replayed(ABC):
     """Base class: one batch of transitions is one minibatch; a transition's TD error is its new priority."""
 
+    is_static = True
+
     def __init__(self, model: Model, seed: int, peers: Peers = ALONE, *, normalize_reward: bool = False) -> None:
         self.model, self.peers = model, peers
         self.rewards = RewardMagnitude(model.device, peers) if normalize_reward else None
@@ -76,9 +78,13 @@ class Replayed(ABC):
         drawn = self.model.distribution.sample(embed(params, others), self.generator)
         return Sample(extract(drawn.action, others), extract(drawn.log_prob, others))
 
+    @torch.no_grad()
+    def critic_statistics(self, q_NB: Tensor) -> dict[str, Tensor]:
+        """Returns the means over the critics, of the highest critics, and of the sizes of TD errors."""
+        return {"q_mean": q_NB.mean(), "q_max": q_NB.amax(0).mean(), "td_error": self.errors.abs().mean()}
+
     @property
     def variant(self) -> bool:
-        """Which operations the next batch runs: batches of one variant run the same operations (one CUDA graph)."""
         return False
 
     def minibatches(self, batch: TransitionBatch) -> Iterator[TransitionBatch]:
@@ -91,8 +97,11 @@ class Replayed(ABC):
     def priorities(self, minibatch: TransitionBatch) -> Tensor:
         return priorities(self.errors)
 
-    def finish(self, batch: TransitionBatch) -> None:
+    def count_batch(self) -> None:
         self.num_learned += 1
+
+    def finish(self, batch: TransitionBatch) -> None:
+        self.count_batch()
         if self.rewards is not None:
             self.rewards.observe(batch.reward)
         if self.model.config.normalize_observation:

@@ -69,7 +69,7 @@ class Sac(Replayed):
         if self.config.learn_temperature:
             target_entropy = self.target_entropy(minibatch.observation)
             loss = temperature_loss(self.log_temperature, log_prob_B, target_entropy)
-            yield Loss(loss, {"temperature": self.log_temperature.exp()}, "temperature", count=len(log_prob_B))
+            yield Loss(loss, group="temperature", count=len(log_prob_B))
         self.target.follow()
 
     def _critic_loss(self, batch: TransitionBatch) -> Loss:
@@ -83,7 +83,7 @@ class Sac(Replayed):
         errors = target_B - q_NB
         self.errors = errors.detach()
         loss = huber_loss(errors, batch.weight, 0.0)
-        return Loss(loss, {"q_mean": q_NB.mean(), "td_error": self.errors.abs().mean()}, "critic", count=len(q_NB[0]))
+        return Loss(loss, self.critic_statistics(q_NB), "critic", count=len(q_NB[0]))
 
     def _targets(self, batch: TransitionBatch) -> Tensor:
         observation, temperature = batch.next_observation, self.log_temperature.exp()
@@ -114,4 +114,5 @@ class Sac(Replayed):
                 q_NB = self.critic.network(batch.observation, sample.action)
                 value_B, log_prob_B = q_NB.amin(0) - temperature * sample.log_prob, sample.log_prob
         loss = -value_B.mean()
-        return Loss(loss, {"policy_loss": loss, "entropy": -log_prob_B.mean()}, count=len(value_B)), log_prob_B
+        shown = {"entropy": -log_prob_B.mean(), "temperature": temperature}
+        return Loss(loss, shown, count=len(value_B), name="policy"), log_prob_B

@@ -23,8 +23,8 @@ class GradientSchema:
     """The layout of one gradient slot.
 
     `version` is the version of the weights that acted and at which the gradient was computed. `env_steps` is the number
-    of valid steps in the part. The first `num_episodes` rows of `episodes` hold the return and length of the episodes
-    that ended in it.
+    of valid steps in the part. The first `num_episodes` rows of `episodes` hold the return, length and environment of
+    the episodes that ended in it.
     """
 
     num_parameters: int
@@ -42,7 +42,7 @@ class GradientSchema:
                 ("version", (1,), np.int64),
                 ("env_steps", (1,), np.int64),
                 ("num_episodes", (1,), np.int64),
-                ("episodes", (self.max_episodes, 2), np.float64),
+                ("episodes", (self.max_episodes, 3), np.float64),
             ]
         )
         object.__setattr__(self, "fields", fields)
@@ -69,4 +69,4 @@ def write(slot: dict[str, Array], gradient: Gradient, views: dict[str, Array], c
     returns, lengths = views["episode_return"][:, columns], views["episode_length"][:, columns]
     ended = lengths.nonzero()
     count = slot["num_episodes"][0] = len(ended[0])
-    slot["episodes"][:count, 0], slot["episodes"][:count, 1] = returns[ended], lengths[ended]
+    slot["episodes"][:count].T[...] = returns[ended], lengths[ended], columns.start + ended[1]

@@ -16,6 +16,7 @@ from echelon.config import TrainConfig
 from echelon.errors import diverged
 from echelon.roles.gradient_slots import GradientSchema
 from echelon.roles.queue_source import RingSource
+from echelon.roles.source import Ended
 from echelon.schema import GradientBatch
 from echelon.transport.shared_memory import SlotRing
 
@@ -32,7 +33,7 @@ class GradientStaging:
         self.values = np.zeros((count, len(SHOWN)), np.float32)
         self.statistics = torch.zeros(count, schema.num_statistics, dtype=torch.float64)
         self.version, self.env_steps = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        self.episodes: list[Array] = [np.zeros((0, 2))] * count
+        self.streams, self.episodes = [0] * count, [np.zeros((0, 3))] * count
         self.batch: GradientBatch
 
     def put(self, position: int, stream: int, views: dict[str, Array]) -> None:
@@ -47,6 +48,7 @@ class GradientStaging:
         self.values[position] = views["values"]
         self.statistics[position] = torch.from_numpy(views["statistics"])
         self.env_steps[position] = views["env_steps"][0]
+        self.streams[position] = stream
         self.episodes[position] = views["episodes"][: views["num_episodes"][0]].copy()
 
     def _check(self, gradient: Array, actor: int, version: int) -> None:
@@ -94,7 +96,9 @@ class GradientSource(RingSource[GradientStaging]):
 
     def _count(self, staging: GradientStaging, version: int) -> None:
         self._count_lag(version - staging.version, staging.env_steps)
-        for episodes in staging.episodes:
-            for value, length in episodes.tolist():
-                self.counters.episodes += 1
-                self.counters.note_episode(value, int(length))
+        for stream, episodes in zip(staging.streams, staging.episodes, strict=True):
+            if len(episodes):
+                returns, lengths, envs = episodes.T
+                self.counters.episodes += len(episodes)
+                self.counters.note_episodes(returns.tolist(), lengths.astype(int).tolist())
+                self.ended.append(Ended(returns, lengths, np.full(len(episodes), stream), envs))

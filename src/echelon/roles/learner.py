@@ -22,11 +22,12 @@ import torch
 from echelon.errors import DivergedError, PeerLost, TransportError, diverged
 from echelon.roles.context import Context, Station
 from echelon.roles.learner_record import LearnerRecord
+from echelon.roles.loss_account import LossAccount
 from echelon.roles.meeting import Meeting
 from echelon.roles.plan.parts import Plan
 from echelon.roles.source import Counters, Offer, SharedSource
 from echelon.roles.stopping import num_episodes, progress, stop_reason
-from echelon.roles.update import AnyBatch, LossAccount
+from echelon.roles.update import AnyBatch
 from echelon.runs.checkpoint import UNDECODABLE, find_weights, load_checkpoint, newest_intact
 from echelon.runs.packing import decode, encode
 from echelon.runs.progress import Progress, misfit
@@ -88,7 +89,10 @@ class Learner:
         self.rate, self.account = Rate(self.source.rate_window_s), LossAccount()
         self.version, self.past_version = 0, 0  # of the last published weights; of the restored checkpoint
         self.elapsed_s = context.elapsed_s  # of the first learner, so that time-based schedules are the same for all
+        self.asked_rate: float | None = None  # the learning rate that a callback has set at this learner
+        self.learning_rate: float | None = None  # the one in effect: that of the first learner, at the newest batch
         self.record = LearnerRecord(self)
+        self.station.world.serve("change", self._on_change)
         try:
             self._restore()
             if context.train.is_spread:
@@ -131,7 +135,10 @@ class Learner:
         except UNDECODABLE as error:
             raise misfit(path, f"{type(error).__name__}: {error}") from error
         self.counters.load_state_dict(msgspec.structs.asdict(past.counters))
-        self.past_version = past.version
+        self.past_version, self.asked_rate = past.version, past.learning_rate
+
+    def _on_change(self, changes: dict[str, float | None]) -> None:
+        self.asked_rate = changes["learning_rate"]
 
     def _adopt_first(self) -> None:
         """Loads the state of the first learner: those of other hosts have no run folder."""
@@ -175,7 +182,7 @@ class Learner:
     def _step(self, timeout_s: float) -> bool:
         start, env_steps = time.perf_counter(), self.counters.env_steps
         is_over = self.station.stop_requested or (self.is_first and self._is_done())
-        self.elapsed_s, offers = self.context.elapsed_s, None
+        self.elapsed_s, self.learning_rate, offers = self.context.elapsed_s, self.asked_rate, None
         if self.meeting is not None:
             offers = self._meet(self.meeting, is_over, timeout_s)
             is_over = self.meeting.is_over
@@ -198,8 +205,8 @@ class Learner:
         """Exchanges offers for the next batch with the other learners; waits up to `timeout_s` for its own part."""
         offer = Offer(is_ready=False) if is_over else self._find(meeting.source, timeout_s)
         start = time.perf_counter()
-        offers = meeting.hold(offer, is_over, self.elapsed_s)
-        self.elapsed_s = meeting.elapsed_s
+        offers = meeting.hold(offer, is_over, self.elapsed_s, self.learning_rate)
+        self.elapsed_s, self.learning_rate = meeting.elapsed_s, meeting.learning_rate
         self.station.waited(start)
         return offers
 
@@ -236,7 +243,8 @@ class Learner:
         """
         phases = self.station.phases
         self.rate.note(taken, self.counters.env_steps)
-        self.trainable.schedule(begun)
+        self.record.note_episodes()
+        self.trainable.schedule(begun, self.learning_rate)
         self.source.progress = self.progress(self.counters.env_steps)  # used when the next batch is drawn
         self._learn(batch)
         learned = time.perf_counter()

@@ -7,15 +7,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from echelon.roles.stopping import is_goal_reached
-from echelon.runs.checkpoint import CheckpointWriter, save_weights, weights_sha256
+from echelon.runs.checkpoint import FINAL, CheckpointWriter, save_weights, weights_sha256
 from echelon.runs.policy_spec import PolicySpec
 
 if TYPE_CHECKING:
     from echelon.roles.learner import Learner
 
+Array = np.ndarray[Any, Any]
 # The interval between rows of metrics is 2 % of the time so far, within these bounds: a run of seconds has a curve, and
 # a run of days has a file of reasonable size.
 MIN_REPORT_S, MAX_REPORT_S = 0.1, 2.0
@@ -34,6 +36,8 @@ class LearnerRecord:
         self.log_interval, self.num_logged = run.log_interval, -1  # the newest line of the log that was reported
         self.interval_s = run.checkpoint_interval_s
         self.next_checkpoint = time.monotonic() + self.interval_s
+        self.writing = ""  # the checkpoint that is being written
+        self.episodes: list[dict[str, Array]] = []  # columns of ended episodes that are not reported yet
         self.noted: dict[str, str] = {}  # by part of the run folder: the last reported error, or ""
 
     def report_place(self, checkpoint: str) -> None:
@@ -61,20 +65,40 @@ class LearnerRecord:
         return (self.learner.counters.episodes - 1) // self.log_interval
 
     def report(self, now: float) -> None:
-        content = self.learner.source.content
-        if content is not None and self.learner.is_first:
-            content.refresh()
+        if self.learner.is_first:
+            self._refresh()
         self.next_report = now + min(max(0.02 * (now - self.born), MIN_REPORT_S), MAX_REPORT_S)
         if self.log_interval:
             self.num_logged = self._line
         if self.learner.is_first:
             if self.learner.source.counts_episodes:  # workers send steps even when no batch is due
                 self.learner.rate.note(now, self.learner.counters.env_steps)
+            self.report_episodes()
             self.station.report("train", self.row())
         self.report_news()
 
+    def _refresh(self) -> None:
+        """Has a source that keeps its content read what actors have added."""
+        if self.learner.source.content is not None:
+            self.learner.source.content.refresh()
+            self.note_episodes()
+
+    def note_episodes(self) -> None:
+        """Stamps the episodes that the source has counted with the steps and the time of the run."""
+        if ended := self.learner.source.ended:
+            steps, now_s = self.learner.counters.env_steps, self.context.elapsed_s
+            self.episodes += [{"env_steps": one.full(steps), "wall_s": one.full(now_s), **one.columns} for one in ended]
+            ended.clear()
+
+    def report_episodes(self) -> None:
+        if self.episodes:
+            columns = {name: np.concatenate([part[name] for part in self.episodes]) for name in self.episodes[0]}
+            self.station.report("episodes", columns)
+            self.episodes.clear()
+
     def report_news(self) -> None:
-        """Reports the messages of the source to the user, and whether what it writes is written."""
+        """Reports ended episodes, the messages of the source to the user, and whether what it writes is written."""
+        self.report_episodes()
         content = self.learner.source.content
         if self.writer.has_ended:
             self._end_write()
@@ -95,6 +119,7 @@ class LearnerRecord:
         try:
             if self.writer.wait():
                 self._note("checkpoint", "")
+                self.station.report("checkpoint", self.writing)
         except OSError as error:
             self._note("checkpoint", str(error))
 
@@ -120,20 +145,20 @@ class LearnerRecord:
         if learner.source.counts_episodes:
             row["learned_episodes"] = row["epoch"] = learner.num_episodes  # epoch: the old key, for one release
         if learner.source.content is not None:
-            row["replay"] = learner.source.content.figures()
+            row |= {f"replay.{name}": value for name, value in learner.source.content.figures().items()}
         if (epsilon := self.context.train.algorithm.epsilon(counters.env_steps)) is not None:
             row["epsilon"] = epsilon
-        row["loss"] = learner.account.take()
         lags.clear()
-        return row
+        return row | learner.account.take() | row  # figures of a user's policy may have any name
 
     def checkpoint(self, *, wait: bool = False) -> None:
         """Starts to write a checkpoint, which is atomic. A full disk is reported but does not end the training."""
         self._end_write()
         content = self.learner.source.content
-        if content is not None:
-            content.refresh()
+        self._refresh()
+        self.report_episodes()
         path = self.writer.save(self.tree(), step=self.learner.counters.env_steps)
+        self.writing = path.name
         if wait or self.context.shares_process:  # a run in one process must not depend on the speed of the disk
             self._end_write()
         if content is not None:
@@ -153,6 +178,7 @@ class LearnerRecord:
             "rng": torch.get_rng_state(),
             "generation": self.context.generation,
             "wall_s": self.context.elapsed_s,
+            "learning_rate": learner.asked_rate,
         }
 
     def finish(self) -> None:
@@ -162,7 +188,7 @@ class LearnerRecord:
         has_goal = learner.stop.until_return is not None
         if content is not None:
             content.finish(learner.tick)  # finish the earlier snapshot, so that the final one is not skipped
-            content.refresh()
+        self._refresh()
         row = self.row()
         self._end_write()
         tree, fallback = self.tree(), self.context.fallback
@@ -173,13 +199,14 @@ class LearnerRecord:
             keep, metadata = self.writer.keep, {"env_steps": str(counters.env_steps), **spec.metadata()}
             with contextlib.closing(CheckpointWriter(folder / "checkpoints", keep, learner.tick)) as writer:
                 path = writer.save(tree, step=counters.env_steps)
-                writer.begin(save_weights, folder / "weights.safetensors", weights, metadata)
+                writer.begin(save_weights, folder / FINAL, weights, metadata)
                 writer.wait()
             return path
 
         checkpoint = fallback.write(write, FINAL_RETRY_S, learner.tick)
         if checkpoint is not None and not fallback.error:
             self._note("checkpoint", "")
+            self.station.report("checkpoint", checkpoint.name)
             if content is not None:
                 content.save(checkpoint.name)
                 content.finish(learner.tick)

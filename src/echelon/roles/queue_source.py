@@ -19,7 +19,8 @@ import torch
 from echelon.config import TrainConfig
 from echelon.errors import DivergedError
 from echelon.roles.context import Station
-from echelon.roles.source import Offer, SharedSource
+from echelon.roles.source import Ended, Offer, SharedSource
+from echelon.roles.staging import BatchMemory, FieldPlan
 from echelon.schema import Batch, TrajectorySchema, unflatten
 from echelon.transport.shared_memory import SlotRing
 
@@ -44,7 +45,7 @@ class Staged(Protocol):
         """Waits until the device has read the previous batch from this memory."""
 
     def move(self) -> None:
-        """Creates the batch on the device."""
+        """Copies the batch to the device."""
 
 
 S = TypeVar("S", bound=Staged)
@@ -207,31 +208,46 @@ class RingSource(SharedSource, Generic[S]):
         self.fresh_lag.append((lag_sum / max(steps, 1), lag_max))
 
 
-class Staging:
-    """CPU memory for one batch of trajectories, pinned if the learner uses a GPU, and the batch on the device."""
+def trajectory_fields(schema: TrajectorySchema, trajectories: int) -> FieldPlan:
+    """Returns the fields of a batch of `trajectories`, whose lanes are joined."""
+    plan: FieldPlan = []
+    for entry in schema.fields:
+        axis = 0 if entry.name.startswith("state.") else 1
+        columns = trajectories if entry.name == "version" else trajectories * schema.num_envs
+        rest = () if entry.name == "version" else entry.shape[axis + 1 :]
+        plan.append((entry.name, (*entry.shape[:axis], columns, *rest), entry.dtype))
+    return plan
 
-    def __init__(self, schema: TrajectorySchema, trajectories: int, device: torch.device, first: int = 0) -> None:
-        """`first` is the index of the actor of the first stream."""
-        self.schema, self.device, self.num_envs, self.first = schema, device, schema.num_envs, first
-        self.arrays: dict[str, Array] = {}
-        self.tensors: dict[str, torch.Tensor] = {}
-        lanes = trajectories * schema.num_envs
-        for entry in schema.fields:
-            axis = 0 if entry.name.startswith("state.") else 1
-            if entry.name == "version":
-                shape: tuple[int, ...] = (entry.shape[0], trajectories)
-            else:
-                shape = (*entry.shape[:axis], lanes, *entry.shape[axis + 1 :])
-            dtype = torch.from_numpy(np.zeros(0, entry.dtype)).dtype
-            tensor = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
-            self.tensors[entry.name], self.arrays[entry.name] = tensor, tensor.numpy()
-        self.lanes = torch.zeros(lanes, dtype=torch.int64)
-        self.copied: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.batch: Batch
-        if device.type == "cpu":
-            self.batch = self._make_batch()  # views of this memory
+
+class Staging:
+    """CPU memory for one batch of trajectories, pinned if the learner uses a GPU, and the batch on the device.
+
+    All batches of a GPU are in the memory `landing`: a recorded graph finds them there. The device copies a batch into
+    it after all work queued before, so the previous batch has been learned from by then.
+    """
+
+    def __init__(
+        self,
+        schema: TrajectorySchema,
+        trajectories: int,
+        device: torch.device,
+        first: int = 0,
+        landing: BatchMemory | None = None,
+        start: tuple[int, int] | None = None,
+    ) -> None:
+        """`first` is the index of the actor of the first stream.
+
+        `start` is the seed and the generation of the run, if known: errors then name the seed of an environment.
+        """
+        self.start = start
+        self.schema, self.num_envs, self.first = schema, schema.num_envs, first
+        plan, is_cuda = trajectory_fields(schema, trajectories), device.type == "cuda"
+        self.memory = BatchMemory(plan, torch.device("cpu"), pinned=is_cuda)
+        self.arrays: dict[str, Array] = {name: tensor.numpy() for name, tensor in self.memory.tensors.items()}
+        self.lanes = torch.zeros(trajectories * schema.num_envs, dtype=torch.int64)
+        self.landing = landing or (BatchMemory(plan, device) if is_cuda else self.memory)
+        self.copied: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self.batch = self._make_batch(self.landing.tensors)
 
     def put(self, position: int, stream: int, views: dict[str, Array]) -> None:
         """Copies one slot into the lanes at `position`."""
@@ -264,9 +280,18 @@ class Staging:
                 actor, env = divmod(int(self.lanes[column]), self.num_envs)
                 raise DivergedError(
                     f"{name} is {array[tuple(bad[0])]} at step {step} of a trajectory of actor {actor}, environment "
-                    f"{env} (index {bad[0][2:].tolist()} of the value). The environment must return finite numbers: "
-                    "check it, or wrap it to clip them."
+                    f"{env} ({self._seed(actor, env)}index {bad[0][2:].tolist()} of the value). The "
+                    "environment must return finite numbers: check it, or wrap it to clip them."
                 )
+
+    def _seed(self, actor: int, env: int) -> str:
+        """Returns the seed that an environment started with, for an error; "" if it is not known."""
+        from echelon.envs.make import actor_start, env_seeds
+
+        if self.start is None:
+            return ""
+        seed, generation = self.start
+        return f"seed {env_seeds(seed, actor, actor_start(generation), self.num_envs + 1)[env]} unless restarted, "
 
     def wait(self) -> None:
         """Waits until the device has read the previous batch from this memory."""
@@ -274,34 +299,40 @@ class Staging:
             self.copied.synchronize()
 
     def move(self) -> None:
-        """Creates the batch on the device; copies to a GPU are asynchronous."""
+        """Copies the batch to the device; the copy to a GPU is asynchronous."""
         if self.copied is not None:
-            self.batch = self._make_batch()
+            self.landing.memory.copy_(self.memory.memory, non_blocking=True)
             self.copied.record()
 
-    def _make_batch(self) -> Batch:
+    def _make_batch(self, tensors: dict[str, torch.Tensor]) -> Batch:
         schema = self.schema
-        move = {name: self._move(tensor) for name, tensor in self.tensors.items() if not name.startswith("episode")}
-        observation = unflatten(schema.spaces.observation, iter([move[n] for n in schema.observation_names]))
-        state = tuple(move[f"state.{i}"] for i in range(len(schema.state_shapes)))
-        rest = {name: move[name] for name in BATCH_FIELDS}
+        observation = unflatten(schema.spaces.observation, iter([tensors[n] for n in schema.observation_names]))
+        state = tuple(tensors[f"state.{i}"] for i in range(len(schema.state_shapes)))
+        rest = {name: tensors[name] for name in BATCH_FIELDS}
         return Batch(observation, **rest, state=state, lanes=self.lanes)
-
-    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
 
 
 class QueueSource(RingSource[Staging]):
     """Yields batches of trajectories in the order that the lag bound requires."""
 
     def __init__(
-        self, config: TrainConfig, schema: TrajectorySchema, ring: SlotRing, device: torch.device, learner: int = 0
+        self,
+        config: TrainConfig,
+        schema: TrajectorySchema,
+        ring: SlotRing,
+        device: torch.device,
+        learner: int = 0,
+        generation: int = 0,
     ) -> None:
+        self.start = config.seed, generation
         self.schema, self.first = schema, config.actors_of(learner).start
+        self.landing: BatchMemory | None = None  # of a GPU; shared by all stagings
         super().__init__(config, ring, device)
 
     def _make_staging(self) -> Staging:
-        return Staging(self.schema, self.batch_size, self.device, self.first)
+        staging = Staging(self.schema, self.batch_size, self.device, self.first, self.landing, self.start)
+        self.landing = staging.landing if self.device.type == "cuda" else None
+        return staging
 
     def _count(self, staging: Staging, version: int) -> None:
         counters, arrays = self.counters, staging.arrays
@@ -311,4 +342,7 @@ class QueueSource(RingSource[Staging]):
         ended = length.nonzero()
         counters.episodes += len(ended[0])
         if len(ended[0]):
-            counters.note_episodes(arrays["episode_return"][ended].tolist(), length[ended].tolist())
+            returns, lengths = arrays["episode_return"][ended], length[ended]
+            counters.note_episodes(returns.tolist(), lengths.tolist())
+            lanes = staging.lanes.numpy()[ended[1]]
+            self.ended.append(Ended(returns, lengths, *np.divmod(lanes, staging.num_envs)))

@@ -110,11 +110,14 @@ class ReplayExperience:
         """Does nothing: every transition carries its own version."""
 
     def stepped(self, team: Team, row: Row, reply: ActReply) -> None:
-        self.store(self.windows[team.index], row, reply)
+        self.store(self.windows[team.index], row, reply, team.group.seeds)
 
-    def store(self, window: Window, row: Row, reply: ActReply) -> None:
-        """Adds one step, and stores the transitions that the step before it has completed."""
-        self._check(window, row)
+    def store(self, window: Window, row: Row, reply: ActReply, seeds: Sequence[int] = ()) -> None:
+        """Adds one step, and stores the transitions that the step before it has completed.
+
+        `seeds` are those of the environments, where they are known.
+        """
+        self._check(window, row, seeds)
         seen = dict(zip(self.paths, row.request.leaves, strict=True))
         seen |= {path: frames.store(seen[path]) for path, frames in window.frames.items()}
         if window.complete is not None and len(window.complete.envs):
@@ -147,7 +150,7 @@ class ReplayExperience:
         head = self.writer.append(fields, priorities)
         self.limiter.note_inserted(self.actor, head + len(priorities))
 
-    def _check(self, window: Window, row: Row) -> None:
+    def _check(self, window: Window, row: Row, seeds: Sequence[int]) -> None:
         """Raises DivergedError if a reward or an observation is NaN or infinite."""
         step = row.step
         names = ("reward", *self.paths)
@@ -158,9 +161,10 @@ class ReplayExperience:
             bad = np.argwhere(~np.isfinite(array))
             if len(bad):
                 env = int(bad[0][0])
+                seed = f"seed {seeds[env]}, " if seeds else ""
                 raise DivergedError(
                     f"{name} is {array[tuple(bad[0])]} after a step of actor {self.actor}, environment "
-                    f"{window.first_env + env} (index {bad[0][1:].tolist()} of the value). The environment must "
+                    f"{window.first_env + env} ({seed}index {bad[0][1:].tolist()} of the value). The environment must "
                     "return finite numbers: check it, or wrap it to clip them."
                 )
 
@@ -181,9 +185,10 @@ class ReplayExperience:
     def count(self, window: Window, before: tuple[int, int] | None = None) -> None:
         """Counts the steps and episodes of a complete trajectory; `before` as in `Tally.note`."""
         episodes = window.page.episodes
-        ended = episodes["episode_length"].nonzero()
-        returns, lengths = (episodes[name][ended] for name in ("episode_return", "episode_length"))
-        self.tally.note(self.actor, int(episodes["valid"].sum()), returns, lengths, before)
+        at = episodes["episode_length"].nonzero()
+        envs = window.first_env + at[1]
+        ended = np.stack((episodes["episode_return"][at], episodes["episode_length"][at], envs), -1)
+        self.tally.note(self.actor, int(episodes["valid"].sum()), ended, before)
 
     def wait(self, teams: Sequence[Team], timeout_s: float) -> None:
         del teams

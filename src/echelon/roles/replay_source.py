@@ -28,15 +28,17 @@ from echelon.replay.sampled import Draft, Keys
 from echelon.replay.sharded import Replay
 from echelon.replay.sum_tree import MAX_PRIORITY
 from echelon.roles.context import Station
-from echelon.roles.source import Source
-from echelon.roles.staging import BatchMemory, TransitionStaging
-from echelon.roles.update import Reading
+from echelon.roles.loss_account import Reading
+from echelon.roles.source import Ended, Source
+from echelon.roles.staging import BatchMemory, TransitionStaging, transition_fields
+from echelon.roles.tally import UNKNOWN
 from echelon.schema import TransitionBatch, Tree, space_leaves, unflatten
 
 if TYPE_CHECKING:
     from echelon.roles.plan.replay import ReplayPlan
 
 Array = np.ndarray[Any, Any]
+REFRESH_TRIES = 10
 FINISH_POLL_S = 0.1  # between two ticks while the final snapshot is written
 
 
@@ -48,7 +50,7 @@ class ReplaySource(Source):
         config: ReplayConfig = plan.config.replay
         self.config, self.device, self.space = config, device, plan.context.spaces.observation
         self.batch_size, self.publish_every = config.batch, config.publish_every
-        self.learner = plan.context.index
+        self.learner, self.has_workers = plan.context.index, plan.config.has_workers
         side, self.tally = plan.learner_side(), plan.tally()
         self.limiter, self.links, self.inserted = side.limiter, side.links, side.limiter.inserted
         self.remote_wait = RemoteWait(side.links, side.limiter.listen(self.learner)) if side.links else None
@@ -68,7 +70,7 @@ class ReplaySource(Source):
         self.stagings = collections.deque(
             TransitionStaging(layout, self.batch_size, device) for _ in range(num_stagings)
         )
-        self.landing = None if on_cpu else BatchMemory(layout, self.batch_size, device)
+        self.landing = None if on_cpu else BatchMemory(transition_fields(layout, self.batch_size), device)
         self.prefetched: TransitionBatch | None = None
         self.unread = collections.deque[tuple[Keys, Reading]]()  # priorities that a GPU may still be computing
         self.archive = Archive(plan.archive) if config.checkpoint else None
@@ -227,8 +229,10 @@ class ReplaySource(Source):
             now = tally.episodes_of(actor)
             if now == seen:
                 continue
-            for value, length in tally.ended(actor, seen).tolist():
-                counters.note_episode(value, int(length))
+            returns, lengths, envs = tally.ended(actor, seen).T
+            counters.note_episodes(returns.tolist(), lengths.astype(int).tolist())
+            actors = np.full(len(returns), UNKNOWN if self.has_workers else actor)
+            self.ended.append(Ended(returns, lengths, actors, envs))
             self.seen[actor] = now
 
     def _count_lag(self, lag: Array) -> None:
@@ -241,8 +245,11 @@ class ReplaySource(Source):
         self.fresh_lag.append((lag_sum / len(lag), lag_max))
 
     def refresh(self) -> None:
-        self.replay.advance()
-        self.inserted = self.limiter.inserted  # immediately: actors go on, and `figures` compares it with the items
+        for _ in range(REFRESH_TRIES):  # until no actor has added an item in between: the count is that of the items
+            self.inserted = self.limiter.inserted
+            self.replay.advance()
+            if self.limiter.inserted == self.inserted:
+                break
         self._count_actors()
 
     def figures(self) -> dict[str, Any]:

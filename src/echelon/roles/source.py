@@ -19,6 +19,8 @@ from echelon.roles.stopping import RETURN_WINDOW
 from echelon.roles.update import Acknowledge
 from echelon.runs.progress import SavedCounters
 
+Array = np.ndarray[Any, Any]
+
 
 @dataclass(slots=True)
 class Counters:
@@ -64,6 +66,25 @@ class Counters:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in msgspec.structs.asdict(msgspec.convert(state, SavedCounters)).items():
             setattr(self, name, collections.deque(value, maxlen=RETURN_WINDOW) if isinstance(value, list) else value)
+
+
+class Ended(NamedTuple):
+    """Episodes that ended together, as arrays; an actor or environment that is not known is -1."""
+
+    returns: Array
+    lengths: Array
+    actors: Array
+    envs: Array  # index of the environment among those of its actor
+
+    @property
+    def columns(self) -> dict[str, Array]:
+        """The columns of `episodes.csv` that it has."""
+        integers = {"length": self.lengths, "actor": self.actors, "env": self.envs}
+        return {"return": self.returns, **{name: values.astype(np.int64) for name, values in integers.items()}}
+
+    def full(self, value: float) -> Array:
+        """Returns a column with one value."""
+        return np.full(len(self.returns), value)
 
 
 class Offer(NamedTuple):
@@ -118,6 +139,7 @@ class Source(ABC):
     def __init__(self) -> None:
         self.counters = Counters()
         self.fresh_lag: list[tuple[float, int]] = []  # lag mean and max of batches since the last report
+        self.ended: list[Ended] = []  # the counted episodes; the learner takes them out
 
     @abstractmethod
     def take(self, version: int) -> Any | None:

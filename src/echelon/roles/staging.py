@@ -1,4 +1,4 @@
-"""Memory for batches of transitions on the CPU and on the learner's device, and the copies between them."""
+"""Memory for batches on the CPU and on the learner's device, and the copies between them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from echelon.replay.layout import ItemBlock, ShardLayout
 from echelon.replay.sampled import Keys, Sampled
 
 Array = np.ndarray[Any, Any]
+FieldPlan = list[tuple[str, tuple[int, ...], np.dtype[Any]]]  # name, shape, dtype
 
 
 class BatchMemory:
-    """One contiguous block of memory for a batch of transitions, and its fields as tensors."""
+    """One contiguous block of memory for a batch, and its fields as tensors."""
 
-    def __init__(self, layout: ShardLayout, size: int, device: torch.device, *, pinned: bool = False) -> None:
+    def __init__(self, plan: FieldPlan, device: torch.device, *, pinned: bool = False) -> None:
         """`pinned` locks its pages, so that a GPU can copy from it asynchronously."""
-        plan = [(f.name, (size, *f.shape), f.dtype) for f in layout.fields]
-        fields = place([*plan, ("weight", (size,), np.float32)])
+        fields = place(plan)
         self.memory = torch.zeros(size_of(fields), dtype=torch.uint8, device=device, pin_memory=pinned)
         self.tensors: dict[str, torch.Tensor] = {}
         for f in fields:
@@ -28,12 +28,17 @@ class BatchMemory:
             self.tensors[f.name] = self.memory[f.offset : f.offset + f.nbytes].view(kind).view(f.shape)
 
 
+def transition_fields(layout: ShardLayout, size: int) -> FieldPlan:
+    """Returns the fields of a batch of `size` transitions."""
+    return [*((f.name, (size, *f.shape), f.dtype) for f in layout.fields), ("weight", (size,), np.dtype(np.float32))]
+
+
 class TransitionStaging(BatchMemory):
     """CPU memory into which the items of one batch are drawn, pinned if the learner uses a GPU."""
 
     def __init__(self, layout: ShardLayout, size: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
-        super().__init__(layout, size, torch.device("cpu"), pinned=is_cuda)
+        super().__init__(transition_fields(layout, size), torch.device("cpu"), pinned=is_cuda)
         self.arrays: dict[str, Array] = {name: tensor.numpy() for name, tensor in self.tensors.items()}
         # Frames are gathered directly into the batch; rows are drawn whole and then split into their fields.
         stacks = {f.name: self.arrays[f.name] for f in layout.fields if f.stack}

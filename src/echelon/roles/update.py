@@ -8,125 +8,41 @@ learners therefore clip and step identically, whatever their shares, and report 
 
 from __future__ import annotations
 
-import collections
-import math
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
-from torch import nn
 
 from echelon.algorithms import build_algorithm
 from echelon.algorithms.model import FlatModule, Model
 from echelon.algorithms.peers import ALONE, Peers
-from echelon.algorithms.protocol import POLICY, Algorithm, Loss, ParameterGroup
-from echelon.algorithms.replayed import Replayed
+from echelon.algorithms.protocol import POLICY, Algorithm, Loss, ParameterGroup, StaticAlgorithm
 from echelon.config import OptimizerConfig, TrainConfig
 from echelon.errors import ConfigError
+from echelon.roles.loss_account import LossAccount
+from echelon.roles.optimizer import Optimizer
 from echelon.schema import Batch, GradientBatch, Sequences, TransitionBatch
 
 Array = np.ndarray[Any, Any]
 Tick = Callable[[], None]
 AnyBatch = Batch | TransitionBatch | GradientBatch
 Acknowledge = Callable[[Any, torch.Tensor], None]  # receives the keys of items and their new priorities
-ADAM_STATE, RMSPROP_STATE = ("step", "exp_avg", "exp_avg_sq"), ("step", "square_avg")  # of a parameter, in torch
 NOTHING_ELSE: Mapping[str, ParameterGroup] = MappingProxyType({})
-
-
-class Reading:
-    """An asynchronous copy of a tensor from the learner's device; only `read` waits for it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._copied = tensor.detach(), None
-        if tensor.device.type == "cuda":
-            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._tensor.copy_(tensor.detach(), non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
-
-    def read(self) -> Array:
-        if self._copied is not None:
-            self._copied.synchronize()
-        array: Array = self._tensor.numpy()
-        return array
-
-
-class Unchecked(NamedTuple):
-    """The last losses of a batch, not yet checked for NaN."""
-
-    number: int  # of the batch
-    names: tuple[str, ...]
-    values: Reading
-
-
-class LossAccount:
-    """Means of the losses and metrics of many minibatches, accumulated on the device of the losses."""
-
-    def __init__(self) -> None:
-        self.names: tuple[str, ...] = ()  # of the newest minibatch
-        self.newest = torch.zeros(0)  # its values
-        self._sums: dict[tuple[str, ...], torch.Tensor] = {}
-        self._counts = collections.Counter[tuple[str, ...]]()
-        self._unchecked = collections.deque[Unchecked]()
-
-    def note(self, names: tuple[str, ...], values: torch.Tensor) -> None:
-        """Adds the named values of one minibatch."""
-        self.names, self.newest = names, values
-        if names in self._sums:
-            self._sums[names] += values
-        else:
-            self._sums[names] = values.clone()
-        self._counts[names] += 1
-
-    def close_batch(self, number: int) -> None:
-        """Marks the end of batch `number`, whose last minibatch `find_non_finite` will check."""
-        self._unchecked.append(Unchecked(number, self.names, Reading(self.newest)))
-
-    def find_non_finite(self, keep: int = 0) -> str:
-        """Returns which loss became NaN or infinite and when, or "". Checks all batches except the newest `keep`."""
-        while len(self._unchecked) > keep:
-            number, names, values = self._unchecked.popleft()
-            for name, value in zip(names, values.read().tolist(), strict=True):
-                if name.endswith("loss") and not math.isfinite(value):
-                    return f"the {name.replace('_', ' ')} became {value} at update {number}"
-        return ""
-
-    def take(self) -> dict[str, float]:
-        """Returns the means since the last call."""
-        sums, counts = collections.Counter[str](), collections.Counter[str]()
-        for names, total in self._sums.items():
-            for name, value in zip(names, total.tolist(), strict=True):
-                sums[name] += value
-                counts[name] += self._counts[names]
-        self._sums.clear()
-        self._counts.clear()
-        return {name: value / counts[name] for name, value in sums.items()}
 
 
 class Stepper:
     """An optimizer over one flat parameter tensor."""
 
     def __init__(self, config: OptimizerConfig, group: ParameterGroup, peers: Peers = ALONE) -> None:
-        module = self.module = group.module
-        self.learning_rate, self.peers = group.learning_rate, peers
-        parameter = nn.Parameter(module.parameters)
-        parameter.grad = module.gradients
-        settings: dict[str, Any] = {
-            "lr": group.learning_rate,
-            "weight_decay": group.weight_decay,
-            "eps": config.epsilon,
-            "capturable": module.device.type == "cuda",
-        }
-        if config.name == "adam":
-            self.optimizer: torch.optim.Optimizer = torch.optim.Adam([parameter], fused=True, **settings)
-        else:
-            self.optimizer = torch.optim.RMSprop([parameter], alpha=0.99, **settings)
+        self.module, self.peers = group.module, peers
+        self.learning_rate = group.learning_rate  # at the start
+        self.optimizer = Optimizer(config, group)
         self.is_accumulating = False
 
-    def __call__(self, loss: Loss, clip_norm: float, accumulate: bool = False) -> None:
-        """Makes an optimizer step, or with `accumulate` keeps the gradient of `loss`, to which the next call adds."""
+    def __call__(self, loss: Loss, clip_norm: float, accumulate: bool = False) -> torch.Tensor | None:
+        """Makes a step; returns the norm before clipping. With `accumulate`, keeps the gradient: the next call adds."""
         gradients = self.module.gradients
         if loss.gradient is not None:
             gradients.copy_(loss.gradient)
@@ -136,12 +52,13 @@ class Stepper:
             self._add(loss)
             self.is_accumulating = accumulate
             if accumulate:
-                return
+                return None
             self._combine(loss)
+        norm: torch.Tensor = torch.linalg.vector_norm(gradients)
         if clip_norm > 0:
-            norm = torch.linalg.vector_norm(gradients)
             gradients.mul_((clip_norm / (norm + 1e-6)).clamp_(max=1.0))
         self.optimizer.step()
+        return norm
 
     def _add(self, loss: Loss) -> None:
         """Adds the gradient and the values of `loss`, times its count, to the sums of the minibatch."""
@@ -180,51 +97,41 @@ class LocalUpdate:
         self.config = config
         trained = {POLICY: ParameterGroup(model, config.learning_rate), **groups}
         self.steppers = {name: Stepper(config, group, peers) for name, group in trained.items()}
+        self.scale = 1.0  # of the learning rates, in relation to the configured ones
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> Optimizer:
         """The optimizer of the model."""
         return self.steppers[POLICY].optimizer
 
-    def schedule(self, progress: float) -> None:
-        """Sets the learning rates for a run of which the fraction `progress` (0 to 1) is complete."""
-        if self.config.schedule == "linear":
-            for stepper in self.steppers.values():
-                for group in stepper.optimizer.param_groups:
-                    group["lr"] = stepper.learning_rate * max(1.0 - progress, 0.0)
+    def schedule(self, progress: float, learning_rate: float | None = None) -> None:
+        """Sets the learning rates at `progress` (0 to 1) of the run.
 
-    def __call__(self, loss: Loss, accumulate: bool = False) -> None:
-        """Makes an optimizer step, or with `accumulate` keeps the gradient of `loss`, to which the next call adds."""
-        self.steppers[loss.group](loss, self.config.clip_norm, accumulate)
+        `learning_rate` replaces the schedule: it is that of the model, and the others keep their proportion to it.
+        """
+        scale = max(1.0 - progress, 0.0) if self.config.schedule == "linear" else 1.0
+        if learning_rate is not None:
+            scale = learning_rate / self.config.learning_rate
+        if scale != self.scale:
+            self.scale = scale
+            for stepper in self.steppers.values():
+                stepper.optimizer.learning_rate = stepper.learning_rate * scale
+
+    def __call__(self, loss: Loss, accumulate: bool = False) -> torch.Tensor | None:
+        """Updates the group of `loss`; see `Stepper`."""
+        return self.steppers[loss.group](loss, self.config.clip_norm, accumulate)
 
     def is_finite(self) -> bool:
         """Returns whether the moments of all optimizers are finite: otherwise they could not be restored."""
-        moments = [state for stepper in self.steppers.values() for state in stepper.optimizer.state.values()]
-        return all(bool(torch.isfinite(torch.as_tensor(one)).all()) for state in moments for one in state.values())
+        return all(stepper.optimizer.is_finite() for stepper in self.steppers.values())
 
     def state_dict(self) -> dict[str, Any]:
         return {name: stepper.optimizer.state_dict() for name, stepper in self.steppers.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the moments of the optimizers. Their settings are those of the configuration, and of the device."""
+        """Loads the moments of the optimizers. Their settings are those of the configuration."""
         for name, stepper in self.steppers.items():
-            moments = state[name]["state"]
-            for moment in moments.values():
-                check_moments(moment, stepper)
-            if moments.keys() - {0}:
-                raise ValueError(f"optimizer.{name} has the state of {len(moments)} parameters, not of 1")
-            settings = stepper.optimizer.state_dict()["param_groups"]
-            stepper.optimizer.load_state_dict({"state": moments, "param_groups": settings})
-
-
-def check_moments(moment: dict[str, Any], stepper: Stepper) -> None:
-    """Raises ValueError unless `moment` is a state of the optimizer of `stepper`."""
-    names = ADAM_STATE if isinstance(stepper.optimizer, torch.optim.Adam) else RMSPROP_STATE
-    shapes = {name: tuple(torch.as_tensor(value).shape) for name, value in moment.items()}
-    size = tuple(stepper.module.parameters.shape)
-    expected = {name: () if name == "step" else size for name in names}
-    if shapes != expected or not all(torch.isfinite(torch.as_tensor(value)).all() for value in moment.values()):
-        raise ValueError(f"the optimizer's state has the shapes {shapes}, expected {expected}, with finite numbers")
+            stepper.optimizer.load_state_dict(state[name])
 
 
 def learn_once(
@@ -245,10 +152,12 @@ def learn_once(
         shown: dict[str, torch.Tensor] = {}
         losses = algorithm.losses(minibatch) if microbatches == 1 else _losses_of_parts(algorithm, minibatch)
         for number, loss in enumerate(losses, 1):
-            update(loss, accumulate=number < microbatches)
+            norm = update(loss, accumulate=number < microbatches)
             tick()
-            shown["loss" if loss.group == POLICY else f"{loss.group}_loss"] = loss.value.detach()
+            shown[loss.column] = loss.value.detach()
             shown |= {name: value.detach() for name, value in loss.metrics.items()}
+            if norm is not None:
+                shown[loss.norm_column] = norm
         account.note(tuple(shown), torch.stack(list(shown.values())))
         if acknowledge is not None and (priorities := algorithm.priorities(minibatch)) is not None:
             acknowledge(minibatch.keys, priorities)
@@ -285,10 +194,10 @@ def make_learning(
     The operations may change with a user's network, a schedule, compilation or several learners.
     """
     is_fixed = config.network.name == "auto" and config.optimizer.schedule == "constant" and not config.learner.compile
-    if algorithm.model.device.type == "cuda" and isinstance(algorithm, Replayed) and is_fixed and peers.size == 1:
+    if algorithm.model.device.type == "cuda" and algorithm.is_static and is_fixed and peers.size == 1:
         from echelon.roles.recorded import RecordedLearning  # imported late: most runs do not need it
 
-        return RecordedLearning(algorithm, update)
+        return RecordedLearning(cast(StaticAlgorithm, algorithm), update)
     return lambda batch, account, tick, acknowledge: learn_once(algorithm, batch, update, account, tick, acknowledge)
 
 
@@ -308,8 +217,8 @@ class Trainable(Protocol):
     @property
     def learning_rate(self) -> float | None: ...
 
-    def schedule(self, progress: float) -> None:
-        """Sets schedules for a run of which the fraction `progress` (0 to 1) is complete."""
+    def schedule(self, progress: float, learning_rate: float | None) -> None:
+        """Sets schedules at `progress` (0 to 1) of the run; `learning_rate` replaces the schedule of that."""
 
     def learn(self, batch: AnyBatch, account: LossAccount, tick: Tick, acknowledge: Acknowledge | None) -> None:
         """Learns from one batch."""
@@ -353,11 +262,10 @@ class ModelTrainable:
 
     @property
     def learning_rate(self) -> float | None:
-        rate: float = self.update.optimizer.param_groups[0]["lr"]
-        return rate
+        return self.update.optimizer.learning_rate
 
-    def schedule(self, progress: float) -> None:
-        self.update.schedule(progress)
+    def schedule(self, progress: float, learning_rate: float | None) -> None:
+        self.update.schedule(progress, learning_rate)
 
     def learn(self, batch: AnyBatch, account: LossAccount, tick: Tick, acknowledge: Acknowledge | None) -> None:
         torch.set_num_threads(self.threads)
