@@ -6,13 +6,16 @@ RUN_READY := $(VENV)/.ready-run
 TEST_READY := $(VENV)/.ready-test
 RECIPE_OF_VENV := pyproject.toml constraints.txt
 
+# Compiled modules are kept, or every process of the tests compiles the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Four tests at a time, as many mostly wait; one of them is mypy. No quote that needs a shell: it would keep a signal to
 # make to itself.
 PYTEST_OPTIONS := -n 4 --dist loadgroup --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo style lint test test-full map fuzz chaos clean
+.PHONY: help demo style lint test test-full dist map fuzz chaos clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +35,10 @@ test: style ## every check CI runs: ruff, mypy, pytest without the long runs
 
 test-full: style ## the same checks and the long runs too
 	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
+
+dist: $(RUN_READY) ## build the wheel, dist/echelon-VERSION-py3-none-any.whl
+	rm -rf build  # otherwise modules that no longer exist get into the wheel
+	$(BIN)/pip wheel --disable-pip-version-check -q --no-deps -w dist .
 
 map: $(RUN_READY) ## sizes, modules behind train, files one step walks through, mode switches, repeated class names
 	$(BIN)/python benchmarks/map.py

@@ -135,7 +135,7 @@ def _is_whole(folder: Path) -> bool:
         return False
     config = json.loads((folder / "run" / "config.json").read_text())["config"]
     num_actors: int = config["actor"]["num_actors"]
-    return len([name for name in rows[-1]["time"] if name.startswith("actor-")]) == num_actors
+    return len({name.split(".")[1] for name in rows[-1] if name.startswith("time.actor-")}) == num_actors
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

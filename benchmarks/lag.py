@@ -51,10 +51,11 @@ from echelon.envs.make import env_seeds, make_group, probe_spaces
 from echelon.presets.ppo import LagCorrection, PpoConfig
 from echelon.roles.actor import LocalActing
 from echelon.roles.experience import SlotRows, Team
+from echelon.roles.loss_account import LossAccount
 from echelon.roles.queue_source import Staging
 from echelon.roles.source import Counters
 from echelon.roles.stopping import stop_reason
-from echelon.roles.update import LossAccount, ModelTrainable
+from echelon.roles.update import ModelTrainable
 from echelon.runs.checkpoint import weights_sha256
 from echelon.schema import TrajectorySchema
 

@@ -24,7 +24,7 @@ from typing import Any
 import echelon
 from echelon.bench.harness import in_turns
 from echelon.config import replace
-from echelon.runs.metrics import read_metrics
+from echelon.runs.metrics import read_rows
 from steady import steady_rate
 
 PHASES = ("learn", "exchange", "transfer", "wait")  # of a learner's time
@@ -52,7 +52,7 @@ def measured(options: argparse.Namespace, learners: int, threads: int) -> dict[s
     with tempfile.TemporaryDirectory() as folder:
         changes = {**settings(options, Path(folder)), "learner.num_learners": learners, "learner.threads": threads}
         result = echelon.train(replace(echelon.preset(options.preset, options.env), **changes), output=io.StringIO())
-        rows = [row for row in read_metrics(result.run_dir) if row["kind"] == "train"]
+        rows = [row for row in read_rows(result.run_dir) if row["kind"] == "train"]
     shares = [share for name, share in result.summary["time"].items() if name.startswith("learner")]
     figures = {phase: statistics.mean(share[phase] for share in shares) for phase in PHASES}
     return {"updates_per_s": steady_rate([(row["wall_s"], row["updates"]) for row in rows]), **figures}

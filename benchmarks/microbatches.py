@@ -27,7 +27,8 @@ from echelon.algorithms.model import Model
 from echelon.bench.allocated import Allocated
 from echelon.config import TrainConfig, replace
 from echelon.presets import preset
-from echelon.roles.update import LossAccount, ModelTrainable
+from echelon.roles.loss_account import LossAccount
+from echelon.roles.update import ModelTrainable
 from echelon.schema import Batch, Spaces
 
 KINDS = {

@@ -150,7 +150,9 @@ def run_head(setting: Setting, folder: Path, memory: Path, pipe: Pipe) -> None:
         began = time.monotonic()
         counts = plan.slot_counts()
         assignment = msgspec.structs.replace(assignment, check={})
-        engine.gather(assignment, Quorum(config.hosts.count), counts, plan.carrier_file, lambda text: None)
+        engine.gather(
+            assignment, Quorum(config.hosts.count), counts, plan.carrier_file, lambda text: None, lambda: None
+        )
         pipe.send(time.monotonic() - began)
         console, metrics = Console("scale", folder, output), MetricsWriter(folder, append=False)
         with Interrupts() as interrupts:

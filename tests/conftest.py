@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -27,6 +28,8 @@ from echelon.cli.main import main
 from echelon.config import replace
 from echelon.engines import local
 from echelon.presets import preset
+from echelon.runs import report
+from echelon.runs.report import drawn_curve
 from entrance import make_entrance as make_entrance
 from hosts import site as site
 from hosts import two_hosts as two_hosts
@@ -40,6 +43,7 @@ settings.load_profile("unhurried")
 
 
 guard: warm.Guard | None = None  # of the whole run, in its first process
+received, noted = os.pipe()  # the numbers of the signals that the first process receives, also where a training does
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -48,7 +52,11 @@ def pytest_sessionstart() -> None:
     if warm.SESSION not in os.environ:  # else this is one of the processes among which the tests are divided
         guard = warm.Guard()
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        for descriptor in (received, noted):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(noted, warn_on_full_buffer=False)
     warm.install()
+    warm.skip_curves()
     torch.set_num_threads(1)  # several tests run at a time, and torch's threads wait by spinning
 
 
@@ -64,6 +72,13 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
             if definitions[-1].scope == "module":
                 which = item.callspec.params.get(name) if hasattr(item, "callspec") else None
                 item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{name}-{which}"))
+
+
+def pytest_runtest_logfinish() -> None:
+    """Ends the run of the tests after one whose training was stopped by a signal: it was meant for all of them."""
+    with contextlib.suppress(BlockingIOError):
+        if guard is not None and {signal.SIGINT, signal.SIGTERM} & {*os.read(received, 4096)}:
+            raise KeyboardInterrupt
 
 
 def pytest_keyboard_interrupt() -> None:
@@ -83,6 +98,12 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 def fresh_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has local engines start fresh interpreters, as outside of the tests."""
     monkeypatch.setattr(local, "subprocess", subprocess)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has runs of this process draw their curve at their end, as outside of the tests."""
+    monkeypatch.setattr(report, "drawn_curve", drawn_curve)
 
 
 @pytest.fixture

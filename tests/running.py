@@ -20,7 +20,7 @@ import echelon
 import warm
 from echelon.config import replace
 from echelon.presets import preset
-from echelon.runs.metrics import read_metrics
+from echelon.runs.metrics import read_rows
 from warm import MARK
 
 T = TypeVar("T")
@@ -192,7 +192,7 @@ class Running:
     def rows(self) -> list[dict[str, Any]]:
         if not (self.run_dir / "metrics.jsonl").exists():
             return []
-        return [row for row in read_metrics(self.run_dir) if row["kind"] == "train"]
+        return [row for row in read_rows(self.run_dir) if row["kind"] == "train"]
 
     def until_learning(self) -> int:
         """Waits for learned steps beyond those reported so far; returns their number."""
@@ -215,14 +215,17 @@ class Running:
     def stop(self) -> dict[str, Any]:
         """Ends the run as a user does; its summary."""
         self.process.send_signal(signal.SIGINT)
-        assert self.code() == 0, self.text()
+        assert self.code() == 130, self.text()
         self.assert_nothing_left()
         return self.summary()
 
     def assert_nothing_left(self) -> None:
         """No process, no shared memory, no list of processes."""
         wait_until(lambda: not processes_marked(self.mark), lambda: f"no process is left of\n{self.text()}")
-        wait_until(lambda: not list(self.shm_dir.iterdir()), "shared memory is empty")
+        wait_until(
+            lambda: not list(self.shm_dir.iterdir()),
+            lambda: f"shared memory is empty, but for {sorted(map(str, self.shm_dir.rglob('*')))}",
+        )
         assert not (self.run_dir / "processes.json").exists()
 
     def close(self) -> None:

@@ -18,8 +18,8 @@ from echelon.roles.actor import Actor
 from echelon.roles.context import Context
 from echelon.roles.inference import Inference
 from echelon.roles.learner import Learner
+from echelon.roles.loss_account import LossAccount
 from echelon.roles.plan.parts import Plan
-from echelon.roles.update import LossAccount
 from echelon.world.node import Node
 
 Array = np.ndarray[Any, Any]

@@ -155,14 +155,16 @@ class ParentalEnv(CounterEnv):
 
 
 class LostMatrix(nn.Module):
-    """Works on zeros alone, so it passes the check of its shapes and fails at work."""
+    """Works a few times, so it passes the check before the start and fails at work."""
 
     def __init__(self, num_params: int) -> None:
         super().__init__()
         self.layer = nn.Linear(3, num_params + 1)
+        self.num_calls = 0
 
     def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if bool(observation.any()):
+        self.num_calls += 1
+        if self.num_calls > 8:
             raise RuntimeError("the matrix is lost")
         output = self.layer(observation)
         return output[:, :-1], output[:, -1]

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME"
 READ_ON_IMPORT = ("CUDA", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_")
 MAY_DIFFER = {"PYTHONPATH", "PYTHONUNBUFFERED", *THREADS}  # where the threads are one
 GUARD = Path(__file__).with_name("warm_guard.py")
+INTO_HOST = ["-U", "--preserve-credentials", "-n"]  # of nsenter: into the network of another host, see hosts.py
 TEMPORARY = "/dev/shm"  # short, as sockets lie below it
 
 
@@ -41,18 +42,21 @@ def session() -> Path:
 class Popen(subprocess.Popen[Any]):
     """A process as of subprocess.Popen, forked from the warm one where its command and environment allow that."""
 
+    host = 0  # the process whose network namespace this process is in; 0 if in that of the tests
     _connection: socket.socket | None = None
     _unheard: set[Popen] = set()  # noqa: RUF012  (of this process, and not known to have ended)
 
     def _execute_child(self, *arguments: Any) -> None:
         asked = inspect.signature(subprocess.Popen._execute_child).bind(self, *arguments).arguments
         words = [asked["args"]] if isinstance(asked["args"], str) else [os.fspath(word) for word in asked["args"]]
+        host, words = (int(words[2]), words[6:]) if words[3:6] == INTO_HOST else (Popen.host, words)
         environment = dict(os.environ if asked["env"] is None else asked["env"])
         if not can_be_forked(words, environment):
             return super()._execute_child(*arguments)
         streams = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         inherited = [own if given == -1 else given for own, given in enumerate(streams)]
         request = {
+            "host": host,
             "words": words[1:],
             "environment": environment,
             "folder": os.path.abspath(asked["cwd"] or os.getcwd()),
@@ -124,10 +128,34 @@ def living() -> set[int]:
 
 
 def install() -> None:
-    """Has local engines of this process, and of those forked from it, fork their fork servers."""
+    """Has this process, and those forked from it, fork fork servers, looks at environments, and runs of seeds."""
+    from echelon.cli import seeds
     from echelon.engines import local
+    from echelon.envs import observed
 
-    local.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": Popen})
+    setattr(local, "subprocess", namespace(Popen))  # noqa: B010  (it chooses the number of threads itself)
+    for module in (observed, seeds):
+        setattr(module, "subprocess", namespace(popen))  # noqa: B010
+
+
+def namespace(start: Callable[..., Popen]) -> types.SimpleNamespace:
+    """The module `subprocess`, for a module under test whose processes are started by `start`."""
+    return types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
+
+
+def popen(words: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> Popen:
+    """Starts a process with one thread of torch, as those that are forked have."""
+    return Popen(words, env={**(os.environ if env is None else env), **THREADS}, **options)
+
+
+def skip_curves() -> None:
+    """Has runs of this process, and of those forked from it, draw no curve at their end: each takes 0.15 s.
+
+    The fixture `drawn` of a test has them drawn.
+    """
+    from echelon.runs import report
+
+    report.drawn_curve = lambda run_dir: None
 
 
 class Guard:

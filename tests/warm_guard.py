@@ -29,7 +29,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from warm import MARK, PLACE_FOR_MARK, SESSION, TEMPORARY, install, receive, send
+from warm import MARK, PLACE_FOR_MARK, SESSION, TEMPORARY, Popen, install, receive, send, skip_curves
 
 LOOK_MS = 500
 LEAVE_S = 30.0  # of processes that see that their starter has left, on a busy machine
@@ -140,6 +140,7 @@ class Forking:
 class Request:
     """What a forked process is to be."""
 
+    host: int  # a process in the network namespace that this one is to enter; 0: none
     words: list[str]  # as after `python`
     environment: dict[str, str]
     folder: str
@@ -149,6 +150,9 @@ class Request:
 
     def become(self, search: Sequence[str]) -> None:
         """Runs the command in this process, whose search path ends with `search`, as the interpreter would."""
+        if self.host:
+            enter_network_of(self.host)
+            Popen.host = self.host
         if self.new_session:
             os.setsid()
         apart = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 512) for descriptor in self.given]
@@ -163,7 +167,6 @@ class Request:
         os.environ.update(self.environment)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         np.random.seed()  # as every process has another
-        gc.unfreeze()
         words = list(self.words)
         if words[0] == "-W":
             sys.warnoptions.append(words[1])
@@ -191,6 +194,16 @@ class Request:
             sys.path[:] = [os.path.dirname(os.path.realpath(words[0])), *paths, *search]
             main.__file__ = words[0]
             exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
+
+
+def enter_network_of(pid: int) -> None:
+    """Does what `nsenter -U --preserve-credentials -n` does; only a process with a single thread may."""
+    descriptors = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in ("user", "net")]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for descriptor in descriptors:
+        if libc.setns(descriptor, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"setns into the network of process {pid}")
+        os.close(descriptor)
 
 
 def leave(run: Callable[[], None]) -> NoReturn:
@@ -286,8 +299,9 @@ def main() -> None:
     forking = Forking(starter, socket.socket(fileno=int(sys.argv[3])))
     preload()
     install()
+    skip_curves()
     gc.collect()
-    gc.freeze()  # what is imported is nobody's garbage
+    gc.freeze()  # forks share what is imported until they write to it, and a collection writes to all it looks at
     request = forking.serve()
     if request is None:
         is_over = os.read(0, 4) == b"over"  # else it was interrupted or killed

@@ -167,8 +167,9 @@ class Ending:
     needs: str = ""  # "company" or "disk"; "env": environments in roles
 
 
-def _stopped(scene: Scene, code: int = 0) -> list[str]:
-    """Returns what is wrong with a run that was asked to stop."""
+def _stopped(scene: Scene, number: int = signal.SIGINT) -> list[str]:
+    """Returns what is wrong with a run that was asked to stop by the signal `number`."""
+    code = 128 + number
     problems = []
     found, summary = scene.wait(END_S), scene.summary()
     if found != code:
@@ -189,7 +190,7 @@ def _signal(number: signal.Signals, *, everybody: bool = False, stalled: bool = 
             for pid in [pid for pid in targets if pid not in company]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-            return _stopped(scene)
+            return _stopped(scene, number)
 
     return act
 
@@ -317,7 +318,7 @@ def interrupt_start(scene: Scene, delay_s: float) -> list[str]:
     time.sleep(delay_s)
     scene.process.send_signal(signal.SIGINT)
     code = scene.wait(END_S)
-    return [] if code in (0, 130) else [f"exit code {code} instead of 0 or 130"]
+    return [] if code in (130, -signal.SIGINT) else [f"exit code {code} instead of 130"]
 
 
 def problems_of(scene: Scene) -> list[str]:
@@ -332,7 +333,7 @@ def problems_of(scene: Scene) -> list[str]:
                 problems.append(f"{figure} {row[figure]} instead of {LENGTH}")
         if scene.kind.in_step and row["lag_max"]:
             problems.append(f"lag {row['lag_max']} in lock-step")
-        if scene.kind.in_step and abs(row["loss"].get("divergence", 0.0)) > 1e-5:
-            problems.append(f"divergence {row['loss']['divergence']}: what was learned is not what was acted")
+        if scene.kind.in_step and abs(row.get("kl") or 0.0) > 1e-5:
+            problems.append(f"KL divergence {row['kl']}: what was learned is not what was acted")
         known = row
     return problems

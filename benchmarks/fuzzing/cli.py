@@ -11,6 +11,7 @@ import random
 import signal
 import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import echelon.asynchronous.worker
@@ -21,6 +22,7 @@ from echelon.config import TrainConfig
 from echelon.config_io import fields_of
 from echelon.presets import PRESETS, preset
 from echelon.roles.plan.start import check_stop
+from echelon.running import RunResult
 from fuzzing.folders import run_command
 from fuzzing.harness import Trial
 from fuzzing.mutations import WORDS, mutate_text
@@ -48,11 +50,12 @@ LINES = [
 def start_nothing() -> None:
     """Makes the commands end where they would start a run, connect, or measure."""
 
-    def run(config: TrainConfig, *rest: Any, **more: Any) -> None:
+    def run(config: TrainConfig, *rest: Any, **more: Any) -> RunResult:
         check_stop(config)
         config_io.from_json(config_io.to_json(config))
+        return RunResult("finished", Path(config.run.dir), {})
 
-    echelon.training.run = run  # type: ignore[assignment]
+    echelon.training.run = run
     signal.signal = lambda number, handler: None  # type: ignore[assignment]  # the worker's: this process keeps its own
     echelon.asynchronous.worker.AsyncWorker.work = lambda self, episodes=0: self.connection.close()  # type: ignore
     warnings.simplefilter("ignore", FutureWarning)  # old names of options

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from echelon.evaluation import evaluate, play
     from echelon.policy import load
     from echelon.presets import preset
+    from echelon.runs.columns import read_episodes, read_metrics
     from echelon.training import RunResult, resume, train
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "load",
     "play",
     "preset",
+    "read_episodes",
+    "read_metrics",
     "resume",
     "train",
 ]
@@ -38,6 +41,8 @@ HOMES = {
     "load": "echelon.policy",
     "play": "echelon.evaluation",
     "preset": "echelon.presets",
+    "read_episodes": "echelon.runs.columns",
+    "read_metrics": "echelon.runs.columns",
     "resume": "echelon.training",
     "train": "echelon.training",
 }

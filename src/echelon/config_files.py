@@ -65,6 +65,10 @@ class ConfigFile:
                     f"{self.path}: the configuration of {base.preset} has no field {path}.{near_fields(path, known)}"
                 )
             found[path] = _fitting(known[path], value, f"{self.path}: {path}")
+            try:
+                known[path].fit(found[path])
+            except ConfigError as error:
+                raise ConfigError(f"{self.path}: {error}") from None
         return found
 
 

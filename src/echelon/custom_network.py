@@ -33,7 +33,7 @@ def build_network(
     if config.name == "auto":
         return (auto or EncoderNetwork)(config, spaces, num_params)
     network = CustomNetwork(_load_module(config.name, spaces, num_params))
-    _check_output(text_of(config.name), network, spaces, num_params)
+    _check_network(text_of(config.name), network, spaces, num_params, learns_value=auto is None)
     return network
 
 
@@ -115,32 +115,46 @@ def _load_module(target: str | Callable[..., Any], spaces: Spaces, num_params: i
     return module
 
 
-def _blank(space: gym.Space[Any], leading: tuple[int, ...]) -> Tree:
-    """Returns a placeholder observation of `space`: zeros, or the first choice of discrete leaves."""
+def _sample(space: gym.Space[Any], leading: tuple[int, ...], rng: np.random.Generator) -> Tree:
+    """Returns an observation of `space`: random numbers, a mask that allows all, the first choice of other leaves."""
     match space:
         case gym.spaces.Dict():
-            return {key: _blank(space[key], leading) for key in sorted(space.spaces)}
+            found = {key: _sample(space[key], leading, rng) for key in sorted(space.spaces)}
+            mask = found.get(MASK)
+            return {**found, MASK: torch.ones_like(mask)} if isinstance(mask, torch.Tensor) else found
         case gym.spaces.Tuple():
-            return tuple(_blank(sub, leading) for sub in space.spaces)
-        case _:
-            leaf = space_leaves(space)[0]
-            array = np.zeros((*leading, *leaf.shape), leaf.dtype)
-            array += getattr(space, "start", 0)
-            return torch.from_numpy(array)
+            return tuple(_sample(sub, leading, rng) for sub in space.spaces)
+    leaf = space_leaves(space)[0]
+    array = np.zeros((*leading, *leaf.shape), leaf.dtype) + getattr(space, "start", 0)
+    if isinstance(space, gym.spaces.Box):
+        largest = 1.0 if leaf.dtype.kind == "f" else 256.0
+        array = np.clip(rng.uniform(0.0, largest, array.shape), space.low, space.high)
+    return torch.from_numpy(array.astype(leaf.dtype))
 
 
-@torch.no_grad()
-def _check_output(name: str, network: CustomNetwork, spaces: Spaces, num_params: int) -> None:
-    """Runs a user's network once on a placeholder sequence and raises ConfigError if a shape is wrong."""
-    T, B = 2, 3
+def _outputs(network: CustomNetwork, spaces: Spaces) -> list[tuple[tuple[int, ...], NetworkOutput | ActOutput]]:
+    """Calls a user's network in every way that training does; returns the leading dimensions and the output of each."""
+    rng, T, B = np.random.default_rng(0), 2, 3
+    if not network.is_sequence:
+        rows = {n: torch.ones(n, dtype=torch.bool) for n in (T * B, 1)}
+        return [
+            ((n,), network.act(_sample(spaces.observation, (n,), rng), (), first, with_value=True))
+            for n, first in rows.items()
+        ]
+    state, first = network.initial_state(B, "cpu"), torch.ones(T, B, dtype=torch.bool)
+    steps = _sample(spaces.observation, (T, B), rng)
+    row = map_tree(lambda leaf: leaf[0], steps)
+    acts = [((B,), network.act(row, state, first[0], with_value=with_value)) for with_value in (False, True)]
+    return [((T, B), network(steps, state, first)), *acts]
+
+
+def _check_network(name: str, network: CustomNetwork, spaces: Spaces, num_params: int, *, learns_value: bool) -> None:
+    """Calls a user's network on random observations; raises ConfigError if training could not use what it returns."""
     was_training = network.training
     network.eval()  # so that running statistics (batch norm) do not change
-    state, first = network.initial_state(B, "cpu"), torch.ones(T, B, dtype=torch.bool)
-    steps = _blank(spaces.observation, (T, B))
     try:
-        output = network(steps, state, first)
-        row = map_tree(lambda leaf: leaf[0], steps)
-        step, value = network.act(row, state, first[0]), network.act(row, state, first[0], with_value=True).value
+        with torch.enable_grad():
+            outputs = _outputs(network, spaces)
     except Exception as error:
         raise ConfigError(
             f'network.name="{name}" failed on an observation of {spaces.observation} with {num_params} action '
@@ -148,19 +162,44 @@ def _check_output(name: str, network: CustomNetwork, spaces: Spaces, num_params:
             "value), or (params, value, state) if it has state_shapes."
         ) from error
     network.train(was_training)
-    states = tuple((B, *shape) for shape in network.state_shapes)
+    trains = any(parameter.requires_grad for parameter in network.parameters())
+    for leading, output in outputs:
+        is_act = network.is_sequence and len(leading) == 1
+        _check_shapes(name, network, output, leading, " of act" * is_act, spaces, num_params)
+        learned = {"params": output.params, **({"value": output.value} if learns_value else {})}
+        for what, tensor in learned.items():
+            if tensor is not None and not tensor.isfinite().all():
+                raise ConfigError(
+                    f'network.name="{name}": {what}{" of act" * is_act} has NaN or infinity for finite observations '
+                    f"{leading}. Look for a division by 0, the logarithm of 0, or parameters that are not initialized."
+                )
+            if tensor is not None and trains and not is_act and not tensor.requires_grad:
+                raise ConfigError(
+                    f'network.name="{name}": {what} does not depend on the parameters of the network, so nothing could '
+                    "be learned. Return what its layers compute, without detach(), torch.no_grad() or numpy()."
+                )
+
+
+def _check_shapes(
+    name: str,
+    network: CustomNetwork,
+    output: NetworkOutput | ActOutput,
+    leading: tuple[int, ...],
+    suffix: str,
+    spaces: Spaces,
+    num_params: int,
+) -> None:
+    states = tuple((leading[-1], *shape) for shape in network.state_shapes)
     checks = {
-        "params": (output.params.shape, (T, B, num_params)),
-        "value": (output.value.shape, (T, B)),
-        "params of act": (step.params.shape, (B, num_params)),
-        "value of act": (value.shape if value is not None else (), (B,)),
+        "params": (tuple(output.params.shape), (*leading, num_params)),
+        "value": (leading if output.value is None else tuple(output.value.shape), leading),
         "state": (tuple(tuple(leaf.shape) for leaf in output.state), states),
-        "state of act": (tuple(tuple(leaf.shape) for leaf in step.state), states),
     }
+    names = "T, B" if len(leading) == 2 else "B" if network.is_sequence else "N"
     for what, (got, expected) in checks.items():
-        if tuple(got) != expected:
+        if got != expected:
             raise ConfigError(
-                f'network.name="{name}" does not fit the action space {spaces.action}: {what} has the shape '
-                f"{tuple(got)}, expected {expected} for {T} steps of {B} lanes. The last dimension of params must "
-                f"be num_params={num_params}; value has only the leading dimensions (value.squeeze(-1))."
+                f'network.name="{name}" does not fit the action space {spaces.action}: {what}{suffix} has the shape '
+                f"{got}, expected {expected} for {names} = {', '.join(map(str, leading))}. The last dimension of "
+                f"params must be num_params={num_params}; value has only the leading dimensions (value.squeeze(-1))."
             )

@@ -187,5 +187,15 @@ class AppendFile:
             raise
         self._is_torn, self._size = False, self._size + len(record)
 
+    @property
+    def size(self) -> int:
+        """Bytes of the records in the file."""
+        return self._size
+
+    def truncate(self, size: int) -> None:
+        """Shortens the file to `size` bytes, which end with a record."""
+        os.ftruncate(self._descriptor, size)
+        self._size, self._is_torn = size, False
+
     def close(self) -> None:
         os.close(self._descriptor)

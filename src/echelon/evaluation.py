@@ -62,7 +62,7 @@ def evaluate(
     config = _load_config(run_dir, episodes, env, env_kwargs, network, trust)
     source = weights_path(str(run_dir), checkpoint)
     with _one_thread():
-        model = _load_model(config, source, run_dir)
+        model = _load_model(run_dir, config, source)
         seeds, rules = env_seeds(seed, EVALUATION_SEED + 1, 0, episodes), _exploration(config, greedy)
         match = Match(config.env, model, episodes, seeds, greedy=greedy, exploration=rules)
         with contextlib.closing(match):
@@ -103,7 +103,7 @@ def play(
     files = video_files(video, Path(run_dir) / "videos" / f"{source.stem}-{seed}")
     score = EvaluationScore([], [])
     with _one_thread(), contextlib.ExitStack() as stack:
-        model = _load_model(config, source, run_dir)
+        model = _load_model(run_dir, config, source)
         seeds, rules = env_seeds(seed, EVALUATION_SEED + 1, 0, 1), _exploration(config, greedy)
         env_config = with_rendering(config.env)
         match = Match(env_config, model, 1, seeds, greedy=greedy, exploration=rules, with_values=True)
@@ -244,15 +244,31 @@ def _same_kind(env: EnvId, other: EnvId) -> bool:
     return name_of(env) == name_of(other) and env.rpartition(":")[0] == other.rpartition(":")[0]
 
 
-def _load_model(config: TrainConfig, source: Path, run_dir: str | Path) -> Model:
-    from echelon.algorithms.model import Model
+def _load_model(run_dir: str | Path, config: TrainConfig, source: Path) -> Model:
+    """Returns the model for the environment of `config`; raises ConfigError if it has other spaces than the run's."""
     from echelon.envs.make import probe_spaces
+    from echelon.policy import TrainedPolicy
     from echelon.runs.checkpoint import read_weights
+    from echelon.runs.folder import RunFolder
+    from echelon.runs.policy_spec import PolicySpec
+    from echelon.schema import same_layout
 
-    model = Model(config.network, probe_spaces(config.env), config.algorithm, seed=config.seed)
-    model.load_weights(read_weights(source), str(run_dir))
-    model.network.eval()
-    return model
+    spaces, trained = probe_spaces(config.env), RunFolder.open(Path(run_dir)).read_spaces()
+    if trained is not None:  # an older release did not record them
+        differing = [
+            f"{verb} {other}, not {own}"
+            for verb, other, own in (
+                ("observes", spaces.observation, trained.observation),
+                ("acts in", spaces.action, trained.action),
+            )
+            if not same_layout(other, own)
+        ]
+        if differing:
+            raise ConfigError(
+                f"the weights of {run_dir} do not fit {short_name(config.env.id)}, which {' and '.join(differing)}. "
+                "Give an environment with the spaces of the run (--env, or env=)."
+            )
+    return TrainedPolicy(PolicySpec.of(config, spaces), read_weights(source), source).model
 
 
 def _place(source: Path) -> dict[str, Any]:

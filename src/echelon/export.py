@@ -33,7 +33,7 @@ from echelon.networks import action_mask
 from echelon.policy import ObservationReader, TrainedPolicy, load
 from echelon.runs.checkpoint import save_weights
 from echelon.runs.policy_spec import KEY
-from echelon.schema import Tree, flatten, map_tree, space_leaves
+from echelon.schema import MASK, Tree, flatten, map_tree, space_leaves
 
 SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2", "safetensors": ".safetensors"}
 TOLERANCE = 1e-5  # absolute up to 1, relative above
@@ -207,8 +207,12 @@ def random_observations(policy: TrainedPolicy, num_rows: int) -> Iterator[Tree]:
             return array
         return np.where(np.abs(array) < LARGE, array, rng.normal(size=array.shape)).astype(array.dtype)
 
+    firsts = np.cumsum([0, *reader.parts])[:-1]
     while True:
-        yield reader.read(map_tree(tamed, space.sample())).observation
+        observation = map_tree(tamed, space.sample())
+        if reader.mask_index is not None:
+            observation[MASK][:, firsts] = 1  # a random mask may allow nothing
+        yield reader.read(observation).observation
 
 
 @contextlib.contextmanager

@@ -119,7 +119,8 @@ class ConfigField(msgspec.Struct, frozen=True):
         if sequence and place.isdecimal():  # a single item does not fit
             item = type_text(typing.get_args(unwrapped(self.hint))[0])
             return ConfigError(f"{self.path}.{place}={value[int(place)]!r} does not fit: expected {item}.")
-        return ConfigError(f"{self.path}={value!r} does not fit: expected {self.type}.")
+        remedy = " Pass what creates it: a class or a function, not an object." if self.takes_functions else ""
+        return ConfigError(f"{self.path}={value!r} does not fit: expected {self.type}.{remedy}")
 
 
 @functools.cache
@@ -227,6 +228,26 @@ def no_choice(path: str, value: Any, choices: list[str]) -> ConfigError:
     return ConfigError(f"{path}={value!r} does not fit: use {' or '.join(choices)}.{guess(str(value), choices)}")
 
 
+ELSEWHERE = {  # names that other libraries use -> ours
+    "lr": "optimizer.learning_rate",
+    "max_grad_norm": "optimizer.clip_norm",
+    "gamma": "algorithm.discount",
+    "clip_range": "algorithm.clip",
+    "n_epochs": "algorithm.epochs",
+    "ent_coef": "algorithm.entropy_weight",
+    "vf_coef": "algorithm.value_weight",
+    "tau": "algorithm.target_tau",
+    "n_steps": "actor.trajectory",
+    "n_envs": "actor.total_envs",
+    "num_envs": "actor.total_envs",
+    "num_workers": "actor.num_actors",
+    "buffer_size": "replay.capacity",
+    "learning_starts": "replay.min_size",
+    "total_timesteps": "stop.steps",
+    "timesteps": "stop.steps",
+}
+
+
 def guess(word: str, known: Mapping[str, str] | list[str]) -> str:
     """Returns " Did you mean ...?" if a known name is close to `word`, else ""; a mapping's value is what is shown."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=CLOSE)
@@ -238,12 +259,17 @@ def near_fields(path: str, known: Iterable[str]) -> str:
     """Returns which of the `known` paths may be meant by the unknown `path`, at most three, and where to look."""
     paths = sorted(known)
     section, _, name = path.rpartition(".")
+    if (ours := ELSEWHERE.get(name)) in paths:
+        return f" Did you mean {ours}?"
     beside = [other for other in paths if section and other.rpartition(".")[0] == section]
     scores = {other: difflib.SequenceMatcher(None, name, other.rpartition(".")[2]).ratio() for other in beside or paths}
     best = sorted(scores, key=lambda other: -scores[other])[:3]
     close = [other for other in best if scores[other] >= max(CLOSE, scores[best[0]] - CLOSE / 6)]
     if close:
         return f" Did you mean {' or '.join(close)}?"
+    sections = {other.partition(".")[0] for other in paths if "." in other}
+    if not section and (meant := guess(path, sorted(sections))):
+        return f"{meant} That is a section: set its fields."
     if beside:
         return f" Fields there: {', '.join(beside)}."
     return f" The nearest are {', '.join(best)}. `echelon train PRESET --help` lists all fields."

@@ -18,6 +18,7 @@ class Interrupts:
         """Handles the signals `numbers`; SIGINT, SIGTERM and SIGHUP if none is given."""
         self._numbers = numbers or (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         self._first: float | None = None
+        self.number = 0  # of the first signal
         self._previous: dict[int, Any] = {}
 
     @property
@@ -25,9 +26,9 @@ class Interrupts:
         return self._first is not None
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if a signal has come."""
+        """Raises KeyboardInterrupt, with the number of the signal, if one has come."""
         if self.came:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(self.number)
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -47,9 +48,9 @@ class Interrupts:
         The first one only sets a flag because it can arrive at any point of the program: between two frames of a
         message, or in a finalizer, where Python ignores exceptions. pyzmq handles signals whenever a frame is released.
         """
-        del number, frame
+        del frame
         now = time.monotonic()
         if self._first is None:
-            self._first = now
+            self._first, self.number = now, number
         elif now - self._first > ECHO_S:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)

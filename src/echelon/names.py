@@ -55,22 +55,32 @@ def parse_call(name: str) -> Call:
     found = CALL.fullmatch(name)
     if found is None:
         return Call(name, (), {})
+    text = f"call({found['arguments']})"
     try:
-        call = ast.parse(f"call({found['arguments']})", mode="eval").body
+        call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             raise ValueError("not one list of arguments")
         keys = [keyword.arg for keyword in call.keywords]
         if None in keys or len({*keys}) < len(keys):
             raise ValueError("a keyword is repeated, or unpacked with **")
-        values = [ast.literal_eval(keyword.value) for keyword in call.keywords]
-        return Call(
-            found["path"], tuple(map(ast.literal_eval, call.args)), dict(zip(map(str, keys), values, strict=True))
-        )
+        values = [_literal(keyword.value, text) for keyword in call.keywords]
+        args = tuple(_literal(node, text) for node in call.args)
+        return Call(found["path"], args, dict(zip(map(str, keys), values, strict=True)))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise ConfigError(
             f'"{name}" does not name a callable: its arguments must be literals, as in '
             f"\"module:name(size=3, mode='a')\" ({error}). For anything else write a function of your own."
         ) from error
+
+
+def _literal(node: ast.expr, text: str) -> Any:
+    """Returns the value of `node`, which was parsed from `text`; raises ValueError unless it is a literal."""
+    try:
+        return ast.literal_eval(node)
+    except ValueError as error:
+        written = ast.get_source_segment(text, node)
+        quote = f"; a text is written in quotes: '{written}'" if isinstance(node, ast.Name) else ""
+        raise ValueError(f"{written} is not a literal{quote}") from error
 
 
 def resolve(name: str) -> Any:
@@ -180,9 +190,10 @@ def text_of(target: str | Callable[..., Any]) -> str:
 
 
 def short_name(target: str | Callable[..., Any]) -> str:
-    """Returns the name of `target` for a title, without its arguments."""
+    """Returns the name of `target` for a title, without its arguments and the folder of a file."""
     if isinstance(target, str):
-        return path_of(target).removeprefix(UNNAMED)
+        place, colon, qualname = path_of(target).removeprefix(UNNAMED).rpartition(":")
+        return f"{os.path.basename(place) if place.endswith('.py') else place}{colon}{qualname}"
     inner = target.func if isinstance(target, functools.partial) else target
     return str(getattr(inner, "__qualname__", type(inner).__qualname__))
 

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -22,8 +23,8 @@ from echelon.algorithms.model import Model, Policy
 from echelon.disk import MAX_JSON_BYTES, open_regular
 from echelon.errors import ConfigError
 from echelon.layers import State
-from echelon.runs.checkpoint import NEWEST, STATE, UNDECODABLE, read_weights, unreadable_weights, weights_path
-from echelon.runs.folder import CONFIG, RunFolder
+from echelon.runs.checkpoint import NEWEST, STATE, UNDECODABLE, read_weights, steps_of, unreadable_weights, weights_path
+from echelon.runs.folder import CONFIG, RunFolder, not_a_run
 from echelon.runs.policy_spec import KEY, PolicySpec
 from echelon.schema import MASK, Spaces, Tree, flatten, space_choices, space_leaves, unflatten
 
@@ -60,6 +61,14 @@ class TrainedPolicy:
         self._policy = Policy(self.model)
         self._rng = torch.Generator(device).manual_seed(seed)
         self._reader = ObservationReader(spec.spaces, self.model.device)
+
+    def __repr__(self) -> str:
+        steps = _steps_of(self.source)
+        shown = [
+            shorten(str(space), 200, placeholder=" ...") for space in (self.spaces.observation, self.spaces.action)
+        ]
+        trained = "" if steps is None else f" after {steps:,} steps"
+        return f"<TrainedPolicy {self.source}{trained}: observes {shown[0]}, acts in {shown[1]}>"
 
     @property
     def is_recurrent(self) -> bool:
@@ -120,19 +129,19 @@ class ObservationReader:
         self.space, self.device = spaces.observation, device
         self.leaves = space_leaves(self.space)
         self.dtypes = [torch.from_numpy(np.empty(0, leaf.dtype)).dtype for leaf in self.leaves]
-        self.choices = space_choices(self.space)
+        self.limits = _integer_limits(self.space)
         has_mask = isinstance(self.space, gym.spaces.Dict) and MASK in self.space.spaces
         self.mask_index = [leaf.path for leaf in self.leaves].index(f"observation.{MASK}") if has_mask else None
-        self.num_choices = _num_choices(spaces.action)
+        self.parts = _num_choices(spaces.action)
 
     def read(self, observation: Tree, mask: Any = None) -> Rows:
+        is_pair = isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], dict)
+        if is_pair and not isinstance(self.space, gym.spaces.Tuple):
+            raise ConfigError("the observation is what reset() returns, (observation, info): give its first item.")
         if self.mask_index is not None and mask is not None and isinstance(observation, Mapping):
             observation = {**observation, MASK: mask}
-        try:
-            values = flatten(self.space, observation)
-        except (LookupError, TypeError) as error:
-            raise ConfigError(f"the observation is not of the space {self.space}: {error!r}.") from error
-        named = list(zip(self.leaves, values, strict=True))
+        _check_structure(self.space, observation)
+        named = list(zip(self.leaves, flatten(self.space, observation), strict=True))
         tensors = [_tensor(value, leaf.path, leaf.dtype.kind) for leaf, value in named]
         observed = [i for i in range(len(named)) if mask is None or i != self.mask_index]
         leading = {self._leading(i, tuple(tensors[i].shape)) for i in observed}
@@ -144,11 +153,14 @@ class ObservationReader:
         allowed = None if mask is None else self._read_mask(mask, count)
         if allowed is not None and self.mask_index is not None:
             tensors[self.mask_index] = allowed
-        rows = [
-            tensor.reshape(count, *leaf.shape).to(self.device, dtype)
-            for tensor, leaf, dtype in zip(tensors, self.leaves, self.dtypes, strict=True)
-        ]
-        self._check_choices(rows)
+        tensors = [tensor.reshape(count, *leaf.shape) for tensor, leaf in zip(tensors, self.leaves, strict=True)]
+        self._check_integers(tensors)
+        rows = [tensor.to(self.device, dtype) for tensor, dtype in zip(tensors, self.dtypes, strict=True)]
+        self._check_finite(rows)
+        if allowed is not None:
+            self._check_allowed(allowed)
+        elif self.mask_index is not None:
+            self._check_allowed(rows[self.mask_index] != 0)
         return Rows(unflatten(self.space, iter(rows)), allowed, count, not lead)
 
     def _leading(self, index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -163,33 +175,96 @@ class ObservationReader:
         return shape[:num_leading]
 
     def _read_mask(self, mask: Any, count: int) -> Tensor:
-        if self.num_choices is None:
+        if not self.parts:
             raise ConfigError("mask= does not apply: the policy has continuous actions. Leave it out.")
-        allowed = _tensor(mask, "mask", "i")
-        if tuple(allowed.shape) not in ((self.num_choices,), (count, self.num_choices)):
+        allowed, total = _tensor(mask, "mask", "i"), sum(self.parts)
+        if tuple(allowed.shape) not in ((total,), (count, total)):
             raise ConfigError(
-                f"mask has the shape {tuple(allowed.shape)}; expected ({self.num_choices},), one entry per choice, or "
-                f"({count}, {self.num_choices}) for these {count} observations."
+                f"mask has the shape {tuple(allowed.shape)}; expected ({total},), one entry per choice, or "
+                f"({count}, {total}) for these {count} observations."
             )
-        return (allowed != 0).expand(count, self.num_choices).to(self.device)
+        return (allowed != 0).expand(count, total).to(self.device)
 
-    def _check_choices(self, rows: list[Tensor]) -> None:
-        for choices in self.choices:
-            row, leaf = rows[choices.leaf], self.leaves[choices.leaf]
-            low, high = (torch.as_tensor(bound, device=self.device) for bound in (choices.low, choices.high))
-            if bool(((row < low) | (row > high)).any()):
-                raise ConfigError(f"{leaf.path} is outside its space: its values are {choices.low} to {choices.high}.")
+    def _check_integers(self, rows: list[Tensor]) -> None:
+        """Checks values before they are converted to the type of their leaf, in which they could wrap around."""
+        for i, (low, high) in self.limits.items():
+            row = rows[i].to(torch.int64)
+            if bool((outside := (row < low.to(row.device)) | (row > high.to(row.device))).any()):
+                at = tuple(outside.nonzero()[0].tolist())
+                least, most = (int(bound.expand(row.shape)[at]) for bound in (low, high))
+                raise ConfigError(
+                    f"{self.leaves[i].path} holds {int(row[at])} in row {at[0]} and is outside its space: the values "
+                    f"there are {least} to {most}. Give the observation as the environment returns it."
+                )
+
+    def _check_finite(self, rows: list[Tensor]) -> None:
+        for row, leaf in zip(rows, self.leaves, strict=True):
+            if row.is_floating_point() and not bool((finite := row.isfinite()).all()):
+                at = tuple((~finite).nonzero()[0].tolist())
+                raise ConfigError(
+                    f"{leaf.path} holds {float(row[at])} in row {at[0]}, as {row.dtype}. Observations must be finite: "
+                    "check the environment, or clip what it returns."
+                )
+
+    def _check_allowed(self, mask: Tensor) -> None:
+        for part in torch.split(mask, self.parts, -1) if self.parts else ():
+            if not bool((some := part.any(-1)).all()):
+                raise ConfigError(
+                    f"the action mask allows none of {part.shape[1]} choices in row {int((~some).nonzero()[0])}. Allow "
+                    "at least one; if the episode of that row has ended, leave the row out."
+                )
 
 
-def _num_choices(space: gym.Space[Any]) -> int | None:
-    """Returns the number of entries of a mask; None if actions are continuous."""
+def _integer_limits(space: gym.Space[Any]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Returns the lowest and the highest values of the leaves that hold integers, by index."""
+    limits = {choices.leaf: (choices.low, choices.high) for choices in space_choices(space)}
+    for i, leaf in enumerate(flatten(space, space)):
+        if isinstance(leaf, gym.spaces.Box) and np.issubdtype(leaf.dtype, np.integer) and leaf.dtype != np.uint64:
+            limits[i] = leaf.low, leaf.high
+    return {i: (_bound(low), _bound(high)) for i, (low, high) in limits.items()}
+
+
+def _bound(values: Any) -> Tensor:
+    """Returns a bound as int64, without dimensions if it is the same everywhere."""
+    bound = torch.as_tensor(np.asarray(values).astype(np.int64))
+    return bound.flatten()[0] if bound.numel() and bool((bound == bound.flatten()[0]).all()) else bound
+
+
+def _check_structure(space: gym.Space[Any], tree: Tree, path: str = "observation") -> None:
+    """Raises ConfigError unless `tree` has the dicts and tuples of `space`."""
+    match space:
+        case gym.spaces.Dict():
+            expected = f"expected a dict with the keys {', '.join(map(repr, space.spaces))}"
+            if not isinstance(tree, Mapping):
+                raise ConfigError(f"{path} is {_kind(tree)}: {expected}.")
+            if missing := [key for key in space.spaces if key not in tree]:
+                raise ConfigError(f"the key {missing[0]!r} of {path} is missing: {expected}.")
+            if extra := [key for key in tree if key not in space.spaces]:
+                raise ConfigError(f"{path} has the key {extra[0]!r}, which its space does not have: {expected}.")
+            for key, sub in space.spaces.items():
+                _check_structure(sub, tree[key], f"{path}.{key}")
+        case gym.spaces.Tuple():
+            if not isinstance(tree, tuple | list) or len(tree) != len(space.spaces):
+                raise ConfigError(f"{path} is {_kind(tree)}: expected a tuple of {len(space.spaces)} parts.")
+            for i, sub in enumerate(space.spaces):
+                _check_structure(sub, tree[i], f"{path}.{i}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, np.ndarray | Tensor):
+        return f"an array of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
+
+
+def _num_choices(space: gym.Space[Any]) -> list[int]:
+    """Returns the number of choices of each part of an action, which a mask has in this order; [] if continuous."""
     match space:
         case gym.spaces.Discrete():
-            return int(space.n)
+            return [int(space.n)]
         case gym.spaces.MultiDiscrete():
-            return int(space.nvec.sum())
+            return [int(n) for n in space.nvec]
         case _:
-            return None
+            return []
 
 
 def _tensor(value: Any, path: str, kind: str) -> Tensor:
@@ -220,7 +295,7 @@ def _find(path: Path, checkpoint: str, trust: bool) -> tuple[Path, PolicySpec]:
         source = path.resolve()
         run = source.parent.parent
     else:
-        raise ConfigError(f"{path} is neither a run folder nor a weights file. Give one of them.")
+        raise not_a_run(path)
     if os.path.lexists(run / CONFIG):
         return source, _spec_of_run(RunFolder.open(run), trust)
     raise ConfigError(
@@ -241,6 +316,14 @@ def _spec_of_run(folder: RunFolder, trust: bool) -> PolicySpec:
             raise ConfigError(f"{folder.path} records neither its spaces nor an environment. Resume it once, briefly.")
         spaces = probe_spaces(config.env)
     return PolicySpec.of(config, spaces)
+
+
+def _steps_of(source: Path) -> int | None:
+    """Returns the environment steps of a checkpoint or of a weights file; None if they are not known."""
+    try:
+        return int(read_metadata(source)["env_steps"]) if source.is_file() else steps_of(source)
+    except (ConfigError, LookupError, ValueError):
+        return None
 
 
 def read_metadata(path: Path) -> dict[str, str]:

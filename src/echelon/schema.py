@@ -79,6 +79,15 @@ def space_choices(space: gym.Space[Any]) -> list[Choices]:
     return found
 
 
+def same_layout(space: gym.Space[Any], other: gym.Space[Any]) -> bool:
+    """Returns whether one network and one replay fit both spaces; the bounds of a Box may differ."""
+    try:
+        leaves, choices = (space_leaves(space), space_leaves(other)), (space_choices(space), space_choices(other))
+    except ConfigError:
+        return False
+    return leaves[0] == leaves[1] and str(choices[0]) == str(choices[1])
+
+
 def flatten(space: gym.Space[Any], tree: Tree) -> list[Any]:
     """Returns the leaves of `tree`, in the order of `space_leaves`."""
     match space:

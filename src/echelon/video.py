@@ -6,6 +6,7 @@ on first use.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import subprocess
@@ -192,7 +193,7 @@ class _File:
     is_closed = False
 
     def __init__(self, path: Path, fps: float, options: Sequence[str], name: str) -> None:
-        self.path = path
+        self.path, self._is_new_folder = path, not path.parent.exists()
         path.parent.mkdir(exist_ok=True)
         self._folder = tempfile.TemporaryDirectory(prefix=".tmp-video-", dir=path.absolute().parent)
         self._parts = Path(self._folder.name)
@@ -200,11 +201,14 @@ class _File:
 
     def _publish(self, complete: Path, report: Callable[[str], None]) -> None:
         complete.replace(self.path)
-        report(f"wrote {self.path} ({self.path.stat().st_size / 1e6:,.1f} MB)")
+        report(f"wrote {self.path} ({self.path.stat().st_size / 1e3:,.0f} KB)")
 
     def close(self) -> None:
         self._encoder.close()
         self._folder.cleanup()
+        if self._is_new_folder:
+            with contextlib.suppress(OSError):  # it holds the video
+                self.path.parent.rmdir()
 
 
 class Mp4File(_File):

@@ -21,7 +21,7 @@ def test_stopped_actor_is_taken_for_hung_and_replaced(runs: Runs) -> None:
     assert "actor-0 made no progress for" in run.text()
     assert "(none: it is suspended, or stuck in the kernel)" in run.text()
     run.process.send_signal(signal.SIGINT)
-    assert run.code() == 0
+    assert run.code() == 130
     assert run.summary()["restarts"] == 1
     run.assert_nothing_left()
 
@@ -49,7 +49,7 @@ def test_hung_environment_shows_its_stack(runs: Runs, tmp_path: Path) -> None:
     run.until_acting(0)
     run.until_acting(1)
     run.process.send_signal(signal.SIGINT)
-    assert run.code() == 0
+    assert run.code() == 130
     assert run.summary()["restarts"] == 1
 
 

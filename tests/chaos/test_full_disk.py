@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from echelon.errors import ConfigError
 from echelon.runs.checkpoint import load_checkpoint, newest_intact
-from echelon.runs.metrics import METRICS, read_metrics
+from echelon.runs.metrics import METRICS, read_rows
 from running import Running, Runs
 from telling import Command
 
@@ -59,10 +60,18 @@ def make_read_only(disk: Path) -> None:
 
 
 def newest_steps(folder: Path) -> int:
-    """The environment steps of the newest checkpoint, which must be intact."""
-    found = newest_intact(folder / "checkpoints")
-    assert found is not None and not found[1]
-    return int(load_checkpoint(found[0])["counters"]["env_steps"])
+    """The environment steps of the newest checkpoint, which must be intact.
+
+    A run that writes several of them a second may remove one while it is read, as older than those it keeps.
+    """
+    while True:
+        found = newest_intact(folder / "checkpoints")
+        assert found is not None and not found[1]
+        try:
+            return int(load_checkpoint(found[0])["counters"]["env_steps"])
+        except ConfigError:
+            if found[0].exists():
+                raise
 
 
 def started(runs: Runs, engine: str, **fields: object) -> Running:
@@ -106,7 +115,7 @@ def test_one_that_is_full_at_the_end(runs: Runs, disk: Path, elsewhere: Path, en
     assert str(disk) in sentence and str(folder) in sentence and "Traceback" not in run.text()
     steps = json.loads((folder / "summary.json").read_text())["env_steps"]
     assert newest_steps(folder) == steps > kept == newest_steps(disk), "both are complete"
-    rows = [row for place in (disk, folder) if (place / METRICS).exists() for row in read_metrics(place)]
+    rows = [row for place in (disk, folder) if (place / METRICS).exists() for row in read_rows(place)]
     assert rows[-1]["env_steps"] == steps and folder.stat().st_mode & 0o777 == 0o700
     run.assert_nothing_left()
     if engine == "local":

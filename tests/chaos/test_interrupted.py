@@ -6,12 +6,13 @@ import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from echelon.interrupts import ECHO_S
 from echelon.runs.checkpoint import load_checkpoint, newest_intact
-from running import Running, Runs, has_torch
+from running import Running, Runs, has_torch, wait_until
 
 
 def checkpointed_steps(run: Running) -> int:
@@ -21,10 +22,11 @@ def checkpointed_steps(run: Running) -> int:
     return steps
 
 
-def assert_stopped(run: Running) -> int:
-    """Checks that the run stopped gracefully; returns its number of steps."""
-    assert run.code() == 0, run.text()
+def assert_stopped(run: Running, number: int = signal.SIGINT) -> int:
+    """Checks that the run stopped gracefully because of the signal `number`; returns its number of steps."""
+    assert run.code() == 128 + number, run.text()
     assert "stopping: writing the final checkpoint" in run.text()
+    assert f"echelon resume {run.run_dir}" in run.text()
     run.assert_nothing_left()
     summary = run.summary()
     assert (summary["status"], summary["restarts"]) == ("stopped", 0)
@@ -51,6 +53,7 @@ def test_once_stops_in_good_order_and_resumes_in_a_coordinator_without_torch(run
 def test_so_do_other_ways_to_say_it(runs: Runs, how: str) -> None:
     run = runs.train()
     run.until_learning()
+    number = signal.Signals[how.split()[0]]
     if how == "SIGHUP":
         run.process.send_signal(signal.SIGHUP)
     elif how.endswith("every process"):  # as systemd and Slurm do
@@ -61,14 +64,14 @@ def test_so_do_other_ways_to_say_it(runs: Runs, how: str) -> None:
             run.process.send_signal(signal.SIGTERM)
     else:
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
-    assert_stopped(run)
+    assert_stopped(run, number)
 
 
 def test_so_does_a_reader_that_leaves(runs: Runs) -> None:
     """As `echelon train … | head` does; what is said then goes to stderr."""
     run_dir = runs.folder / "run"
     words = ["--actor.envs=8", "--steps=1000000000", f"--run-dir={run_dir}", f"--shm-dir={runs.shm_dir}"]
-    head = ("bash", "-c", 'set -o pipefail; "$@" | head -n 3', "bash")
+    head = ("bash", "-c", 'set -o pipefail; "$@" | grep -m 1 " -> "', "bash")
     run = Running(run_dir, runs.shm_dir, "train", "impala", "CartPole-v1", *words, before=head, fresh=True)
     runs.started.append(run)
     assert run.code() == 141, run.text()
@@ -114,12 +117,35 @@ def test_twice_leaves_at_once(runs: Runs) -> None:
     run.assert_nothing_left()
 
 
+def catches_interrupts(run: Running) -> bool:
+    """Whether the process has a handler for SIGINT, as every Python program has at first."""
+    status = Path(f"/proc/{run.process.pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> signal.SIGINT - 1 & 1)
+
+
 def test_while_starting(runs: Runs) -> None:
-    """Before any role runs, the first signal ends the run immediately."""
-    run = runs.train()
-    run.until(lambda: list(run.shm_dir.iterdir()), "the session is there")
-    run.process.send_signal(signal.SIGINT)
-    assert run.code() in (0, 130), run.text()  # 0: it had already started, and stopped gracefully
+    """At any moment of its start, the first signal ends a run, without a traceback."""
+
+    def start(name: str) -> Running:
+        words = {"steps": 10**9, "actor.envs": 8}
+        runs.started.append(
+            run := Running.train("impala", "CartPole-v1", runs.folder / name, runs.shm_dir, fresh=True, **words)
+        )
+        wait_until(lambda: catches_interrupts(run), "Python has started")
+        return run
+
+    early = start("early")
+    wait_until(lambda: not catches_interrupts(early) or early.text(), "the command has started")
+    early.process.send_signal(signal.SIGINT)
+    later = [(start(str(number)), signal.SIGINT, 0.2 * number) for number in range(3)]
+    for run, number, delay_s in [*later, (start("terminated"), signal.SIGTERM, 0.1)]:
+        run.until(lambda run=run: "preparing" in run.text(), "the run has started")
+        time.sleep(delay_s)
+        run.process.send_signal(number)
+        assert run.code() == 128 + number, run.text()
+        assert "Traceback" not in run.text() and "ignored" not in run.text(), run.text()
+    assert early.code() in (130, -signal.SIGINT) and "Traceback" not in early.text(), early.text()
     run.assert_nothing_left()
 
 
@@ -128,7 +154,7 @@ def test_stop_reaches_a_learner_that_is_just_being_replaced(runs: Runs) -> None:
     run.until(lambda: list((run.run_dir / "checkpoints").glob("step_*")), "there is a checkpoint")
     run.kill("learner")
     run.process.send_signal(signal.SIGINT)
-    assert run.code() == 0, run.text()
+    assert run.code() == 130, run.text()
     assert run.summary()["status"] == "stopped"
     assert run.summary()["env_steps"] == checkpointed_steps(run)
     run.assert_nothing_left()

@@ -14,7 +14,7 @@ from running import Running, Runs, parent_of, processes_marked, wait_until
 def stop(run: Running) -> dict[str, Any]:
     """Stops a run as a user does."""
     run.process.send_signal(signal.SIGINT)
-    assert run.code() == 0, run.text()
+    assert run.code() == 130, run.text()
     run.assert_nothing_left()
     return run.summary()
 

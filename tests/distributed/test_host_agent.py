@@ -62,7 +62,7 @@ class Head:
         file.write_text("tcp://127.0.0.1:9")
         assignment = Assignment(streams=num_hosts, slots=2, weights=8, slot=SLOT.to_wire())
         counts = SlotRing(self.session, SLOT, num_hosts, 2)
-        arguments = (assignment, Quorum(num_hosts), counts, file, self.texts.append)
+        arguments = (assignment, Quorum(num_hosts), counts, file, self.texts.append, lambda: None)
         thread = threading.Thread(target=self.engine.gather, args=arguments)
         thread.start()
         return thread

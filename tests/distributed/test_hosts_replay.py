@@ -43,7 +43,7 @@ def test_whoever_is_killed_no_step_is_counted_twice_and_the_replay_stays(site: S
     agent.process.send_signal(signal.SIGSTOP)  # no further slot comes
     received = when_quiet(lambda: head.heads(4)[2:])  # first: the count is compared with what has come
     assert counted(head)[2:] == [slots * TRAJECTORY * ENVS for slots in received], "each slot counts once"
-    inserted = head.rows()[-1]["replay"]["inserted"]
+    inserted = head.rows()[-1]["replay.inserted"]
     os.kill(agent.process.pid, signal.SIGKILL)
     gone(agent)
     head.until(lambda: "host second is lost (silent for" in head.text(), "the head gives the host up")

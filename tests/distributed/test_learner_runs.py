@@ -17,8 +17,9 @@ from echelon.config import replace
 from echelon.errors import DivergedError
 from echelon.presets import preset
 from echelon.replay.limiter import LimiterRule
+from echelon.roles.gauge import PHASES
 from echelon.roles.plan.replay import limiter_rule
-from echelon.runs.metrics import read_metrics
+from echelon.runs.metrics import read_rows
 from running import Runs, train_shortly
 
 LOOPBACK = "0100007F"  # 127.0.0.1 as /proc/net/tcp writes it
@@ -32,9 +33,9 @@ def weights_of(summary: dict[str, Any]) -> dict[str, torch.Tensor]:
 def loss_of(summary: dict[str, Any]) -> float:
     """Returns the mean loss over all updates; a row holds the mean since the previous row."""
     total, seen = 0.0, 0
-    for row in read_metrics(Path(summary["run_dir"])):
-        if row["kind"] == "train" and row["loss"]:
-            total += row["loss"]["loss"] * (row["updates"] - seen)
+    for row in read_rows(Path(summary["run_dir"])):
+        if row["kind"] == "train" and "loss.total" in row:
+            total += row["loss.total"] * (row["updates"] - seen)
             seen = row["updates"]
     assert seen == summary["updates"]
     return total / seen
@@ -54,6 +55,9 @@ def test_several_learners_train_as_one_does(tmp_path: Path, shm_dir: Path, name:
     for key in ("env_steps", "episodes", "updates", "return_max", "lag_max", "dropped", "reason"):
         assert several[key] == one[key], key
     assert several["return_mean"] == pytest.approx(one["return_mean"])
+    ended, expected = (echelon.read_episodes(summary["run_dir"]) for summary in (several, one))
+    for column in ("return", "actor", "env"):
+        assert sorted(ended[column]) == pytest.approx(sorted(expected[column])), "every learner reports its own"
     for key, tensor in weights_of(one).items():
         torch.testing.assert_close(weights_of(several)[key], tensor, rtol=1e-3, atol=1e-4)
     assert one["updates"] >= 9 and one["episodes"] <= 100, "so that the mean is that of all"
@@ -100,11 +104,11 @@ def test_learners_of_a_replay_keep_the_ratio_and_go_on(tmp_path: Path, shm_dir: 
 def test_without_a_bound_learners_go_on_and_stop_together(tmp_path: Path, shm_dir: Path) -> None:
     changes = {"learner.num_learners": 2, "actor.num_actors": 4, "learner.batch": 8, "stop.steps": 40_000, **SMALL}
     summary = train_shortly(tmp_path, shm_dir, "impala", "local", **changes)
-    rows = [row for row in read_metrics(Path(summary["run_dir"])) if row["kind"] == "train"]
+    rows = [row for row in read_rows(Path(summary["run_dir"])) if row["kind"] == "train"]
     assert summary["reason"] == "steps" and 40_000 <= summary["env_steps"] < 42_000
     assert [row["env_steps"] for row in rows] == sorted(row["env_steps"] for row in rows)
-    shares = rows[-1]["time"]
-    assert all(0.99 < sum(shares[name].values()) < 1.01 for name in ("learner-0", "learner-1"))
+    shares = [[rows[-1][f"time.{name}.{phase}"] for phase in PHASES] for name in ("learner-0", "learner-1")]
+    assert all(0.99 < sum(one) < 1.01 for one in shares)
 
 
 def test_what_diverges_is_told_once(tmp_path: Path, shm_dir: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
+from world_cast import FORKSERVER, ensure_forkserver
 
 from echelon.errors import ConfigError, PeerLost, Refused, RpcException, TransportTimeout
 from echelon.transport.codec import encode
@@ -24,9 +24,6 @@ from echelon.transport.secret import user_secret
 from echelon.world.node import Node
 
 PATIENCE_S = 60.0  # a bound on what should take milliseconds, on a machine that may be busy
-
-FORKSERVER = multiprocessing.get_context("forkserver")  # every child starts bare, without waiting for imports
-FORKSERVER.set_forkserver_preload(["echelon.world.node"])
 
 Start = Callable[[str], ForkServerProcess]
 Knock = Callable[[], zmq.Socket[bytes]]
@@ -45,6 +42,7 @@ def start(host: Node) -> Iterator[Start]:
     children: list[ForkServerProcess] = []
 
     def start_member(name: str) -> ForkServerProcess:
+        ensure_forkserver()
         child = FORKSERVER.Process(target=node_member.main, args=(host.address, name, os.getpid()))
         child.start()
         children.append(child)

@@ -88,7 +88,7 @@ def test_a_node_that_dies_is_given_up_and_a_new_one_gets_actors(site: Site, node
     run.until(lambda: " joined; " in run.text(), "a node of the same address takes part")
     act(run)
     run.process.send_signal(signal.SIGINT)
-    assert run.code() == 0, run.text()
+    assert run.code() == 130, run.text()
     assert [host["name"][:8] for host in run.summary()["hosts"] if not host["lost"]][1:] == [FAR, THIRD]
     wait_until(lambda: not nodes.agents(1) and not nodes.agents(2), "no agent is left")
 

@@ -23,7 +23,6 @@ from echelon.presets import REPLAY_PRESETS, preset
 from echelon.replay.restore import DamagedSnapshot, read_header
 from echelon.roles.learner import Learner
 from echelon.roles.plan.parts import Plan
-from echelon.roles.plan.replay import limiter_rule
 from echelon.roles.replay_source import ReplaySource
 from echelon.runs.checkpoint import load_checkpoint
 from stage import Stage
@@ -125,7 +124,7 @@ def test_a_run_of_processes_goes_on_learning_with_no_drop_in_return(tmp_path: Pa
     told = re.search(r"replay: restored the ([\d,]+) transitions of step_", text.getvalue())
     assert told is not None, text.getvalue()
     size = int(told[1].replace(",", ""))
-    assert 0 <= 1_000 - size <= limiter_rule(config).chunk, "but for what was being overwritten"
+    assert 900 <= size <= 1_000, "but for the few that the actor overwrote while they were saved"
     assert after.summary["replay"]["sampled"] >= sampled + 8 * 300, "it learns from the first steps on"
     assert after.summary["replay"]["samples_per_insert"] == pytest.approx(8.0, rel=0.01)
     assert echelon.evaluate(before.run_dir, episodes=5)["return_mean"] == 1.0

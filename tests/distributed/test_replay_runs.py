@@ -15,7 +15,7 @@ from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError, DivergedError
 from echelon.presets import REPLAY_PRESETS, preset
 from echelon.roles.plan.replay import limiter_rule
-from echelon.runs.metrics import read_metrics
+from echelon.runs.metrics import read_rows
 
 SMALL = {"network.hidden": (16,), "replay.min_size": 100, "replay.batch": 32, "replay.capacity": 2_000}
 SMALL |= {"evaluation.episodes": 0, "stop.steps": 600, "replay.samples_per_insert": 8.0}
@@ -39,11 +39,12 @@ def train(name: str, folder: Path, shm_dir: Path, engine: str, **changes: Any) -
 
 @pytest.mark.parametrize("name", [full(name) if name == "mario" else name for name in REPLAY_PRESETS])
 def test_inline_repeats_exactly(tmp_path: Path, shm_dir: Path, name: str) -> None:
-    first, second, other = (train(name, tmp_path, shm_dir, "inline", seed=seed) for seed in (0, 0, 1))
+    steps = {"stop.steps": 300}
+    first, second, other = (train(name, tmp_path, shm_dir, "inline", seed=seed, **steps) for seed in (0, 0, 1))
     assert first["weights_sha256"] == second["weights_sha256"] != other["weights_sha256"]
     same = ("env_steps", "episodes", "updates", "return_mean", "lag_mean", "lag_max", "replay")
     assert [first[key] for key in same] == [second[key] for key in same]
-    assert first["updates"] > 50 and first["env_steps"] >= 600 and not list(shm_dir.iterdir())
+    assert first["updates"] > 30 and first["env_steps"] >= 300 and not list(shm_dir.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -96,14 +97,13 @@ def test_shards_that_cannot_fill_a_batch_are_told_and_nothing_counts_as_drawn(tm
 def test_the_record_tells_of_the_replay(tmp_path: Path, shm_dir: Path) -> None:
     changes = {"replay.publish_every": 4, "replay.beta_end": 1.0}
     summary = train("apex-dqn", tmp_path, shm_dir, "local", **changes, **{"stop.steps": 4_000})
-    rows = [row for row in read_metrics(Path(summary["run_dir"])) if row["kind"] == "train"]
+    rows = [row for row in read_rows(Path(summary["run_dir"])) if row["kind"] == "train"]
     last = rows[-1]
     for row, later in zip(rows, rows[2:], strict=False):  # between two rows before the last one steps are counted anew
-        assert row["replay"]["inserted"] <= later["env_steps"]
-    told = [row["loss"] for row in rows if row["loss"]]  # nothing may have been learned between the last two rows
-    assert told[-1]["td_error"] >= 0
+        assert row["replay.inserted"] <= later["env_steps"]
+    assert last["td_error"] >= 0
     assert last["version"] == 1 + summary["updates"] // 4, "weights are published with every fourth update"
-    betas = [row["replay"]["beta"] for row in rows]
+    betas = [row["replay.beta"] for row in rows]
     assert betas == sorted(betas) and betas[0] < 0.6 and betas[-1] > 0.98, "it reaches its end with the run"
     assert summary["lag_max"] <= last["version"] and summary["dropped"] == 0 and summary["restarts"] == 0
 

@@ -192,18 +192,18 @@ def test_a_run_reads_its_shards_over_tcp_and_goes_on_when_their_server_is_killed
     run = runs.train("apex-dqn", **fields, **{"replay.transport": "tcp"})
 
     def learns() -> None:
-        before = run.rows()[-1]["replay"]["sampled"] if run.rows() else 0
-        run.until(lambda: run.rows() and run.rows()[-1]["replay"]["sampled"] > before + 320, "the learner learns")
+        before = run.rows()[-1]["replay.sampled"] if run.rows() else 0
+        run.until(lambda: run.rows() and run.rows()[-1]["replay.sampled"] > before + 320, "the learner learns")
 
     learns()
     for name in ("shards-0", "learner", "shards-0"):
-        size = run.rows()[-1]["replay"]["size"]
+        size = run.rows()[-1]["replay.size"]
         pid = run.kill(name)
         assert run.pid(name, besides=pid)
         learns()
-        assert run.rows()[-1]["replay"]["size"] >= size, "no transition is lost"
+        assert run.rows()[-1]["replay.size"] >= size, "no transition is lost"
     run.process.send_signal(signal.SIGINT)
-    assert run.code() == 0, run.text()
+    assert run.code() == 130, run.text()
     run.assert_nothing_left()
     summary = run.summary()
     assert summary["restarts"] == 3 and "is lost" not in run.text()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from echelon.envs.make import env_seeds
-from echelon.runs.metrics import read_metrics
+from echelon.runs.metrics import read_rows
 from running import Runs, train_shortly
 
 
@@ -18,7 +18,7 @@ def train(folder: Path, shm_dir: Path, name: str, engine: str, **changes: Any) -
 
 
 def lags(run_dir: str) -> list[float]:
-    return [row["lag_max"] for row in read_metrics(Path(run_dir)) if row["kind"] == "train"]
+    return [row["lag_max"] for row in read_rows(Path(run_dir)) if row["kind"] == "train"]
 
 
 @pytest.mark.parametrize("name", ["ppo", "impala"])

@@ -68,9 +68,8 @@ def test_an_example_that_is_not_solved_in_time_fails(tmp_path: Path) -> None:
     assert ended.code != 0 and "not solved within 2 episodes" in ended.errors
 
 
-@pytest.mark.parametrize(
-    "name", ["dqn_apex", *(pytest.param(name, marks=pytest.mark.full) for name in ("a3c", "impala", "ddpg_apex"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", EASIER)
 def test_a_script_for_machin_runs_under_torch_multiprocessing(name: str, tmp_path: Path) -> None:
     """The first worker that is done ends the world by `exit(0)` while the learners still learn."""
     old, new = EASIER[name]

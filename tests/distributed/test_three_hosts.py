@@ -88,6 +88,7 @@ def lose_a_host_add_one_and_kill_the_learner(site: Site, hosts: list[Words], hea
     return late
 
 
+@pytest.mark.full
 def test_a_host_is_lost_another_joins_and_the_learner_is_killed(site: Site, hosts: list[Words]) -> None:
     head, _, second = start(site, hosts, "impala", **QUICK, **{"hosts.lease-s": 4.0})
     late = lose_a_host_add_one_and_kill_the_learner(site, hosts, head)

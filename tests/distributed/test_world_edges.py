@@ -11,6 +11,7 @@ import sys
 import pytest
 import world_edges
 
+import warm
 from running import DEADLINE_S, MARK, TESTS
 
 BROKE = "it ended with ValueError: it broke"
@@ -25,6 +26,7 @@ WORDS = {
 }
 
 
+@pytest.mark.xdist_group("world_edges")  # processes of one parent and one script meet: one world at a time
 @pytest.mark.parametrize("how", WORDS)
 def test_who_waits_is_told_how_the_other_went(how: str) -> None:
     """This includes the host: if it fails, no member waits for the 60 s of its timeout."""
@@ -32,8 +34,7 @@ def test_who_waits_is_told_how_the_other_went(how: str) -> None:
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: "edges"}
     command = [sys.executable, "-W", "error", world_edges.__file__]
     members = [
-        subprocess.Popen([*command, str(rank), how], env=environment, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
+        warm.Popen([*command, str(rank), how], env=environment, stdout=subprocess.PIPE, text=True) for rank in range(2)
     ]
     try:
         told = [member.communicate(timeout=DEADLINE_S)[0] for member in members]

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from world_suite import PROGRAMS
 
+import warm
 from hosts import NEAR, made_hosts
 from running import DEADLINE_S, MARK, TESTS, processes_marked, wait_until
 
@@ -34,7 +35,7 @@ def start(words: Words, ranks: str, size: int, address: str, secret: str | None)
     environment |= {"PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)]), "OMP_NUM_THREADS": "1"}
     environment |= {MARK: f"world-{os.getpid()}"} | ({"ECHELON_SECRET": secret} if secret else {})
     command = [*words, sys.executable, "-W", "error", str(MEMBER), ranks, str(size), address]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return warm.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @contextmanager

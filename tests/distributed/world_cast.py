@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.forkserver import ensure_running
 from typing import Any
+from unittest.mock import patch
 
 from echelon.world import World
+from running import TESTS
 
 PATIENCE_S = 120.0  # a bound on what should take milliseconds, on a machine that may be busy
 TIMEOUT_S = 60.0  # of the worlds
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["world_programs", "world_faults", "echelon.world.world"])
+FORKSERVER.set_forkserver_preload(["world_programs", "world_faults", "echelon.world.world", "frozen"])
+SEARCHED = [str(TESTS.parent / "src"), str(TESTS), str(TESTS / "distributed")]
 
 
 @dataclass
@@ -48,11 +53,18 @@ def attend(entrance: tuple[Any, ...], program: Callable[..., Any], args: tuple[A
     pipe.send((value, ""))
 
 
+def ensure_forkserver() -> None:
+    """Starts the fork server, unless it runs: it ignores what this process searches for the modules to preload."""
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join([*SEARCHED, os.environ.get("PYTHONPATH", "")])):
+        ensure_running()
+
+
 @contextlib.contextmanager
 def started(
     program: Callable[..., Any], size: int = 2, args: tuple[Any, ...] = (), address: str = "", guests: int = 0
 ) -> Iterator[list[Outcome]]:
     """Starts the members of a world, and guests without a rank, each running `program`; ends all of them afterwards."""
+    ensure_forkserver()
     members = []
     entrances = [(f"m{rank}", rank, size, address) for rank in range(size)]
     entrances += [(f"guest{i}", -1, -1, address) for i in range(guests)]

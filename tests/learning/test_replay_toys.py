@@ -13,7 +13,7 @@ from test_toys import Bandit, Chain, Target, play
 import echelon
 from echelon.config import replace
 from echelon.presets import preset
-from echelon.runs.metrics import read_metrics
+from echelon.runs.metrics import read_rows
 
 Learn = Callable[..., echelon.RunResult]
 SOFT = {"algorithm.random_steps": 200, "algorithm.target_tau": 0.02, "algorithm.critic_learning_rate": 5e-3}
@@ -62,8 +62,8 @@ def test_a_continuous_target_is_hit(name: str, learn: Learn) -> None:
 
 def test_importance_weights_correct_the_more_the_further_a_run_is(learn: Learn) -> None:
     fields = {"replay.beta_start": 0.2, "replay.beta_end": 0.8, "replay.samples_per_insert": 8.0}
-    rows = read_metrics(learn("apex-dqn", Chain, 800, **fields).run_dir)
-    found = [(row["progress"], row["replay"]["beta"]) for row in rows if row["kind"] == "train"]
+    rows = read_rows(learn("apex-dqn", Chain, 800, **fields).run_dir)
+    found = [(row["progress"], row["replay.beta"]) for row in rows if row["kind"] == "train"]
     assert found[-1] == pytest.approx((1.0, 0.8), abs=0.02)  # the last update may be a step or two before the end
     learning = [(progress, beta) for progress, beta in found if progress > 0.3]  # the first batch waits for min_size
     assert all(beta == pytest.approx(0.2 + 0.6 * progress, abs=0.02) for progress, beta in learning)

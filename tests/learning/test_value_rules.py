@@ -60,6 +60,11 @@ class Reach(gym.Env[Any, Any]):
 Learn = Callable[..., Training]
 
 
+def cases(rules: dict[str, Any], *full: str) -> list[Any]:
+    """The names of the rules; `full` are left to `make test-full`."""
+    return [pytest.param(name, marks=pytest.mark.full) if name in full else name for name in rules]
+
+
 @pytest.fixture
 def learn() -> Iterator[Learn]:
     """Trains a small network with large steps."""
@@ -84,22 +89,22 @@ def learn() -> Iterator[Learn]:
         training.close()
 
 
-@pytest.mark.parametrize("name", DISCRETE)
+@pytest.mark.parametrize("name", cases(DISCRETE, "dqn", "apex-dqn"))  # the chain asks more of them
 def test_bandit(name: str, learn: Learn) -> None:
     assert learn(DISCRETE[name], Bandit, 800).greedy == 1.0
 
 
-@pytest.mark.parametrize("name", DISCRETE)
+@pytest.mark.parametrize("name", cases(DISCRETE, "apex-dqn"))  # test_replay_toys.py has it
 def test_a_chain_needs_credit_over_several_steps(name: str, learn: Learn) -> None:
     assert learn(DISCRETE[name], Chain, 2_400).greedy == 1.0
 
 
-@pytest.mark.parametrize("name", DISCRETE)
+@pytest.mark.parametrize("name", cases(DISCRETE, "dqn plain", "apex-dqn"))  # they mask as dqn does
 def test_masked_actions_are_never_taken_and_the_best_of_the_others_is(name: str, learn: Learn) -> None:
     assert learn(DISCRETE[name], Masked, 2_000).greedy > 0.95
 
 
-@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("name", cases(CONTINUOUS, "apex-ddpg", "sac"))  # test_replay_toys.py has them
 def test_a_continuous_target_is_hit(name: str, learn: Learn) -> None:
     assert learn(CONTINUOUS[name], Target, 1_600).greedy > -0.01
 

@@ -136,7 +136,7 @@ def test_the_learner_sees_the_actors_probabilities_and_bounds_their_lag(
                 pass
         learner.account = account = Noted()
         if learner.step(0.0):
-            divergences.append(abs(account.noted[0]["divergence"]))  # before the batch updates the weights
+            divergences.append(abs(account.noted[0]["kl"]))  # before the batch updates the weights
     counters = learner.counters
     assert counters.updates == 10 and counters.dropped == 0 and learner.board.version == 12
     if max_lag == 0:

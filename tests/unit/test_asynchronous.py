@@ -361,6 +361,13 @@ def test_three_figures_are_told() -> None:
     assert "the learner (busy 95%)" in workers_bottleneck({"wait": 0.05})
 
 
+def test_more_workers_are_not_recommended_while_the_learner_is_behind() -> None:
+    """It has waited for the first worker, so it was not busy all the time."""
+    behind = workers_bottleneck({"wait": 0.4}, num_behind=993, num_workers=1)
+    assert "the learner (busy 60%); 993 episodes wait" in behind and "more workers" not in behind
+    assert "the workers" in workers_bottleneck({"wait": 0.4}, num_behind=30, num_workers=16), "they have just arrived"
+
+
 def test_the_rate_of_lumps_is_taken_over_many() -> None:
     rate, short = Rate(EpisodeSource.rate_window_s), Rate()
     for second in range(0, 60, 5):  # an episode of 500 steps, with 20 updates

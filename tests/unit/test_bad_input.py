@@ -18,6 +18,7 @@ from torch import nn
 from echelon.cli.main import main
 from echelon.envs.check import QUICK_STEPS
 from echelon.errors import ConfigError
+from echelon.presets import ppo as preset_ppo
 from echelon.runs.checkpoint import save_weights
 from echelon.training import resume
 from telling import Command, assert_told
@@ -136,6 +137,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
 VALUES: dict[str, tuple[str, list[str]]] = {
     "field": ("--actor.evns 8", ["actor.evns", "Did you mean actor.envs?"]),
     "option": ("--actrs 8", ["actrs", "Did you mean actor.num_actors or "]),
+    "option elsewhere": ("--lr 1e-3", ["Did you mean optimizer.learning_rate?"]),
     "far option": ("--foo 8", ["no field foo", "The nearest are", "`echelon train PRESET --help`"]),
     "many options": ("--batch 8", ["Did you mean acting.batch or learner.batch or replay.batch?"]),
     "section": ("--actor 8", ["names a section", "actor.envs"]),
@@ -221,6 +223,23 @@ def test_a_module_that_cannot_be_imported_is_told(
     assert_told(told, 2, 'network.name="broken_module:make"', "broken_module")
     assert_told(command("train", "ppo", f"{folder}/broken_module.py:make", *common), 2, "broken_module.py")
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_file_without_a_name_is_told_with_the_names_in_it(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "grid.py").write_text("1 / 0\nclass Maze: ...\ndef make(): ...\ndef _hidden(): ...\n")
+    told = command("train", "ppo", f"{tmp_path}/grid.py", "--steps", "100", *SMALL)
+    assert_told(told, 2, f"write {tmp_path}/grid.py:NAME", "(Maze, make)")
+
+
+@pytest.mark.parametrize("words", [("CartPole-v1", "ppo"), ("CartPole-v1",)])
+def test_a_command_whose_preset_does_not_come_first_is_told(words: tuple[str, ...], command: Command) -> None:
+    assert_told(command("train", *words, "--steps", "100"), 2, "`echelon train ppo CartPole-v1`")
+
+
+def test_a_preset_in_python_refuses_fields() -> None:
+    make: Any = preset_ppo
+    with pytest.raises(ConfigError, match=r"steps.*replace\(ppo\(\.\.\.\), "):
+        make("CartPole-v1", steps=4)
 
 
 def test_an_unknown_command_is_told_with_the_nearest(command: Command) -> None:
@@ -349,6 +368,9 @@ def test_a_run_that_reached_its_end_is_not_resumed_without_a_new_one(run: Path, 
     assert_told(command("resume", "run", "--minutes", "1e-9"), 2, "has reached its end", "--minutes")
     assert_told(command("resume", "run", "--steps", "-3"), 2, "stop.steps=-3")
     assert_told(command("resume", "run", "--steps", "many"), 2, "'many'")
+    assert_told(
+        command("resume", "run", "--optimizer.learning-rate", "1e-4"), 2, "keeps its configuration", "init-from"
+    )
     assert_told(
         command("resume", "run", "--steps", "200", "--learners", "0"), 2, "learner.num_learners=0", "--learners 1"
     )

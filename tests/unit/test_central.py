@@ -175,7 +175,7 @@ def test_the_learner_sees_the_servers_probabilities_and_bounds_the_lag(
             pass
         learner.account = account = Noted()
         if learner.step(0.0):
-            divergences.append(abs(account.noted[0]["divergence"]))  # before the batch updates the weights
+            divergences.append(abs(account.noted[0]["kl"]))  # before the batch updates the weights
     assert learner.counters.dropped == 0 and learner.counters.lag_max == max_lag
     if max_lag == 0:
         assert max(divergences) < 1e-6

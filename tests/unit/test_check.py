@@ -166,6 +166,20 @@ def test_the_command_exits_with_1_for_a_faulty_environment(capsys: pytest.Captur
     assert sum(check["level"] == "error" for check in found["checks"]) == 1
 
 
+def test_the_environment_of_the_readme_is_sound(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    (block,) = (part for part in text.split("```python\n") if part.startswith("# corridor.py"))
+    (tmp_path / "corridor.py").write_text(block.partition("```")[0])
+    assert report(capsys, f"{tmp_path}/corridor.py:Corridor")["ok"]
+
+
+def test_an_environment_without_spaces_is_a_finding_and_not_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, "test_bad_input:NoSpacesEnv", code=1)
+    assert "gymnasium.spaces" in found["checks"][0]["text"]
+
+
 @pytest.mark.parametrize(
     ("fault", "text"), [("bounds", "its bounds are"), ("float64", "It is converted"), ("draw", "same seed and actions")]
 )
@@ -180,5 +194,7 @@ def test_the_command_warns_of_what_training_can_handle(
 def test_the_command_prints_lines_and_refuses_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "CartPole-v1", "--steps", "30"]) == 0
     assert "no errors" in capsys.readouterr().out
+    assert main(["check", "CartPole-v1", "--steps", "30", "--network.name", "test_bad_input:misfit_network"]) == 1
+    assert "misfit_network" in capsys.readouterr().out
     for wrong in (["Nope-v3"], ["CartPole-v1", "--steps", "0"], ["CartPole-v1", "--env-kwargs", "["], []):
         assert main(["check", *wrong]) == 2

@@ -37,6 +37,7 @@ from echelon.roles.plan.choice import (
 from echelon.roles.plan.findings import CALIBRATED, PREPARED, CallCost, Measured, Prepared
 from echelon.roles.plan.layouts import round_rows
 from echelon.roles.plan.sizing import Preparation
+from echelon.roles.plan.stages import Stages
 from running import DEADLINE_S
 from stage import Stage
 from unruly import SlowEnv
@@ -255,22 +256,22 @@ def prepared(stage: Stage, context: Context | None = None) -> Prepared:
 @pytest.mark.parametrize("mode", ["local", "central"])
 def test_what_was_asked_for_is_what_is_chosen(make_stage: Callable[..., Stage], mode: str) -> None:
     stage = make_stage(**{**AUTO, "acting.mode": mode})
-    assert choice.choose_acting(stage.context, InlineEngine(), prepared(stage)).mode == mode
+    assert choice.choose_acting(stage.context, InlineEngine(), prepared(stage), Stages(print)).mode == mode
 
 
 def test_one_process_acts_locally(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(**{**AUTO, "acting.mode": "auto"})
-    found = choice.choose_acting(stage.context, InlineEngine(), prepared(stage))
+    found = choice.choose_acting(stage.context, InlineEngine(), prepared(stage), Stages(print))
     assert found.mode == "local" and "one process" in found.reason
 
 
 def test_who_makes_first_priorities_acts_locally(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(name="apex-dqn", **{**AUTO, "acting.mode": "auto", "replay.capacity": 10_000})
-    found = choice.choose_acting(stage.context, InlineEngine(), prepared(stage))
+    found = choice.choose_acting(stage.context, InlineEngine(), prepared(stage), Stages(print))
     assert found.mode == "local" and "initial priorities" in found.reason
     context = replace(stage.context, train=changed(stage.context.train, **{"acting.value": True}))
     with pytest.raises(ConfigError, match=r"acting\.value=true, but the networks of apex-dqn have action values"):
-        choice.choose_acting(context, InlineEngine(), prepared(stage))
+        choice.choose_acting(context, InlineEngine(), prepared(stage), Stages(print))
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,7 @@ def test_what_central_acting_could_not_do_is_refused_whatever_would_be_chosen(
     stage = make_stage(**{**AUTO, "acting.mode": "auto"})
     context = replace(stage.context, train=changed(stage.context.train, **fields))
     with pytest.raises(ConfigError, match=message):
-        choice.choose_acting(context, InlineEngine(), prepared(stage, context))
+        choice.choose_acting(context, InlineEngine(), prepared(stage, context), Stages(print))
 
 
 class Misbehaving(toy.CounterEnv):
@@ -332,7 +333,7 @@ def test_environments_that_fail_in_the_calibration_cost_only_the_choice(
     name = f"{Path(__file__)}:Misbehaving"
     stage = make_stage(name, **{**AUTO, "acting.mode": "auto", "env.kwargs": {"how": how}})
     monkeypatch.setattr(choice, "LIMIT_S", 1.0 if how < 0 else DEADLINE_S)
-    found = choice.choose_acting(stage.context, engine, prepared(stage))
+    found = choice.choose_acting(stage.context, engine, prepared(stage), Stages(print))
     assert found.mode == "local"
     assert re.search(reason, found.reason), found.reason
     assert "\n" not in found.reason
@@ -343,8 +344,8 @@ def test_a_calibration_in_a_process_of_its_own_chooses(
 ) -> None:
     stage = make_stage("CartPole-v1", **{**AUTO, "acting.mode": "auto", "engine": "local"})
     monkeypatch.setattr(choice, "LIMIT_S", DEADLINE_S)
-    found = choice.choose_acting(stage.context, engine, prepared(stage))
+    found = choice.choose_acting(stage.context, engine, prepared(stage), Stages(print))
     assert "steps/s against" in found.reason  # either, depending on the load of the machine
     assert not engine.exits() and engine.pid(choice.CALIBRATION) is None
     monkeypatch.setattr(choice, "forecast", lambda *given: Forecast(1.0, 2.0))
-    assert choice.choose_acting(stage.context, engine, prepared(stage)).mode == "central"
+    assert choice.choose_acting(stage.context, engine, prepared(stage), Stages(print)).mode == "central"

@@ -108,7 +108,8 @@ def test_fields_that_must_fit_each_other_may_be_in_file_and_options() -> None:
         ("steps = 1", ["ppo", "CartPole-v1"], ["my.toml", "no field steps", "stop.steps"]),
         ("[actr]\nenvs = 1", ["ppo", "CartPole-v1"], ["my.toml", "no field actr.envs", "actor.envs"]),
         ("actor = 1", ["ppo", "CartPole-v1"], ["actor=1 is a section"]),
-        ("[actor]\nenvs = 'many'", ["ppo", "CartPole-v1"], ["actor.envs='many'", "int"]),
+        ("[actor]\nenvs = 'many'", ["ppo", "CartPole-v1"], ["my.toml", "actor.envs='many'", "int"]),
+        ("optimiser = 3", ["ppo", "CartPole-v1"], ["my.toml", "Did you mean optimizer?", "section"]),
         ("[replay]\nbatch = 7", ["ppo", "CartPole-v1"], ["replay.batch=7 has no effect", "no replay"]),
         ('[algorithm]\nname = "dqn"', ["ppo", "CartPole-v1"], ["algorithm.name='dqn'", "the preset ppo"]),
         ("seed = ", ["ppo", "CartPole-v1"], ["my.toml is not TOML"]),
@@ -153,7 +154,7 @@ def test_the_configuration_of_a_foreign_run_names_no_code(shm_dir: Path) -> None
             options("--config", name)
         assert options("--config", name, "--trust").env.id == "toy_envs:make_counter"
     Path("run/config.json").write_text(json.dumps(record["config"]))  # without a mark it is not a file of values
-    with pytest.raises(ConfigError, match="has format None"):
+    with pytest.raises(ConfigError, match="it has no format"):
         options("--config", "run/config.json")
 
 

@@ -55,7 +55,8 @@ def test_plain_line_has_every_figure() -> None:
     assert plain_line(Status(env_steps=0, steps_per_s=0.0, wall_s=1.0)) == (
         "1 s | steps 0 | 0 steps/s | episodes 0 | updates 0 | lag 0.0 (max 0)"
     )
-    assert " | episodes 0 | filling 500/5,000 | updates 0 | " in plain_line(Status(0, 0.0, 1.0, filling=(500, 5_000)))
+    assert plain_line(Status(0, 0.0, 1.0, doing="starting 3 of 14 actors")) == "1 s | starting 3 of 14 actors"
+    assert "1 s | filling the replay | steps 64 | " in plain_line(Status(64, 0.0, 1.0, doing="filling the replay"))
 
 
 def test_plain_lines_come_after_one_second_then_every_five() -> None:

@@ -492,7 +492,7 @@ def test_a_vector_environment_that_raises_is_named_or_made_anew_whole() -> None:
 )
 def test_an_environment_that_breaks_its_space_is_named(what: str, message: str) -> None:
     group = make_group(EnvConfig(id=toy.LiarEnv, kwargs={"what": what}), [70, 71])
-    with pytest.raises(EnvError, match=rf"environment 0 \(seed 70\) returned.*{message}"):
+    with pytest.raises(EnvError, match=rf"environment 0 \(seed 70\) at its step \d+ returned.*{message}"):
         rollout(group, np.zeros((3, 2), np.int64))
 
 
@@ -571,5 +571,7 @@ def test_an_observation_of_another_shape_is_not_stretched_over_its_row() -> None
     group = LoopGroup(Shrinking, [1, 2])
     rows = empty_rows(group)
     group.reset(rows.observation)
-    with pytest.raises(EnvError, match=r"environment 0 \(seed 1\) returned observation of shape \(1,\)"):
+    with pytest.raises(
+        EnvError, match=r"environment 0 \(seed 1\) at its step \d+ returned observation of shape \(1,\)"
+    ):
         group.step(np.zeros(2, np.int64), rows)

@@ -18,7 +18,7 @@ from echelon.errors import ConfigError, EnvError
 from echelon.roles.evaluator import Match
 from echelon.runs.best import Best, read_best, save_best
 from echelon.runs.checkpoint import load_weights, read_weights, weights_path
-from echelon.runs.metrics import read_metrics
+from echelon.runs.metrics import read_rows
 from echelon.runs.report import number_text
 
 TINY = {"actor.num_actors": 1, "actor.envs": 2, "actor.trajectory": 8, "network.hidden": (8,), "learner.threads": 1}
@@ -39,8 +39,10 @@ def test_the_final_weights_are_evaluated(tmp_path: Path, interval_s: float) -> N
     mean, steps = summary["evaluation_return_mean"], summary["env_steps"]
     assert summary["evaluation_episodes"] == 3 and summary["evaluation_return"] == mean >= 1.0
     assert json.loads((tmp_path / "run/summary.json").read_text())["evaluation_return_mean"] == mean
-    (row,) = (row for row in read_metrics(tmp_path / "run") if row["kind"] == "evaluation")
+    rows = read_rows(tmp_path / "run")
+    (row,) = (row for row in rows if row["kind"] == "evaluation")
     assert (row["return_mean"], row["env_steps"], row["episodes"]) == (mean, steps, 3)
+    assert row["version"] == rows[-2]["version"] > 0, "that of the last row of training"
     lines = text.splitlines()
     assert f"evaluation  {number_text(mean)} mean of 3 episodes with the final weights" in lines, text
     assert f"best        {number_text(mean)} at {steps:,} steps (--checkpoint best)" in lines

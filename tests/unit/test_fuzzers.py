@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from running import TESTS
 
 FUZZ = TESTS.parent / "benchmarks" / "fuzz.py"
@@ -31,9 +32,8 @@ sys.exit(harness.run("sevens", lambda: trial, parser.parse_args()))
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(map(str, (TESTS.parent / "src", FUZZ.parent)))
-    environment = {**os.environ, "PYTHONPATH": path}
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return warm.run([sys.executable, *map(str, words)], env=environment, timeout=120)
 
 
 @pytest.mark.parametrize("kind", COUNTS)

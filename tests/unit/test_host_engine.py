@@ -37,6 +37,7 @@ from echelon.hosts.quorum import Quorum
 from echelon.presets import preset
 from echelon.roles.carrier import Carrier
 from echelon.roles.plan.preparation import prepare, world_address
+from echelon.roles.plan.stages import Stages
 from echelon.roles.ring_sink import RingSink
 from echelon.transport.channel import HEADER
 from echelon.transport.channel_client import Client, PendingRequest
@@ -128,7 +129,7 @@ def gathered(
     """Has the head wait for hosts; returns the counts of the actors' slots."""
     counts = SlotRing(shm_dir, SlotBytes(64), num_actors, 2)
     assignment = Assignment(streams=num_actors, slots=2, weights=8, act_bytes=64)
-    engine.gather(assignment, Quorum(num_hosts), counts, shm_dir / "carrier.address", told)
+    engine.gather(assignment, Quorum(num_hosts), counts, shm_dir / "carrier.address", told, lambda: None)
     return counts
 
 
@@ -346,7 +347,7 @@ def test_the_time_spent_waiting_for_hosts_does_not_count(
     changes = {"engine": "hosts", "hosts.count": 2, "run.dir": str(tmp_path / "run")}
     config = replace(preset("impala", "CartPole-v1"), **changes)
     world = Node.host(world_address(config, shm_dir))
-    context, _ = prepare(config, shm_dir, engine, world, 0, 100.0, lambda _: None)
+    context, _ = prepare(config, shm_dir, engine, world, 0, 100.0, Stages(lambda _: None))
     world.close()
     assert 100.5 <= context.started_at < 110.0
 

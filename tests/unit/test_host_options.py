@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,7 +71,9 @@ def test_an_address_that_cannot_be_joined_is_refused_at_once(join: str, text: st
 
 def test_a_resumed_run_may_listen_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(training, "resume", lambda run, **options: asked.update(options))
+    monkeypatch.setattr(
+        training, "resume", lambda run, **options: asked.update(options) or SimpleNamespace(exit_code=0)
+    )
     resume_command.run(["run", "--hosts", "2", "--hosts.address", "0.0.0.0:7000", "--hosts.bulk-port=7001"])
     assert asked["hosts"] == 2
     assert asked["fields"] == {"hosts.address": "0.0.0.0:7000", "hosts.bulk_port": "7001"}

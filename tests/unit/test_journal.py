@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from echelon.roles.journal import NUM_KEPT, NUM_ROWS, Entry, Evaluation, Journal
-from echelon.roles.tally import Tally
+from echelon.roles.tally import UNKNOWN, Tally
 
 
 def open_journal(evaluation: float = 0.0) -> tuple[Journal, Tally]:
@@ -47,7 +47,7 @@ def test_pieces_count_their_steps_and_only_the_last_ends_an_episode() -> None:
     journal.begin(Entry(row, 3, 0, 6, (4.0, 20)))
     journal.finish()
     assert (tally.env_steps, tally.episodes, journal.last(row)) == (20, 1, 3)
-    assert tally.ended(0, 0).tolist() == [[4.0, 20.0]]
+    assert tally.ended(0, 0).tolist() == [[4.0, 20.0, UNKNOWN]]
 
 
 @pytest.mark.parametrize("appended", [False, True])

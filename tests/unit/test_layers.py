@@ -79,20 +79,22 @@ ALLOWED: dict[str, set[str]] = {
     "replay": {"errors", "disk", "memory_check", "layout", "schema", "config", "transport"},
     "servers": {"errors", "config", "layout", "schema", "transport", "engines", "world", "replay"} | LEARNING,
     "envs": {"errors", "names", "families", "config", "layout", "schema"},
-    "runs": {"errors", "disk", "memory_check", "config", "config_io", "schema", "trust"},
+    "runs": {"errors", "disk", "memory_check", "config", "config_io", "names", "schema", "trust"},
     "policy": {"errors", "disk", "config", "schema", "layers", "networks", "algorithms", "envs", "runs"},
     "export": {"errors", "disk", "schema", "layers", "networks", "runs", "policy"},
     "config_files": {"errors", "fields", "config", "config_io", "runs"},
     "frames": {"errors", "names", "objectives", "replay", "servers", "world", "runs"},
-    "roles": GROUND | LEARNING | PLANES | {"version", "disk", "replay", "servers", "envs", "runs"},
+    "callbacks": {"errors", "names", "disk", "fields", "config", "config_io", "runs"},
+    "roles": GROUND | LEARNING | PLANES | {"version", "callbacks", "disk", "replay", "servers", "envs", "runs"},
     "process_state": set(),
-    "evaluation": GROUND | LEARNING | {"video", "envs", "runs", "roles", "process_state"},
-    "training": GROUND | LEARNING | PLANES | {"replay", "servers", "envs", "runs", "roles", "presets", "process_state"},
+    "evaluation": GROUND | LEARNING | {"video", "envs", "runs", "roles", "process_state", "policy"},
+    "running": GROUND | LEARNING | PLANES | {"callbacks", "envs", "runs", "roles", "process_state"},
+    "training": GROUND | {"runs", "roles", "running"},
     "asynchronous": GROUND
     | LEARNING
     | PLANES
     | {"version", "replay", "envs", "roles", "presets", "training", "process_state", "status_file", "trust"},
-    "__init__": {"version", "config", "policy", "evaluation", "training", "presets", "asynchronous"},
+    "__init__": {"version", "config", "policy", "evaluation", "training", "presets", "asynchronous", "runs"},
     "bench": GROUND
     | LEARNING
     | PLANES

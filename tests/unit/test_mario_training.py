@@ -23,7 +23,7 @@ from echelon.replay.reader import PriorityColumn
 from echelon.roles.plan.replay import transition_layout
 from echelon.runs.checkpoint import load_checkpoint, newest_intact
 from echelon.runs.episode_log import LOG, PICTURE, EpisodeLog
-from echelon.runs.metrics import read_metrics
+from echelon.runs.metrics import read_rows
 from running import Runs
 
 MIN_SIZE, DECAY = 60, 0.99999975
@@ -116,9 +116,9 @@ def test_counts_follow_from_the_steps_however_many_actors_make_them(
     assert 0 <= steps - replay["inserted"] <= num_envs, "the newest transition of each is stored with the next row"
     assert summary["updates"] == (replay["inserted"] - MIN_SIZE) // 3
     assert replay["sampled"] == 32 * summary["updates"] and replay["written_off"] == 0
-    rows = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
+    rows = [row for row in read_rows(tmp_path / "run") if row["kind"] == "train"]
     assert all(row["epsilon"] == pytest.approx(DECAY ** row["env_steps"], rel=1e-12) for row in rows)
-    assert all(row["updates"] <= max(row["replay"]["inserted"] - MIN_SIZE, 0) // 3 for row in rows), "never ahead"
+    assert all(row["updates"] <= max(row["replay.inserted"] - MIN_SIZE, 0) // 3 for row in rows), "never ahead"
     found = newest_intact(tmp_path / "run" / "checkpoints")
     assert found is not None
     assert load_checkpoint(found[0])["algorithm"]["num_learned"] == summary["updates"], "copies to the target follow"
@@ -141,7 +141,7 @@ def test_a_learner_that_was_killed_repeats_the_updates_that_it_lost(runs: Runs) 
 
 
 def test_the_columns_of_the_log_stay_apart_however_large_its_numbers(tmp_path: Path) -> None:
-    row = {"episodes": 1, "env_steps": 123_456_789, "updates": 0, "loss": {}, "return_mean": -2e9, "length_mean": 1e16}
+    row = {"episodes": 1, "env_steps": 123_456_789, "updates": 0, "return_mean": -2e9, "length_mean": 1e16}
     log = EpisodeLog(tmp_path, 10, {})
     log.note(row)
     log.note({**row, "episodes": 123_456_789})

@@ -47,7 +47,13 @@ class Learning:
         self.trainable, self.account = ModelTrainable(config, model, peers), Noted()
         self.gradients: list[torch.Tensor] = []
         optimizer = self.trainable.update.optimizer
-        optimizer.register_step_pre_hook(lambda *_: self.gradients.append(model.gradients.clone()))
+        step = optimizer.step
+
+        def noted_step() -> None:
+            self.gradients.append(model.gradients.clone())
+            step()
+
+        optimizer.step = noted_step  # type: ignore[method-assign]
 
     def learn(self, *batches: Batch) -> Learning:
         for batch in batches:

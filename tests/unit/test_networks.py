@@ -304,6 +304,18 @@ class Plain(nn.Module):
         return params, params.sum(-1).reshape(len(observation), *self.value_shape)
 
 
+class Changed(Plain):
+    """A user's module with a mistake in its value."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(3)
+        self.change = change
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        params, value = super().forward(observation)
+        return params, self.change(value)
+
+
 class Counter(nn.Module):
     """A user's module with memory: its value is how many steps the episode has."""
 
@@ -380,8 +392,11 @@ def test_a_module_may_act_by_itself_with_a_value_or_without(zoo: Zoo, reply: tup
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (lambda spaces, num_params: Plain(num_params + 1), r"zoo:factory.*Discrete\(3\).*\(2, 3, 4\).*\(2, 3, 3\)"),
-        (lambda spaces, num_params: Plain(num_params, (1,)), r"value has the shape \(2, 3, 1\), expected \(2, 3\)"),
+        (lambda spaces, num_params: Plain(num_params + 1), r"zoo:factory.*Discrete\(3\).*\(6, 4\).*\(6, 3\)"),
+        (lambda spaces, num_params: Plain(num_params, (1,)), r"value has the shape \(6, 1\), expected \(6,\)"),
+        (lambda spaces, num_params: Changed(lambda x: x.squeeze()), r"value has the shape \(\), expected \(1,\)"),
+        (lambda spaces, num_params: Changed(lambda x: x / 0), r"zoo:factory.*(params|value) has NaN or infinity"),
+        (lambda spaces, num_params: Changed(lambda x: x.detach()), r"zoo:factory.*value does not depend on the param"),
         (lambda spaces, num_params: nn.Linear(5, 3), r"zoo:factory.*failed.*must return \(params, value\)"),
         (lambda spaces, num_params: nn.Linear(6, 3), r"zoo:factory.*failed.*RuntimeError"),
         (lambda spaces, num_params: 7, r"returned a int"),

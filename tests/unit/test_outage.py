@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from echelon.disk import AppendFile, put_file
-from echelon.runs.metrics import MetricsWriter, read_metrics
+from echelon.runs.metrics import MetricsWriter, read_rows
 from echelon.runs.outage import Fallback, Outage, newer_fallback
 
 
@@ -57,8 +57,8 @@ def test_rows_wait_and_keep_their_order(tmp_path: Path, limit_files: Callable[[i
     metrics.write({"env_steps": 10})
     assert metrics.error is None
     metrics.close()
-    assert [row["env_steps"] for row in read_metrics(tmp_path)] == [*range(1, 11)]
-    assert [row["env_steps"] for row in read_metrics(elsewhere)] == [*range(2, 10)]
+    assert [row["env_steps"] for row in read_rows(tmp_path)] == [*range(1, 11)]
+    assert [row["env_steps"] for row in read_rows(elsewhere)] == [*range(2, 10)]
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, limit_files: Callable[[int], None]) -> None:

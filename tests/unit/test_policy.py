@@ -139,14 +139,24 @@ def test_a_mask_is_part_of_the_observation_or_given(runs: PolicyRuns) -> None:
         ("ppo", np.zeros(3), {}, r"observation has the shape \(3,\); expected \(4,\)"),
         ("ppo", np.zeros((2, 2, 4)), {}, r"has the shape \(2, 2, 4\)"),
         ("ppo", "left", {}, "not an array of numbers"),
+        ("ppo", (np.zeros(4), {}), {}, "give its first item"),
         ("ppo", np.zeros(4), {"mask": [1, 1, 1]}, r"mask has the shape \(3,\); expected \(2,\)"),
         ("td3", np.zeros(3), {"mask": [1]}, "continuous actions"),
         ("ppo", np.zeros(4), {"state": (np.zeros((1, 8)),)}, "Give the state that act"),
         ("gru", np.zeros((2, 4)), {"state": (np.zeros((1, 8)),)}, "for 2 observations"),
         ("image", np.zeros((10, 10, 3)), {}, "whole numbers"),
-        ("masked", {"x": np.zeros(3)}, {}, "not of the space .*action_mask"),
+        ("masked", {"x": np.zeros(3)}, {}, "the key 'action_mask' of observation is missing"),
+        ("masked", {"x": np.zeros(3), "action_mask": np.ones(5), "y": 0}, {}, "observation has the key 'y'"),
+        ("masked", np.zeros(3), {}, "an array of shape .*expected a dict with the keys 'action_mask', 'x'"),
+        ("masked", {"x": np.zeros(3), "action_mask": np.zeros(5, bool)}, {}, "allows none of 5 choices in row 0"),
+        ("masked", {"x": np.zeros(3)}, {"mask": [0] * 5}, "allows none"),
+        ("knobs", np.zeros(3), {"mask": [1, 1, 0, 0, 0, 0, 1, 1, 1]}, "allows none of 4 choices"),
+        ("gru", np.array([[0, 0, 0, 0], [0, np.nan, 0, 0]]), {}, "observation holds nan in row 1"),
+        ("gru", np.full(4, 1e300), {}, "holds inf in row 0, as torch.float32"),
+        ("image", np.full((10, 10, 3), 256), {}, "holds 256 in row 0 and is outside its space: .* 0 to 255"),
         ("masked", {"x": np.zeros((2, 3)), "action_mask": np.ones(5, np.int8)}, {}, "number of rows"),
-        ("tree", {"z": np.zeros((2, 2)), "a": (1000, [0, 1])}, {}, "observation.a.0 is outside its space"),
+        ("tree", {"z": np.zeros((2, 2)), "a": (1000, [0, 1])}, {}, "observation.a.0 holds 1000 .* 0 to 999"),
+        ("tree", {"z": np.zeros((2, 2)), "a": (1,)}, {}, "observation.a is a tuple of 1: expected a tuple of 2 parts"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -154,6 +164,18 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
         echelon.load(runs[name]).act(observation, **options)
+
+
+def test_floats_beyond_the_bounds_of_a_box_are_accepted(runs: PolicyRuns) -> None:
+    policy = echelon.load(runs["ppo"])
+    policy.act(np.full(4, 5.0))
+
+
+def test_a_policy_shows_what_it_is(runs: PolicyRuns) -> None:
+    for source in (runs["ppo"], runs["ppo"] / "weights.safetensors"):
+        policy = echelon.load(source)
+        for part in (str(policy.source), " steps: ", "Box", "Discrete(2)"):
+            assert part in repr(policy)
 
 
 def test_checkpoints_are_chosen_by_name(runs: PolicyRuns, tmp_path: Path) -> None:
@@ -170,7 +192,7 @@ def test_checkpoints_are_chosen_by_name(runs: PolicyRuns, tmp_path: Path) -> Non
     assert echelon.load(run / "checkpoints" / "best").source.name == "best"
     with pytest.raises(ConfigError, match="looked for in a run folder"):
         echelon.load(run / "weights.safetensors", "best")
-    with pytest.raises(ConfigError, match="neither a run folder nor a weights file"):
+    with pytest.raises(ConfigError, match="there is no run folder"):
         echelon.load(tmp_path / "absent")
 
 
@@ -306,7 +328,7 @@ def test_wrong_options_of_export(
     for words, expected in (
         (["--format", "onnx"], 'needs onnx and onnxscript and onnxruntime: pip install "echelon\\[onnx]"'),
         (["--format", "pickle"], "invalid choice: 'pickle'"),
-        ([], "required: --format"),
+        ([], "--format is missing"),
         (["--format", "safetensors", "--checkpoint", "best"], "has no checkpoint 'best'"),
         (["--format", "safetensors", "-o", str(tmp_path / "absent" / "a")], "cannot be written"),
     ):

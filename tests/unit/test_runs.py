@@ -38,7 +38,7 @@ from echelon.runs import folder as folder_module
 from echelon.runs.bottleneck import PHASES, bottleneck
 from echelon.runs.events import EventWriter, crc32c
 from echelon.runs.folder import RunFolder, default_run_dir, versions
-from echelon.runs.metrics import MetricsWriter, read_metrics
+from echelon.runs.metrics import MetricsWriter, read_rows
 from echelon.runs.report import draw_curve, duration
 from echelon.training import train
 
@@ -297,13 +297,14 @@ def test_metrics_are_strict_json_and_scalars(tmp_path: Path) -> None:
         "kind": "train",
         "env_steps": np.int64(64),
         "return_mean": float("nan"),
-        "loss": {"value": torch.tensor(0.5), "policy": np.float32(0.25)},
-        "roles": {"actor-0": {"env": 0.75}},
+        "loss.value": torch.tensor(0.5),
+        "loss.policy": np.float32(0.25),
+        "roles.actor-0.env": 0.75,
         "done": True,
         "path": tmp_path,
     }
     writer.write(row)
-    rows = read_metrics(tmp_path)  # readable before close
+    rows = read_rows(tmp_path)  # readable before close
     writer.write({"kind": "message", "text": "no steps here"})
     writer.close()
     assert rows == [
@@ -311,8 +312,9 @@ def test_metrics_are_strict_json_and_scalars(tmp_path: Path) -> None:
             "kind": "train",
             "env_steps": 64,
             "return_mean": None,
-            "loss": {"value": 0.5, "policy": 0.25},
-            "roles": {"actor-0": {"env": 0.75}},
+            "loss.value": 0.5,
+            "loss.policy": 0.25,
+            "roles.actor-0.env": 0.75,
             "done": True,
             "path": str(tmp_path),
         }
@@ -333,7 +335,7 @@ def test_resume_drops_a_line_cut_short(tmp_path: Path, end: bytes) -> None:
     first.close()
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(end)
-    assert [row["env_steps"] for row in read_metrics(tmp_path)] == [1, 2]
+    assert [row["env_steps"] for row in read_rows(tmp_path)] == [1, 2]
     second = MetricsWriter(tmp_path, append=True)
     second.write({"env_steps": 3})
     second.close()
@@ -343,15 +345,15 @@ def test_resume_drops_a_line_cut_short(tmp_path: Path, end: bytes) -> None:
 def test_resume_of_a_single_broken_line_starts_empty(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"env')
     MetricsWriter(tmp_path, append=True).close()
-    assert read_metrics(tmp_path) == []
+    assert read_rows(tmp_path) == []
 
 
 def test_metrics_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_metrics(tmp_path)
+        read_rows(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"a": 1}\noops\n{"a": 2}\n')
     with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2, is not a JSON object"):
-        read_metrics(tmp_path)
+        read_rows(tmp_path)
     with pytest.raises(ConfigError, match="does not overwrite"):
         MetricsWriter(tmp_path, append=False)
 
@@ -662,7 +664,7 @@ def test_roles_of_one_process_share_its_time(tmp_path: Path, shm_dir: Path) -> N
     summary = train(replace(preset("impala", "CartPole-v1"), **changes), output=io.StringIO()).summary
     time = summary["time"]
     assert sum(sum(phases.values()) for phases in time.values()) == pytest.approx(1.0)
-    work = {phase: sum(phases[phase] for phases in time.values()) for phase in PHASES if phase != "wait"}
+    work = {phase: sum(phases.get(phase, 0) for phases in time.values()) for phase in PHASES if phase != "wait"}
     for phase in ("env", "act", "learn"):
         assert f"{phase} {work[phase] / sum(work.values()):.0%}" in summary["bottleneck"]
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import warm
-from echelon.cli import seeds
 from echelon.cli.main import main
 from echelon.config import TrainConfig, replace
 from echelon.config_io import to_json
 from echelon.control_groups import num_cores
+from echelon.names import short_name
 from echelon.presets import preset
 from echelon.runs.comparison import common_grid
 from echelon.runs.folder import RunFolder
@@ -140,9 +137,7 @@ Train = Callable[..., int]
 
 
 @pytest.fixture
-def train(here: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    monkeypatch.setattr(seeds, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "Popen": warm.Popen}))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def train(here: Path, shm_dir: Path) -> Train:
     return lambda env, *words: main(["train", "ppo", env, *TINY, "--shm-dir", str(shm_dir), *words])
 
 
@@ -216,6 +211,7 @@ def test_cores_are_divided_among_the_trainings(monkeypatch: pytest.MonkeyPatch) 
 
 def test_ctrl_c_stops_all_trainings_gracefully(here: Path, shm_dir: Path) -> None:
     options = {"seeds": "0-2", "jobs": 2, "engine": "inline", "steps": 10**9, "actor.envs": 2, "actors": 1}
+    options |= {"env.wrappers": "unruly:Unhurried"}
     run = Running.train("impala", "CartPole-v1", here / "group", shm_dir, **options)
     try:
         metrics = [here / f"group/seed-{seed}/metrics.jsonl" for seed in (0, 1)]
@@ -262,6 +258,23 @@ def test_runs_of_different_lengths_share_the_steps_that_all_have() -> None:
     grid = common_grid([short, long])
     assert grid is not None and (grid[0], grid[-1]) == (100.0, 200.0)
     assert common_grid([short, ([300.0, 400.0], [0.0, 1.0])]) is None
+
+
+def test_titles_name_a_file_without_its_folder() -> None:
+    assert short_name("/home/me/work/maze.py:Maze(size=3)") == "maze.py:Maze"
+    assert short_name("ALE/Pong-v5") == "ALE/Pong-v5" and short_name("package.envs:make") == "package.envs:make"
+
+
+def test_a_group_in_place_of_a_run_is_told_with_its_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (0, 1):
+        write_run(here / f"group/seed-{seed}", [1.0], seed=seed)
+    for words in (["eval"], ["resume"], ["export", "--format", "safetensors"]):
+        assert main([words[0], "group", *words[1:]]) == 2
+        assert "2 in it: seed-0, seed-1" in capsys.readouterr().err
+    assert main(["train", "ppo", "CartPole-v1", "--steps", "10", "--seeds", "0-1", "--run-dir", "group"]) == 2
+    assert "Continue those runs with --auto-resume" in capsys.readouterr().err
+    assert main(["eval", "group/seed-0/config.json"]) == 2
+    assert "is a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

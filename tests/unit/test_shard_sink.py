@@ -159,7 +159,7 @@ def test_an_actor_that_was_at_the_head_meanwhile_keeps_its_count(make_hosts: Cal
     hosts.sink.write(FAR, slot)  # it was not counted as received: the carrier died
     hosts.sink = hosts.new_sink()
     hosts.sink.serve([])  # its host was lost
-    hosts.tally.note(FAR, 500, np.zeros(0), np.zeros(0))  # steps that it made at the head
+    hosts.tally.note(FAR, 500, np.zeros((0, 3)))  # steps that it made at the head
     before, _ = hosts.tally.counts_of(FAR)
     hosts.sink.serve([FAR])
     hosts.sink.write(FAR, slot)

@@ -23,9 +23,9 @@ from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError, TransportError
 from echelon.presets import dqn
 from echelon.schema import Spaces, TrajectorySchema
-from echelon.transport import segments
-from echelon.transport.segments import check_platform, create_segment, join_segment, open_segment
+from echelon.transport.segments import create_segment, join_segment, open_segment
 from echelon.transport.shared_memory import Doorbell, SlotRing, WeightsBoard
+from echelon.transport.store_order import check_platform
 from echelon.world import World, launch
 from running import TESTS, wait_until
 
@@ -136,14 +136,14 @@ def test_a_processor_that_reorders_stores_is_refused(
     shm_dir: Path, monkeypatch: pytest.MonkeyPatch, sharer: str
 ) -> None:
     check_platform()
-    monkeypatch.setattr(segments.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with pytest.raises(ConfigError, match=r"processor is aarch64, and only x86-64 .*--engine inline"):
         SHARERS[sharer](shm_dir)
     assert not list(shm_dir.iterdir()) and not list(Path("/dev/shm").glob(f"echelon-{os.getpid()}-*"))
 
 
 def test_one_process_may_reorder_stores(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
     config = replace(config_in(shm_dir, "inline"), **{"replay.min_size": 32, "replay.batch": 8})
     assert train(config, output=io.StringIO()).status == "finished"
 

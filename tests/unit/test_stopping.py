@@ -13,8 +13,9 @@ import pytest
 
 import echelon
 from echelon.config import StopConfig, replace
+from echelon.roles.outcome import outcome
 from echelon.roles.stopping import RETURN_WINDOW, progress, stop_reason
-from echelon.runs.metrics import read_metrics
+from echelon.runs.metrics import read_rows
 from toy_envs import CounterEnv
 
 ALL = StopConfig(steps=1_000, minutes=2.0, until_return=10.0, episodes=8)
@@ -59,10 +60,10 @@ def test_steps_of_the_wall_clock_end_no_run_and_change_no_schedule(
     config = replace(echelon.preset("impala", "CartPole-v1"), **small, **fields)
     summary = echelon.train(config, output=io.StringIO()).summary
     assert summary["status"] == "finished" and summary["env_steps"] >= 80 and 0.0 <= summary["wall_s"] < 3_600.0
-    rows = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
+    rows = [row for row in read_rows(tmp_path / "run") if row["kind"] == "train"]
     assert all(row["progress"] <= max(row["env_steps"] / 80, 0.5) for row in rows), "by the steps"
     resumed = echelon.resume(tmp_path / "run", steps=200, minutes=60.0, output=io.StringIO()).summary
-    again = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"][len(rows) :]
+    again = [row for row in read_rows(tmp_path / "run") if row["kind"] == "train"][len(rows) :]
     # It resumes at the time of its checkpoint; the time that the first part took after that does not count.
     assert resumed["env_steps"] >= 200 and rows[0]["wall_s"] < again[-1]["wall_s"] <= resumed["wall_s"] < 3_600.0
 
@@ -84,7 +85,7 @@ def test_a_linear_schedule_begins_at_the_full_rate_and_ends_above_zero(tmp_path:
     first, steps = one["env_steps"], one["env_steps"] + 1
     two = train_inline(tmp_path, **linear, **{"stop.steps": steps})
     assert two["updates"] == 2
-    *_, last = read_metrics(Path(two["run_dir"]))
+    *_, last = read_rows(Path(two["run_dir"]))
     assert last["learning_rate"] == pytest.approx(0.01 * (1 - first / steps)), "as far as the run was before the batch"
     assert two["weights_sha256"] != train_inline(tmp_path, **constant, **{"stop.steps": steps})["weights_sha256"]
 
@@ -120,6 +121,7 @@ def test_a_goal_that_was_missed_is_reported(tmp_path: Path) -> None:
     assert (summary["status"], summary["goal_reached"]) == ("finished", False)
     assert json.loads((tmp_path / "run/summary.json").read_text())["goal_reached"] is False
     *_, last = output.getvalue().splitlines()
+    assert "batches of 8 steps" in output.getvalue()
     assert "goal        missed" in output.getvalue() and "--until-return 475 was missed" in last
     assert f"{summary['return_mean']:.1f}" in last
     assert last.endswith(f"echelon resume {tmp_path / 'run'} --steps 4000 --until-return 475")
@@ -148,3 +150,9 @@ def test_a_run_without_an_update_is_not_finished(
     assert result.status == "no_updates" and result.summary["updates"] == 0
     *_, last = output.getvalue().splitlines()
     assert "no update was made" in last and all(text in last for text in told), last
+
+
+def test_a_run_that_ended_before_the_learner_could_update_is_not_short_of_transitions() -> None:
+    figures = {"reason": "steps", "updates": 0, "replay": {"inserted": 1_009}}
+    found = outcome(echelon.preset("dqn", "CartPole-v1"), figures, "run")
+    assert found["status"] == "no_updates" and "reached its end" in found["advice"] and "1,009" not in found["advice"]

@@ -18,6 +18,7 @@ from echelon.roles import supervisor as module
 from echelon.roles.context import Context
 from echelon.roles.gauge import PHASES, Gauge
 from echelon.roles.supervisor import PROCESSES, Supervisor, origin_of
+from echelon.runs.bottleneck import bottleneck
 from echelon.schema import Spaces
 from toy_envs import CounterEnv
 
@@ -356,3 +357,19 @@ def test_a_failure_is_the_same_when_it_comes_from_the_same_line() -> None:
 
     assert origin_of(failure("0.123", 7)) == origin_of(failure("0.456", 7))
     assert origin_of(failure("0.123", 7)) != origin_of(failure("0.123", 8))
+
+
+def test_the_time_of_an_actor_in_a_call_that_does_not_return_is_shown_as_hung(scene: Any) -> None:
+    scene.supervisor.start("actor-1", "actor", 1)
+    gauge = Gauge(scene.folder, "actor-1")
+    gauge.begin(0)
+    gauge.show(1, {**dict.fromkeys(PHASES, 0.0), "env": 10.0})
+    scene.supervisor.look()
+    watch(scene, 10.0)
+    assert scene.supervisor.shares()["actor-1"] == {**dict.fromkeys(PHASES, 0.0), "env": 0.5, "hung": 0.5}
+    assert "an environment that hangs: 50%" in bottleneck(
+        {"learner": {"wait": 1.0}, **scene.supervisor.shares()}, num_cores=8, num_processes=2
+    )
+    gauge.show(2, {**dict.fromkeys(PHASES, 0.0), "env": 20.0})  # it was slow, and has returned
+    scene.supervisor.look()
+    assert "hung" not in scene.supervisor.shares()["actor-1"]

@@ -156,7 +156,7 @@ def run_training(config: TrainConfig, count: int | None, num_cores: int, progres
     config = replace(config, **{"stop.steps": steps, "run.timeline": True})
     with watched_training(config, lambda row: progress(row["updates"], count), io.StringIO()) as watched:
         result = watched.result
-        if result.was_interrupted:
+        if result.signal:
             raise KeyboardInterrupt
         timelines, work = read_timelines(result.run_dir), read_work(result.run_dir)
         rollout = measure_rollout(config, result.run_dir)

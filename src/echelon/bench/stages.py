@@ -32,11 +32,12 @@ from echelon.roles.context import Context
 from echelon.roles.frame_stacks import stack_leaves
 from echelon.roles.gradient_slots import write
 from echelon.roles.gradient_source import GradientSource
+from echelon.roles.loss_account import LossAccount
 from echelon.roles.plan.parts import Plan
 from echelon.roles.queue_source import QueueSource, Staging
 from echelon.roles.replay_source import ReplaySource
 from echelon.roles.source import Source
-from echelon.roles.update import LocalUpdate, LossAccount, make_learning
+from echelon.roles.update import LocalUpdate, make_learning
 
 Array = np.ndarray[Any, Any]
 LATE = 1 << 40  # environment steps: beyond the initial exploration

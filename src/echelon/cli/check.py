@@ -33,6 +33,13 @@ def run(arguments: Sequence[str]) -> int:
         "--wrapper", metavar="NAME", action="append", default=[], help="module:Wrapper, applied in the given order"
     )
     parser.add_argument("--preset", metavar="PRESET", default="ppo", help="whose network and values (default ppo)")
+    parser.add_argument(
+        "--network.name",
+        dest="network",
+        metavar="NAME",
+        default="auto",
+        help="your own network, as for `echelon train`",
+    )
     parser.add_argument("--steps", metavar="N", type=int, default=1000, help="random steps to check (default 1000)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     known = parser.parse_args(list(arguments))
@@ -41,6 +48,7 @@ def run(arguments: Sequence[str]) -> int:
     config = preset(known.preset, known.env)
     kwargs = {**config.env.kwargs, **parse_env_kwargs(known.env_kwargs)}
     config = replace(config, env=replace(config.env, kwargs=kwargs, wrappers=tuple(known.wrapper)))
+    config = replace(config, **{"network.name": known.network})
     with contextlib.redirect_stdout(sys.stderr):  # what the environment prints
         found = _find(config, known.env, known.preset, known.steps)
     if known.json:
@@ -62,7 +70,7 @@ def _find(config: TrainConfig, env: str, name: str, num_steps: int) -> dict[str,
         if family in OWN and name_of(env) not in FAMILY_OF:
             leaves = space_leaves(report.spaces.observation)
             family = OWN[any(is_image(leaf.shape, leaf.dtype) for leaf in leaves)]
-        config = replace(preset(name, env, family), env=config.env)
+        config = replace(preset(name, env, family), **{"env": config.env, "network.name": config.network.name})
         rows = [f"for {', '.join(row.targets)}" for row in rows_for(name, env, family)]
         found |= {"family": family, "zoo": rows, "presets": _presets(env, family, report.spaces)}
         try:
@@ -91,6 +99,7 @@ def _find(config: TrainConfig, env: str, name: str, num_steps: int) -> dict[str,
 def _network(config: TrainConfig, spaces: Any) -> dict[str, Any]:
     """Returns how each leaf of the observation is encoded, the action distribution and the size of the network."""
     import gymnasium as gym
+    import numpy as np
 
     from echelon.algorithms.model import Model
     from echelon.networks import make_encoder
@@ -99,14 +108,18 @@ def _network(config: TrainConfig, spaces: Any) -> dict[str, Any]:
     lines = []
     parts = flatten(spaces.observation, spaces.observation)
     for leaf, part in zip(space_leaves(spaces.observation), parts, strict=True):
-        if leaf.path == f"observation.{MASK}":
+        if (own := config.network.name) != "auto":
+            lines.append(f"{leaf.path}: passed to {own} as {leaf.dtype} (N, {', '.join(map(str, leaf.shape))})")
+        elif leaf.path == f"observation.{MASK}":
             lines.append(f"{leaf.path}: masks the actions, not part of the input")
         else:
             lines.append(f"{leaf.path}: {_encoding(part, make_encoder(part, config.network.normalize_observation))}")
     model = Model(config.network, spaces, config.algorithm)
     distribution = f"{type(model.distribution).__name__} for {spaces.action}"
     if isinstance(spaces.action, gym.spaces.Box):
-        distribution += ", scaled so that -1 and 1 are finite bounds"
+        bounded = np.isfinite(spaces.action.low) & np.isfinite(spaces.action.high)
+        which = "its bounds" if bounded.all() else "the finite bounds"
+        distribution += f", scaled so that -1 and 1 are {which}" if bounded.any() else ", not scaled: it has no bounds"
     return {"network": lines, "distribution": distribution, "parameters": model.parameters.numel()}
 
 

@@ -28,7 +28,7 @@ def _machine(shm_dir: str) -> list[tuple[str, str]]:
     import torch
 
     from echelon.runs.folder import versions
-    from echelon.transport.segments import keeps_store_order
+    from echelon.transport.store_order import keeps_store_order
 
     cores = num_cores()
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

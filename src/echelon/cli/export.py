@@ -8,6 +8,7 @@ from pathlib import Path
 
 from echelon.cli.main import Parser, add_trust
 from echelon.cli.output import check_writable
+from echelon.errors import ConfigError
 
 FORMATS = ("onnx", "torch-export", "safetensors")
 
@@ -17,18 +18,22 @@ def run(arguments: Sequence[str]) -> int:
     from echelon.export import SUFFIXES, check_format, export_policy
     from echelon.policy import load
 
-    check_format(known.format)
+    formats = {suffix: name for name, suffix in SUFFIXES.items()}
+    if (format := known.format or formats.get(Path(known.output).suffix)) is None:
+        raise ConfigError(f"--format is missing: give one of {', '.join(FORMATS)}, or -o FILE with a suffix of them.")
+    check_format(format)
     place = Path(known.run)
-    output = Path(known.output or (place if place.is_dir() else place.parent) / f"policy{SUFFIXES[known.format]}")
+    output = Path(known.output or (place if place.is_dir() else place.parent) / f"policy{SUFFIXES[format]}")
     policy = load(place, known.checkpoint, trust=known.trust)
     check_writable(output, "--output")
-    done = export_policy(policy, output, known.format)
+    done = export_policy(policy, output, format)
     if known.json:
         report = {"file": str(done.path), "inputs": done.inputs, "outputs": done.outputs, "difference": done.difference}
         print(json.dumps({**report, "source": str(policy.source)}))
     else:
-        print(f"{done.path}: {policy.source.name} as {known.format}, at most {done.difference:.1e} from the policy")
-        if known.format != "safetensors":
+        difference = f"at most {done.difference:.1e} from" if done.difference else "equal to"
+        print(f"{done.path}: {policy.source.name} as {format}, {difference} the policy")
+        if format != "safetensors":
             print(f"inputs {', '.join(done.inputs)}; outputs {', '.join(done.outputs)}")
     return 0
 
@@ -42,9 +47,9 @@ def make_parser() -> Parser:
     parser.add_argument("run", metavar="RUN", help="the run folder, or a weights file")
     parser.add_argument(
         "--format",
-        required=True,
         choices=FORMATS,
-        help="onnx (needs the extra [onnx]), torch-export (for torch.export.load), or safetensors (for echelon.load)",
+        help="onnx (needs the extra [onnx]), torch-export (for torch.export.load), or safetensors (for echelon.load); "
+        "default: by the suffix of FILE",
     )
     parser.add_argument(
         "-o", "--output", default="", metavar="FILE", help="default: RUN/policy.onnx, .pt2 or .safetensors"

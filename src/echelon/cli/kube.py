@@ -13,7 +13,7 @@ from msgspec import structs
 
 from echelon.cli import learner
 from echelon.cli.main import Parser
-from echelon.cli.train import AUTO_RESUME, make_parser, parse_config
+from echelon.cli.train import AUTO_RESUME, make_parser, parse_config, take_callbacks
 from echelon.errors import ConfigError
 from echelon.fields import ConfigField, fields, unwrapped
 from echelon.kube import kuberay, plain
@@ -87,7 +87,7 @@ class _Label(argparse.Action):
 
 def _check_training(options: KubeOptions) -> None:
     """Raises ConfigError unless the training can be parsed, as the learner will do, and has an end."""
-    words = list(options.train)
+    words, _ = take_callbacks(options.train)
     if not words:
         return
     for word in words:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from echelon.cli.main import Parser
 from echelon.cli.output import progress_bar
+from echelon.names import short_name
 from echelon.runs.records import RUNNING, RunRecord, read_runs, runs_in
 from echelon.runs.tables import MISSING, age_text, count_text, return_text, text_table, time_text
 
@@ -47,7 +48,7 @@ def _row(record: RunRecord, folder: Path) -> list[str]:
     return [
         name if name != "." else str(record.path),
         record.preset or MISSING,
-        record.env or MISSING,
+        short_name(record.env) or MISSING,
         MISSING if record.seed is None else str(record.seed),
         record.status,
         count_text(record.env_steps),

@@ -1,6 +1,7 @@
 """`echelon`: a subcommand for each thing to do; exit code 2 for a mistake of the user's, 1 for a failed run.
 
-141 where the reader of the output left (`echelon … | head`), as of a program that SIGPIPE ends.
+A signal that stops a command gives the exit code of a program that it ends: 130 for Ctrl-C, 143 for SIGTERM, 129 for
+SIGHUP. 141 where the reader of the output left (`echelon … | head`), as for SIGPIPE.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from echelon.errors import ConfigError, DivergedError, EchelonError, escaped_lin
 from echelon.runs.nonblocking import nonblocking_output
 
 NOT_READ = 128 + signal.SIGPIPE
-LONG_RUNNING = ("train", "resume", "learner", "worker", "host")  # a stalled reader of their output must not stop them
+TRAINING = ("train", "resume", "learner")  # they handle signals from the start of the run on (`Interrupts`)
+LONG_RUNNING = (*TRAINING, "worker", "host")  # a stalled reader of their output must not stop them
 COMMANDS = {
     "train": "train a policy: echelon train PRESET ENV",
     "presets": "show presets, their values for an environment, and their results: echelon presets [PRESET] [ENV]",
@@ -57,6 +59,17 @@ def add_trust(parser: Parser) -> None:
         action="store_true",
         help="import and run code that the run's configuration names, although it was written by somebody else, on "
         "another machine, or edited: environments of other packages or files, wrappers, networks",
+    )
+
+
+def add_callback(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--callback",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="object whose methods are called during the run, module:factory or file.py:Class(size=3); repeatable. "
+        "echelon.callbacks has Wandb(project='x'), Mlflow(experiment='x') and Prometheus(port=9100)",
     )
 
 
@@ -104,7 +117,9 @@ def parse_env_kwargs(text: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Runs one command; returns the exit code. Without `argv`, this is the program: it decides about Ctrl-C."""
+    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules are imported, Python would print or lose it
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
         is_long = any(arguments[:1] == [name] for name in LONG_RUNNING) and not {"-h", "--help", "--dry-run"} & {
@@ -147,7 +162,10 @@ def _run(arguments: list[str]) -> int:
             close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise ConfigError(f"there is no command {arguments[0]!r}; use one of {', '.join(COMMANDS)}.{hint}")
-        code: int = import_module(f"echelon.cli.{arguments[0]}").run(arguments[1:])
+        command = import_module(f"echelon.cli.{arguments[0]}")
+        if arguments[0] not in TRAINING and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code: int = command.run(arguments[1:])
         return code
     except (ConfigError, DivergedError) as error:
         print(f"echelon: {escaped_lines(str(error))}", file=sys.stderr)
@@ -155,15 +173,20 @@ def _run(arguments: list[str]) -> int:
     except EchelonError as error:
         print(f"echelon: {escaped_lines(str(error))}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("echelon: interrupted", file=sys.stderr)
-        return 130
+        return 128 + (error.args[0] if error.args else signal.SIGINT)
 
 
 def _overview() -> str:
     lines = [f"  {name:<8} {text}" for name, text in COMMANDS.items()]
     head = "Echelon trains reinforcement-learning policies with many processes, on PyTorch.\n\ncommands:"
-    return "\n".join([head, *lines, "", "`echelon COMMAND --help` lists the options of a command."])
+    codes = (
+        "exit codes: 0 done, 1 failed, 2 a mistake in the command or configuration, or NaN, 130 stopped by\n"
+        "Ctrl-C, 143 stopped by SIGTERM. A training that is stopped saves a checkpoint first: `echelon resume RUN`."
+    )
+    tail = "`echelon COMMAND --help` lists the options of a command."
+    return "\n".join([head, *lines, "", codes, "", tail])
 
 
 if __name__ == "__main__":

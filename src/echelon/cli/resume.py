@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from echelon.cli.main import Parser, add_trust
+from echelon.cli.main import Parser, add_callback, add_trust
+from echelon.errors import ConfigError
 
 HOSTS = {
     "min-actors": "actors that always run from now on",
@@ -38,15 +39,24 @@ def run(arguments: Sequence[str]) -> int:
         "--address", metavar="HOST:PORT", help="where the run listens for workers, or its Ray cluster, from now on"
     )
     add_trust(parser)
+    add_callback(parser)
     for name, meaning in HOSTS.items():
         parser.add_argument(f"--hosts.{name}", dest=f"hosts.{name.replace('-', '_')}", metavar="VALUE", help=meaning)
-    known = parser.parse_args(list(arguments))
+    known, rest = parser.parse_known_args(list(arguments))
+    if stray := next((word for word in rest if word.startswith("--")), None):
+        raise ConfigError(
+            f"{stray.partition('=')[0]} is no option of `echelon resume`: a resumed run keeps its configuration, "
+            "except for what `echelon resume --help` lists. Start a new run from its weights with `echelon train "
+            "PRESET ENV --init-from RUN`, or change the learning rate in a callback: training.set(learning_rate=1e-4)."
+        )
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     fields = {path: text for path, text in vars(known).items() if path.startswith("hosts.") and text is not None}
     if known.address is not None:
         fields["address"] = known.address
     from echelon.training import resume
 
-    resume(
+    result = resume(
         known.run,
         steps=known.steps,
         minutes=known.minutes,
@@ -58,5 +68,6 @@ def run(arguments: Sequence[str]) -> int:
         epochs=known.epochs,
         fields=fields,
         trust=known.trust,
+        callbacks=known.callback,
     )
-    return 0
+    return result.exit_code

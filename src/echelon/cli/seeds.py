@@ -7,7 +7,6 @@ the trainings, which then stop gracefully, too.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import signal
@@ -20,11 +19,11 @@ from pathlib import Path
 from typing import TextIO
 
 from echelon.cli.main import main
-from echelon.cli.train import STOPPED
 from echelon.config import TrainConfig
 from echelon.control_groups import CORES, num_cores
 from echelon.errors import ConfigError, escaped_lines
 from echelon.interrupts import Interrupts
+from echelon.names import short_name
 from echelon.roles.plan.start import check_stop
 from echelon.runs.folder import check_new, default_run_dir, make_unique
 from echelon.runs.records import CRASHED, RunRecord, is_run, read_run
@@ -35,10 +34,6 @@ MAX_SEEDS = 1000
 LOOK_S, LINE_INTERVAL_S, REDRAW_INTERVAL_S = 0.1, 10.0, 1.0
 KILL_S = 10.0  # from the second Ctrl-C to SIGKILL
 PR_SET_PDEATHSIG = 1
-OPTIONS = {
-    "seeds": ("LIST", "train once per seed: 0-4,7 (--run-dir is then the folder of all runs, DIR/seed-S that of each)"),
-    "jobs": ("N", "with --seeds: trainings at a time, each of which plans for 1/N of the cores (default 1)"),
-}
 
 
 @dataclass(slots=True)
@@ -55,29 +50,6 @@ class Job:
     @property
     def log(self) -> Path:
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    for name, (metavar, text) in OPTIONS.items():
-        parser.add_argument(f"--{name}", metavar=metavar, help=text)
-
-
-def take_options(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Separates the options `names` from the other arguments; returns the others, and the values by name."""
-    rest: list[str] = []
-    values: dict[str, str] = {}
-    words = iter(arguments)
-    for word in words:
-        option, equals, value = word.partition("=")
-        name = option.removeprefix("--").replace("_", "-")
-        if not word.startswith("--") or name not in names:
-            rest.append(word)
-            continue
-        found = value if equals else next(words, "")
-        if not found or found.startswith("--"):
-            raise ConfigError(f"{option} needs a value: {option} VALUE.")
-        values[name] = found
-    return rest, values
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -118,9 +90,8 @@ def check_seeds(config: TrainConfig, num_jobs: int) -> None:
 def group_folder(config: TrainConfig, seeds_text: str, run_dir: str, *, may_exist: bool) -> Path:
     """Creates and returns the folder of all runs."""
     if not run_dir:
-        env = config.env.id if isinstance(config.env.id, str) else "env"
-        short = env if ".py:" not in env else Path(env).name.replace(".py:", "-")
-        return make_unique(default_run_dir(config.preset, short, f"seeds{seeds_text.replace(' ', '')}"[:40])).absolute()
+        env, seeds = short_name(config.env.id), f"seeds{seeds_text.replace(' ', '')}"[:40]
+        return make_unique(default_run_dir(config.preset, env, seeds)).absolute()
     path = Path(run_dir)
     if is_run(path):
         raise ConfigError(
@@ -144,7 +115,7 @@ class Seeds:
     num_jobs: int
     began: float = field(default_factory=time.monotonic)
     next_line: float = 0.0
-    is_stopping: bool = False
+    stopped_by: int = 0  # the signal that stops all of them, if one has come
 
     def run(self) -> None:
         """Returns when all trainings have ended; raises KeyboardInterrupt on the second signal."""
@@ -153,8 +124,8 @@ class Seeds:
         try:
             with Interrupts() as interrupts:
                 while self._start() or self._running():
-                    if interrupts.came and not self.is_stopping:
-                        self.is_stopping = True
+                    if interrupts.came and not self.stopped_by:
+                        self.stopped_by = interrupts.number
                         self._say(f"stopping {len(self._running())} trainings; Ctrl-C again stops them immediately")
                         self._signal(signal.SIGINT)
                     self._reap()
@@ -170,7 +141,7 @@ class Seeds:
     def _start(self) -> bool:
         """Starts trainings while there is room; returns whether some are left."""
         waiting = [job for job in self.jobs if job.process is None]
-        if self.is_stopping:
+        if self.stopped_by:
             return False
         for job in waiting[: self.num_jobs - len(self._running())]:
             job.process = self._popen(job)
@@ -200,7 +171,7 @@ class Seeds:
             if job.code is None:
                 continue
             record = read_run(job.run_dir) if is_run(job.run_dir) else RunRecord(job.run_dir, CRASHED, seed=job.seed)
-            was_stopped = self.is_stopping and record.status in (CRASHED, "stopped")
+            was_stopped = record.status == "stopped" or (self.stopped_by and record.status == CRASHED)
             job.status = "stopped" if was_stopped else record.status if job.code == 0 else "failed"
             if job.status in ("failed", CRASHED):
                 job.error = _error_of(job)
@@ -267,7 +238,7 @@ def _error_of(job: Job) -> str:
 
 
 def train_seeds(config: TrainConfig, arguments: Sequence[str], options: dict[str, str], *, resumes: bool) -> int:
-    """Trains every seed of `options`; returns the exit code: 1 if a training failed, STOPPED as --auto-resume does."""
+    """Trains every seed of `options`; returns the exit code: 1 if one failed, 128 + N if signal N stopped them."""
     seeds, num_jobs = parse_seeds(options["seeds"]), parse_jobs(options.get("jobs", "1"))
     check_stop(config)
     check_seeds(config, num_jobs)
@@ -287,10 +258,13 @@ def train_seeds(config: TrainConfig, arguments: Sequence[str], options: dict[str
         outcomes = {job.seed: (job.status, job.error) for job in jobs}
         records = {job.seed: read_run(job.run_dir) for job in jobs if is_run(job.run_dir)}
         write_seed_summary(group, outcomes, records)
-    print("\n".join(["", *seed_table(outcomes, records), "", f"runs        {group}"]), flush=True)
+    lines = ["", *seed_table(outcomes, records), "", f"runs        {group}"]
+    if trainings.stopped_by:
+        lines.append(f"The same command with --auto-resume --run-dir {group} continues them.")
+    print("\n".join(lines), flush=True)
     if any(job.status in ("failed", CRASHED) for job in jobs):
         return 1
-    return STOPPED if resumes and trainings.is_stopping else 0
+    return 128 + trainings.stopped_by if trainings.stopped_by else 0
 
 
 def _child(arguments: Sequence[str]) -> int:

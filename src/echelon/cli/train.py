@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
+import re
 from collections.abc import Collection, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from echelon.cli.main import Parser
+from echelon.cli.main import Parser, add_callback
+from echelon.cli.seed_options import add_options, take_options
 from echelon.config import TrainConfig
 from echelon.config_files import ConfigFile, read_config_file, to_toml
 from echelon.config_io import FieldInfo, fields_of, set_fields
@@ -42,10 +43,10 @@ SHORT: Options = {
     "shm-dir": ("shm_dir", "DIR"),
     "log-interval": ("run.log_interval", "N"),
 }
+FOREIGN = re.compile(r"-v\d|[:/.]")  # in the name of an environment, and never in that of a preset
 WORKERS_ADDRESS = ("workers.address", "HOST:PORT")  # --address of `echelon learner`
 AUTO_RESUME = "--auto-resume"
 FLAGS = ("-h", "--help", "--dry-run", "--trust", "--single-process", AUTO_RESUME)  # options without a value
-STOPPED = 128 + signal.SIGTERM  # exit code of a run with --auto-resume that was stopped before its end
 FILE_OPTIONS: dict[str, dict[str, Any]] = {
     "config": {
         "metavar": "FILE",
@@ -283,6 +284,11 @@ def _observed(env: str, given: Mapping[str, str], file: ConfigFile | None) -> st
 
 
 def _env_of(parser: argparse.ArgumentParser, known: argparse.Namespace) -> str:
+    if known.preset not in PRESETS and (known.env in PRESETS or (known.env is None and FOREIGN.search(known.preset))):
+        raise ConfigError(
+            f"there is no preset {known.preset!r}. PRESET comes before ENV: `{parser.prog} {known.env or 'ppo'} "
+            f"{known.preset}`."
+        )
     check_preset(known.preset)
     env: str = known.env or DEFAULT_ENVS.get(known.preset, "")
     if not env:
@@ -337,42 +343,52 @@ def _take_fields(arguments: Sequence[str], options: Container[str]) -> tuple[lis
     return rest, texts
 
 
+def take_callbacks(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separates --callback NAME, which may be repeated, from the other arguments."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    add_callback(parser)
+    known, rest = parser.parse_known_args(list(arguments))
+    return rest, known.callback
+
+
 def start(parser: argparse.ArgumentParser, arguments: Sequence[str], options: Options = SHORT) -> int:
     """Trains as the options say; returns the exit code."""
     parser.add_argument(
         AUTO_RESUME,
         action="store_true",
-        help="resume the run in --run-dir if there is one; do nothing if it has reached its end. Exits with "
-        f"{STOPPED} if the run is stopped before: for a supervisor that then starts the command again",
+        help="resume the run in --run-dir if there is one; do nothing if it has reached its end. The exit code is 0 "
+        "only at the end: for a supervisor that otherwise starts the command again",
     )
-    words = [word for word in arguments if word != AUTO_RESUME]
-    parsed = read_options(parser, words, options, observe=True)
+    add_callback(parser)
+    words, callbacks = take_callbacks(arguments)
+    resumes = AUTO_RESUME in words
+    parsed = read_options(parser, [word for word in words if word != AUTO_RESUME], options, observe=True)
     if parsed.dry_run:
         parsed.print_toml(parser.prog)
         return 0
     config = parsed.config
     from echelon.training import train, train_or_resume
 
-    if len(words) == len(arguments):
-        train(config)
-        return 0
-    result = train_or_resume(config)
-    return STOPPED if result is not None and result.status == "stopped" else 0
+    if not resumes:
+        return train(config, callbacks=callbacks).exit_code
+    result = train_or_resume(config, callbacks=callbacks)
+    return 0 if result is None else result.exit_code
 
 
 def run(arguments: Sequence[str]) -> int:
-    from echelon.cli import seeds
-
     parser = make_parser("echelon train", "Train a policy. All results are stored in the run folder.", arguments)
-    seeds.add_options(parser)
-    words, given = seeds.take_options(arguments, ("seeds", "jobs"))
+    add_options(parser)
+    words, given = take_options(arguments, ("seeds", "jobs"))
     if "seeds" not in given:
         if "jobs" in given:
             raise ConfigError(f"--jobs {given['jobs']} has no effect: this is one training. Add --seeds 0-4.")
         return start(parser, arguments)
-    words, places = seeds.take_options(words, ("run-dir", "run.dir", "seed"))
+    words, places = take_options(words, ("run-dir", "run.dir", "seed"))
     if "seed" in places:
         raise ConfigError(f"--seed {places['seed']} and --seeds {given['seeds']}: give one of them.")
     resumes = AUTO_RESUME in words
-    config = parse_config(parser, [word for word in words if word != AUTO_RESUME], observe=True)
+    plain, _ = take_callbacks(words)  # each training makes its own
+    config = parse_config(parser, [word for word in plain if word != AUTO_RESUME], observe=True)
+    from echelon.cli import seeds
+
     return seeds.train_seeds(config, words, {**given, **places}, resumes=resumes)

@@ -19,13 +19,13 @@ from echelon.engines.forkserver import END, SERVE
 from echelon.engines.inline import MessageLoop
 from echelon.engines.process import CRASHES, Exit, Failure, OneHost, ProcessSpec, how_ended
 from echelon.errors import RunError
-from echelon.transport.segments import check_platform
 from echelon.transport.session import is_running, start_ticks
+from echelon.transport.store_order import check_platform
 
 # Threads that wait by spinning would take the cores that other roles need.
 ROLE_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
-# The first optimizer that a process creates imports torch's compiler (1.3 s), so preload it for roles that create one.
+# The first of torch's optimizers that a process creates imports torch's compiler (1.3 s): preloaded for user programs.
 COMPILER = "torch._dynamo"
 
 PROMOTION_S = 5.0  # how long a spare may take to serve

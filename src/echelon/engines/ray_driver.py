@@ -25,6 +25,7 @@ LEAST_VERSION = (2, 54)  # older ones let anybody on the network delete and run 
 INSTALL = "pip install 'echelon[ray]'"
 LOOK_S = 0.5
 RETRY_S = 10.0
+DRAIN_S = 3.0  # an agent that has said goodbye removes its files
 REACH_S = 5.0
 LOCAL_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; nothing is stored in it
 TOKENS = "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
@@ -89,6 +90,11 @@ class Driver:
             for node in self._nodes.values():
                 if node.result is None and time.monotonic() >= node.start_at:
                     self._start(node, self._task)
+
+    def drain(self) -> None:
+        """Waits shortly for functions that are about to return: Ray kills what runs when this process leaves."""
+        if running := [node.result for node in self._nodes.values() if node.result is not None]:
+            self._ray.wait(running, num_returns=len(running), timeout=DRAIN_S)
 
     def _name(self, ip: str, node_id: str) -> str:
         """Returns the address of a node, with its id where Ray still knows, or has, another node of that address."""
@@ -192,6 +198,7 @@ def main() -> None:
             driver = Driver(ray, output)
             driver.connected()
             follow(driver)
+            driver.drain()
     except Unusable as error:
         print(json.dumps({"event": "failed", "text": str(error)}), file=output, flush=True)
 

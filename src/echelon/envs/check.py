@@ -196,7 +196,7 @@ def _check_ends(trial: Trial) -> None:
     if trial.num_ends:
         findings.add("ok", "autoreset", f"{trial.num_ends} episodes ended and the next one started")
     elif trial.lead or trial.reset(None):
-        text = f"no episode ended within {trial.num_steps} steps"
+        text = f"no episode ended within {trial.num_steps} steps."
         findings.add("info", "autoreset", text, "More --steps would check the reset after an end.")
 
 

@@ -23,7 +23,7 @@ from echelon.envs.vector import (
     next_seed,
     raise_unless_restartable,
 )
-from echelon.errors import ConfigError, EchelonError, EnvError
+from echelon.errors import EchelonError, EnvError, UnsuitableEnvError
 from echelon.schema import Spaces, Tree, action_leaf, flatten, space_leaves
 
 SLOW_S = 1.0  # if a step of all environments takes longer, `tick` is called after each environment
@@ -71,7 +71,7 @@ class LoopGroup:
             self._one_leaf = not isinstance(env.observation_space, gym.spaces.Dict | gym.spaces.Tuple)
             action_leaf(env.action_space)
         elif env.observation_space != self.spaces.observation or env.action_space != self.spaces.action:
-            raise ConfigError(
+            raise UnsuitableEnvError(
                 f"environment {i} has the spaces {env.observation_space} and {env.action_space}, environment 0 has "
                 f"{self.spaces.observation} and {self.spaces.action}: all environments of a group must have equal "
                 "spaces. Make them equal with a wrapper (pad observations, mask actions)."
@@ -197,21 +197,25 @@ class LoopGroup:
             leaves = flatten(self.spaces.observation, tree)
         except (KeyError, IndexError, TypeError) as error:
             raise EnvError(
-                f"environment {i} (seed {self.seeds[i]}) returned the observation {tree!r:.200}, which lacks a part of "
-                f"its observation space {self.spaces.observation} ({type(error).__name__}: {error}). Correct its "
+                f"{self._place(i)} returned the observation {tree!r:.200}, which lacks a part of its "
+                f" observation space {self.spaces.observation} ({type(error).__name__}: {error}). Correct its "
                 "observation_space, or the observation."
             ) from error
         for leaf, value in zip(self._leaves, leaves, strict=True):
             if np.shape(value) != leaf.shape:
                 raise EnvError(
-                    f"environment {i} (seed {self.seeds[i]}) returned {leaf.path} of shape {np.shape(value)}; its "
+                    f"{self._place(i)} returned {leaf.path} of shape {np.shape(value)}; its "
                     f"space has {leaf.shape}. Correct its observation_space, or the observation."
                 )
 
     def _check_rewards(self, rewards: list[Any]) -> None:
         for i, reward in enumerate(rewards):
             if np.shape(reward) != () or not isinstance(reward, int | float | np.number | np.ndarray):
-                raise EnvError(f"environment {i} (seed {self.seeds[i]}) returned the reward {reward!r}, not a number.")
+                raise EnvError(f"{self._place(i)} returned the reward {reward!r}, not a number.")
+
+    def _place(self, i: int) -> str:
+        """Returns environment `i`, its seed and its step, for an error."""
+        return f"environment {i} (seed {self.seeds[i]}) at its step {self._ticks - self._idle[i]}"
 
     def _recover(self, i: int, error: Exception) -> Tree:
         """Replaces environment `i`, which raised `error`, by a new one; returns its first observation."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import difflib
 import functools
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -23,7 +25,7 @@ from echelon.envs.mario import check_mario_id, is_mario, mario_group
 from echelon.envs.vector import EnvFailed, EnvGroup, VectorGroup
 from echelon.errors import ConfigError, UnsuitableEnvError
 from echelon.families import is_atari
-from echelon.names import describe_callable, import_module, path_of, resolve, short_name
+from echelon.names import UNNAMED, describe_callable, import_module, path_of, resolve, short_name, text_of
 from echelon.schema import Spaces
 
 __all__ = ["describe_callable", "env_seeds", "make_group", "probe_spaces", "resolve", "with_rendering"]
@@ -97,6 +99,11 @@ def env_seeds(seed: int, actor: int, incarnation: int, num_envs: int) -> list[in
     return list(seeds)[:num_envs]
 
 
+def actor_start(generation: int, incarnation: int = 0) -> int:
+    """Returns the number of a start of an actor for `env_seeds`; it is unique."""
+    return (generation << 16) + incarnation
+
+
 def _find_spec(id: str, module: str, name: str) -> EnvSpec:
     if module:
         try:
@@ -112,6 +119,10 @@ def _find_spec(id: str, module: str, name: str) -> EnvSpec:
     if spec is None:
         if "BulletEnv" in name and not module:
             raise ConfigError(f'env.id="{id}" is registered by PyBullet: write "pybullet_envs_gymnasium:{id}".')
+        if id.endswith(".py") and (path := Path(id)).is_file():
+            raise ConfigError(
+                f'env.id="{id}" is a file: write {id}:NAME, with one of its classes or functions{_defined_in(path)}.'
+            )
         near = difflib.get_close_matches(name, gym.registry, n=3, cutoff=0.6)
         hint = f"Did you mean {' or '.join(near)}?" if near else "gymnasium.pprint_registry() lists all ids."
         raise ConfigError(
@@ -119,6 +130,17 @@ def _find_spec(id: str, module: str, name: str) -> EnvSpec:
             'as "module:Id-v0" (the module registers it), "module:factory" or "path/to/file.py:factory".'
         )
     return spec
+
+
+def _defined_in(path: Path) -> str:
+    """Returns the public classes and functions of a file, which is not run: " (Maze, make)"; "" if there are none."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    found = [node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    names = [name for name in found if not name.startswith("_")]
+    return f" ({', '.join(names)})" if names else ""
 
 
 def _make_single(spec: EnvSpec, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
@@ -191,8 +213,8 @@ def _single(factory: Callable[..., Any], kwargs: dict[str, Any]) -> gym.Env[Any,
         )
     if not isinstance(env, gym.Env):
         raise UnsuitableEnvError(
-            f"the factory {_named(factory)} returned a {type(env).__name__}; it must return a gymnasium.Env or a "
-            "gymnasium VectorEnv."
+            f"the factory {_named(factory)} returned a {type(env).__name__}; it must return a "
+            "gymnasium.Env or a gymnasium VectorEnv. Derive the class from one of them."
         )
     return env
 
@@ -260,5 +282,4 @@ def _missing_package(spec: EnvSpec, entry: object, error: Exception) -> ConfigEr
 
 
 def _named(factory: Callable[..., Any]) -> str:
-    inner = factory.func if isinstance(factory, functools.partial) else factory
-    return f"{getattr(inner, '__module__', '?')}:{short_name(inner)}"
+    return text_of(factory).removeprefix(UNNAMED)

@@ -6,8 +6,11 @@ The process that starts a run imports neither the environment nor gymnasium, and
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,12 +25,20 @@ def observed_family(env: str, kwargs: Mapping[str, Any], wrappers: Sequence[str]
     An environment that cannot be created counts as one of vectors: the run then reports why.
     """
     command = [sys.executable, "-m", __name__, env, json.dumps(dict(kwargs)), json.dumps(list(wrappers))]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return OWN[0]
-    last = ended.stdout.rstrip().rpartition("\n")[2]
-    return last if ended.returncode == 0 and last in OWN else OWN[0]
+    with tempfile.TemporaryFile("w+") as output:  # a pipe would stay open while a process of the environment lives
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            process.wait(TIMEOUT_S)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+        output.seek(0)
+        last = output.read().rstrip().rpartition("\n")[2]
+    return last if last in OWN else OWN[0]
 
 
 def main(env: str, kwargs: str, wrappers: str) -> None:
@@ -37,8 +48,11 @@ def main(env: str, kwargs: str, wrappers: str) -> None:
 
     spaces = probe_spaces(EnvConfig(id=env, kwargs=json.loads(kwargs), wrappers=json.loads(wrappers)))
     leaves = space_leaves(spaces.observation)
-    print("images" if any(is_image(leaf.shape, leaf.dtype) for leaf in leaves) else "vectors")
+    print("images" if any(is_image(leaf.shape, leaf.dtype) for leaf in leaves) else "vectors", flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    finally:
+        os.killpg(os.getpid(), signal.SIGKILL)  # with this process everything that the environment started

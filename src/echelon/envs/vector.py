@@ -272,11 +272,11 @@ class VectorGroup:
 
 
 def check_spaces(env: gym.Env[Any, Any] | VectorEnv[Any, Any, Any], names: Sequence[str]) -> None:
-    """Raises ConfigError unless every attribute of `names` is a space."""
+    """Raises UnsuitableEnvError unless every attribute of `names` is a space."""
     for name in names:
         found = getattr(env, name, None)
         if not isinstance(found, gym.Space):
-            raise ConfigError(
+            raise UnsuitableEnvError(
                 f"the environment {env} has {f'{name}={found!r:.80}' if found is not None else f'no {name}'}. Set "
                 f"{' and '.join(f'self.{each}' for each in names)} in its __init__, to spaces of gymnasium.spaces."
             )

@@ -27,7 +27,7 @@ from echelon.errors import Refused, escaped
 from echelon.hosts.balance import balance, divide_among_learners
 from echelon.hosts.bound import BoundRoles
 from echelon.hosts.gauges import FarGauges
-from echelon.hosts.joining import Reporter, WaitReport, join_command, require_fit
+from echelon.hosts.joining import Look, Reporter, WaitReport, join_command, require_fit
 from echelon.hosts.logs import append
 from echelon.hosts.members import Host, unique_name
 from echelon.hosts.messages import (
@@ -108,17 +108,18 @@ class HostsEngine(LocalEngine):
         return [self._head, *(host for host in self._hosts.values() if not host.lost)]
 
     def gather(
-        self, assignment: Assignment, quorum: Quorum, counts: SlotRing | None, carrier: Path, report: Reporter
+        self, assignment: Assignment, quorum: Quorum, ring: SlotRing | None, carrier: Path, report: Reporter, look: Look
     ) -> None:
         """Waits until enough hosts have joined, and divides the actors among them.
 
-        `counts` has the numbers of the actors' slots; `carrier` is the file to which the carrier will write its
-        address. Hosts that join later get actors of the others, or actors that have no host yet.
+        `ring` counts the actors' slots; the carrier writes its address to the file `carrier`; `look` is called several
+        times a second. Hosts that join later get actors of the others, or actors that have no host yet.
         """
-        self._assignment, self._quorum, self._counts, self._carrier = assignment, quorum, counts, carrier
+        self._assignment, self._quorum, self._counts, self._carrier = assignment, quorum, ring, carrier
         self._has_bulk = assignment.has_bulk
         waiting = WaitReport(self._how_to_join, report)
         while self._missing:
+            look()
             waiting.look(self._missing, quorum.without(self._living))
             self._serve(LOOK_S)
             for _, text in self.reports():

@@ -17,6 +17,7 @@ from echelon.version import __version__
 LOOK_S = 0.1
 WAIT_REPORT_S = 30.0  # between two reports that hosts are missing
 Reporter = Callable[[str], None]
+Look = Callable[[], None]
 
 
 class WaitReport:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 from echelon.algorithm_config import AlgorithmConfig
 from echelon.config import TrainConfig
+from echelon.errors import ConfigError
 from echelon.presets.zoo import tuned
 
 Preset = Callable[..., TrainConfig]  # preset(env, family)
@@ -32,6 +33,12 @@ def register(algorithm: type[AlgorithmConfig], env: str = "") -> Callable[[Funct
 
         @functools.wraps(function)
         def with_zoo(*arguments: Any, **keywords: Any) -> TrainConfig:
+            if stray := sorted(keywords.keys() - {"env", "family"}):
+                change = '**{"stop.steps": N}'
+                raise ConfigError(
+                    f"{function.__name__}(..., {stray[0]}=...): a preset has the arguments env and family. Set fields "
+                    f"with echelon.config.replace({function.__name__}(...), {change})."
+                )
             config = function(*arguments, **keywords)
             family = keywords.get("family", arguments[1] if len(arguments) > 1 else "")
             return tuned(config, name, family)

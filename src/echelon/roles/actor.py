@@ -22,7 +22,7 @@ import torch
 
 from echelon.algorithms.model import Mirror, Policy, WeightsReader
 from echelon.algorithms.value_networks import acting_distribution
-from echelon.envs.make import env_seeds, make_group
+from echelon.envs.make import actor_start, env_seeds, make_group
 from echelon.errors import DivergedError, EnvError
 from echelon.roles.acting import ActReply, ActRequest, Exploring, Values
 from echelon.roles.context import Context, Station
@@ -97,7 +97,7 @@ class Actor:
         self.distribution = acting_distribution(config.algorithm, context.spaces.action)
         self.is_continuous = np.issubdtype(action_leaf(context.spaces.action).dtype, np.floating)
         self.choices = space_choices(context.spaces.observation)
-        start = (context.generation << 16) + context.incarnation  # unique for every start of this actor
+        start = actor_start(context.generation, context.incarnation)
         seeds = env_seeds(config.seed, context.index, start, config.actor.envs_per_actor + 1)
         self.acting = plan.acting(self.distribution, seeds[-1])
         if not context.shares_process:  # forked with equal global generators, which environments may draw from
@@ -242,6 +242,7 @@ class Actor:
         phases["env"] += stepped - acted
         phases["transfer"] += now - asked
         self.station.progress += 1
+        self.station.env_steps += len(reply.action)
         if team.t == self.num_steps:
             self._leave(team)
         self.is_stepping = False

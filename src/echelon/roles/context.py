@@ -122,7 +122,7 @@ class Station:
         # Retry forever: if the coordinator has died, the fork server kills this process; if suspended, it will resume.
         self.world = Node.join(context.address, context.name, on_silence=lambda error: JOIN_S)
         self.stop_requested = False
-        self.progress = 0
+        self.progress = self.env_steps = 0
         self.phases = dict.fromkeys(PHASES, 0.0)
         self.gauge = Gauge(context.session, context.name)
         self.gauge.begin(context.incarnation)
@@ -139,7 +139,7 @@ class Station:
         """Publishes progress and handles incoming calls, every TICK_S; returns quickly in between."""
         if now >= self._next_tick or (self.progress and not self._has_begun):  # publish the first progress immediately
             self._next_tick, self._has_begun = now + TICK_S, self.progress > 0
-            self.gauge.show(self.progress, self.phases)
+            self.gauge.show(self.progress, self.phases, self.env_steps)
             self.world.poll(0.0)
 
     def wait(self, timeout_s: float, descriptors: Sequence[int]) -> None:
@@ -170,7 +170,7 @@ class Station:
             deadline = time.monotonic() + limit_s
             while not is_over.wait(TICK_S) and time.monotonic() < deadline:
                 self.progress += 1
-                self.gauge.show(self.progress, self.phases)
+                self.gauge.show(self.progress, self.phases, self.env_steps)
 
         thread = threading.Thread(target=show_progress, name="progress", daemon=True)
         thread.start()
@@ -185,7 +185,7 @@ class Station:
 
     def close(self) -> None:
         """Publishes the final values and leaves: a short run may end before the first tick was due."""
-        self.gauge.show(self.progress, self.phases)
+        self.gauge.show(self.progress, self.phases, self.env_steps)
         if self.timeline is not None:
             self.timeline.close()
         self.world.close()

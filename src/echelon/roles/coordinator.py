@@ -12,12 +12,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from echelon.callbacks.callback import Training
+from echelon.callbacks.calls import Calls
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit
 from echelon.errors import EchelonError
 from echelon.interrupts import Interrupts
 from echelon.roles.context import Context
+from echelon.roles.outcome import CALLBACK, num_first_steps
+from echelon.roles.plan.stages import Stages
 from echelon.roles.plan.start import (
     EVALUATOR,
     RoleSpec,
@@ -32,7 +36,7 @@ from echelon.roles.plan.start import (
 from echelon.roles.supervisor import Supervisor
 from echelon.runs.console import Console, Status
 from echelon.runs.episode_log import EpisodeLog
-from echelon.runs.metrics import MetricsWriter
+from echelon.runs.metrics import MetricsWriter, flat
 from echelon.runs.outage import Outage
 from echelon.world.exits import take_exits
 from echelon.world.node import Node
@@ -59,13 +63,20 @@ class Coordinator:
         metrics: MetricsWriter,
         interrupts: Interrupts,
         log: EpisodeLog | None = None,
+        callbacks: Calls | None = None,
+        stages: Stages | None = None,
     ) -> None:
         self.context, self.config, self.interrupts = context, context.train, interrupts
         self.engine, self.world, self.console, self.metrics = engine, world, console, metrics
         self.log, self.ranks = log, ranks_of(context.train)  # ranks of the roles that have not started yet
         self.supervisor = Supervisor(context, engine, world, console.message)
+        self.stages = stages or Stages(console.message)
         self.outage = Outage(context.run_dir, console.message)
         self.first = self.config.learner_names[0]  # the learner that reports
+        self.callbacks = callbacks or Calls()
+        self.training = Training(
+            self.config, context.run_dir, context.started_at, self._write, console.message, self._send_changes
+        )
         self.row: dict[str, Any] = {}
         self.summary: dict[str, Any] | None = None
         # Returns of the newest evaluations; a worker's evaluation is a single episode.
@@ -75,10 +86,12 @@ class Coordinator:
         self.best: dict[str, Any] | None = None  # the evaluation of the best weights
         self.trained_s = 0.0  # seconds of the run until its last update
         self.env_restarts = 0
-        self.stopping = False
+        self.stopping = self.is_learning = False
         self.next_console = self.next_look = 0.0
         self.newest_evaluation = 0  # number of the last worker evaluation that is in the metrics
         world.serve("train", self._on_train)
+        world.serve("episodes", self._on_episodes)
+        world.serve("checkpoint", self._on_checkpoint)
         world.serve("evaluation", self._on_evaluation)
         world.serve("evaluating", self._on_evaluating)
         world.serve("evaluated", self._on_evaluated)
@@ -97,20 +110,42 @@ class Coordinator:
     # Reports of the roles.
 
     def _on_train(self, row: dict[str, Any]) -> None:
+        if row.get("updates", 0) > self.row.get("updates", 0):
+            self.stages.end()
+            self.is_learning = True
         if self.log is not None and not self.row and self._filling(row):
             self.console.message(f"learning starts at {self.config.replay.min_size:,} transitions")
-        self.row = row
+        # What the report lacks was not measured since: its last value stays.
+        self.row = self.training.row = {**self.row, **row}
         if EVALUATOR.name in self.world.members:
             self.world.post(EVALUATOR.name, "progress", row["env_steps"])
-        shown = {name: figures for name, figures in self.figures().items() if figures}
-        self._write({"kind": "train", **row, "time": self.shares(), **shown})
+        whole = {"kind": "train", **self.row, **flat({"time": self.shares(), **self.figures()})}
+        self._write(whole)
+        self.callbacks.note("on_update", whole)
+        self._send_changes()  # with every row: a message to a learner that dies is lost
         if self.log is not None and (line := self.log.note(row)) is not None:
             self.console.message(line.text())
+
+    def _on_episodes(self, episodes: dict[str, Any]) -> None:
+        """Writes the episodes that a learner counted since its last report, given as columns (`runs.episodes`)."""
+        writer, was_full = self.metrics.episodes, self.metrics.episodes.is_full
+        writer.write(episodes, self.config.seed)
+        if writer.is_full and not was_full:
+            self.console.message(f"{writer.path} is full ({writer.file.size:,} bytes): no more episodes are written")
+        self.outage.note("metrics", str(self.metrics.error or ""))
+        if self.callbacks.wants("on_episode"):
+            for values in zip(*(column.tolist() for column in episodes.values()), strict=True):
+                self.callbacks.note("on_episode", dict(zip(episodes, values, strict=True)))
 
     def _on_evaluation(self, score: dict[str, Any]) -> None:
         self.evaluations.append(score["return_mean"])
         steps = {"env_steps": self.row.get("env_steps", 0), "wall_s": self.row.get("wall_s", 0.0)}
-        self._write({"kind": "evaluation", **steps, **score})
+        row = {"kind": "evaluation", **steps, **score}
+        self._write(row)
+        self.callbacks.note("on_evaluation", row)
+
+    def _on_checkpoint(self, name: str) -> None:
+        self.callbacks.note("on_checkpoint", self.context.run_dir / "checkpoints" / name)
 
     def _on_evaluating(self, num_ended: int) -> None:
         self.evaluating = num_ended
@@ -134,9 +169,12 @@ class Coordinator:
     def _on_restored(self, checkpoint: str, env_steps: int, updates: int) -> None:
         """Reports from where a restarted learner resumes, and how much was lost."""
         place = f"{checkpoint} ({env_steps:,} steps)" if checkpoint else "the beginning (no checkpoint yet)"
+        if self.config.experience != "replay":  # otherwise the actors' counts go on from where they are
+            self.metrics.episodes.drop_after(env_steps)
         lost = self.row.get("updates", 0) - updates
         steps = self.row.get("env_steps", 0) - env_steps
         self.console.message(restored_text(self.config, place, steps, lost))
+        self._send_changes()
 
     def _on_env_restarted(self, text: str) -> None:
         """Reports the first few restarts, then every hundredth: a broken environment may fail often."""
@@ -147,9 +185,19 @@ class Coordinator:
             self.console.message(text + more)
 
     def _on_finished(self, summary: dict[str, Any]) -> None:
+        if summary["reason"] == "stopped" and self.training.stop_reason and not self._is_interrupted:
+            summary = {**summary, "reason": CALLBACK, "stop_reason": self.training.stop_reason}
         self.summary, self.trained_s = summary, self.context.elapsed_s
 
+    def _send_changes(self) -> None:
+        if self.training.changes and self.first in self.world.members:
+            self.world.post(self.first, "change", self.training.changes)
+
     # The run.
+
+    @property
+    def _is_interrupted(self) -> bool:
+        return self.interrupts.came or self.console.is_unread
 
     @property
     def evaluation_return(self) -> float | None:
@@ -170,10 +218,13 @@ class Coordinator:
         """Trains until the learner reports that it has finished; returns the summary."""
         timeout_s = 0.0  # after a second interrupt the user does not wait
         try:
+            self.callbacks.start(self.training)
+            self.stages.begin("roles")
             self._start(roles_of(self.config))
             self._loop()
             self._end_gateway()
             self._evaluate_final()
+            self.callbacks.run()
             timeout_s = STOP_TIMEOUT_S
         except EchelonError:
             timeout_s = FAILED_STOP_TIMEOUT_S
@@ -194,7 +245,7 @@ class Coordinator:
         assert summary is not None
         if not is_evaluated_at_end(self.config) or summary["reason"] == "stopped" or not summary["updates"]:
             return
-        if summary["checkpoint"] is None or self.interrupts.came or self.console.is_unread:  # None: the disk is full
+        if summary["checkpoint"] is None or self._is_interrupted:  # None: the disk is full
             return
         start, is_announced = time.monotonic(), False
         self.evaluating, deadline = 0, start + limit_s
@@ -203,14 +254,14 @@ class Coordinator:
             if EVALUATOR.name not in self.supervisor.members:
                 self._start([EVALUATOR])
             while self.final is None and (left_s := deadline - time.monotonic()) > -FINAL_GRACE_S:
-                if self.interrupts.came or self.console.is_unread:
+                if self._is_interrupted:
                     self.console.message("the evaluation of the final weights was skipped")
                     return
                 if not is_announced and time.monotonic() - start > ANNOUNCED_S:
                     is_announced = True
                     self.console.message(f"evaluating the final weights: {episodes} episodes, at most {limit_s:g} s")
                 if EVALUATOR.name in self.world.members:
-                    task = summary["checkpoint"], summary["env_steps"], max(left_s, 0.0)
+                    task = summary["checkpoint"], summary["env_steps"], self.row["version"], max(left_s, 0.0)
                     self.world.post(EVALUATOR.name, "evaluate", *task)
                 self._turn(lambda gone: gone.name == EVALUATOR.name)
         except EchelonError as error:
@@ -234,7 +285,8 @@ class Coordinator:
             for number in self.engine.joined():
                 self._start(roles_of_host(self.config, number))
             self._turn(lambda gone: self.summary is None)  # otherwise the learner exited normally
-            if self.interrupts.came or self.console.is_unread:
+            self.callbacks.run()
+            if self._is_interrupted or self.training.stop_reason:
                 self._ask_to_stop()
             if self.ranks:
                 self._show_started()
@@ -251,6 +303,8 @@ class Coordinator:
         if (now := time.monotonic()) >= self.next_look:  # not after every message: it visits every role
             self.next_look = now + LOOP_S
             self.supervisor.look()
+            if self.stages.name == "roles" and not self.supervisor.starting():
+                self.stages.begin("first update")
         self._show()
 
     def _show_started(self) -> None:
@@ -266,7 +320,8 @@ class Coordinator:
             asked = (
                 "stopping: writing the final checkpoint, without an evaluation (interrupt again to exit immediately)"
             )
-            self.console.message(unread if self.console.is_unread else asked)
+            text = unread if self.console.is_unread else asked
+            self.console.message(text if self._is_interrupted else f"stopping: {self.training.stop_reason}")
         if self.first in self.world.members:
             self.world.post(self.first, "stop")
 
@@ -286,8 +341,25 @@ class Coordinator:
 
     def _filling(self, row: dict[str, Any]) -> tuple[int, int] | None:
         """Returns the transitions in the replay and the required number, while learning has not begun; else None."""
-        replay, least = row.get("replay"), self.config.replay.min_size
-        return (replay["inserted"], least) if replay and replay["inserted"] < least else None
+        inserted, least = row.get("replay.inserted"), self.config.replay.min_size
+        return (inserted, least) if inserted is not None and inserted < least else None
+
+    def _doing(self) -> str:
+        """Returns what the run does while it makes no updates, or ""."""
+        if self.evaluating is not None:
+            return f"evaluating the final weights: {self.evaluating} of {self.config.evaluation.episodes}"
+        if self.is_learning:
+            return ""
+        if starting := self.supervisor.starting():
+            return f"starting {starting}"
+        if (filling := self._filling(self.row)) is not None:
+            return f"filling the replay: {filling[0]:,} of {filling[1]:,} transitions"
+        if self.config.has_workers or self.config.experience == "replay":
+            return ""
+        num_steps, needed = self.supervisor.num_steps(), num_first_steps(self.config)
+        if num_steps < needed:
+            return f"collecting {num_steps:,} of {needed:,} steps"
+        return "learning from the first batch"
 
     def _show(self, *, force: bool = False) -> None:
         now = time.perf_counter()
@@ -315,7 +387,6 @@ class Coordinator:
                 experience=self.config.algorithm.slots,
                 roles=self.shares(),
                 workers=self._workers,
-                filling=self._filling(row),
-                evaluating=None if self.evaluating is None else (self.evaluating, self.config.evaluation.episodes),
+                doing=self._doing(),
             )
         )

@@ -124,6 +124,7 @@ class FinalTask:
 
     checkpoint: str
     env_steps: int
+    version: int
     deadline: float  # monotonic clock
 
 
@@ -141,6 +142,7 @@ class Evaluator:
         self.seed, self.playing = config.seed, False
         self.next_match = time.monotonic() + (self.config.interval_s or math.inf)
         self.newest_steps = self.match_steps = 0  # environment steps: of the newest weights, of those that play
+        self.match_version = 0  # of the weights that play
         self.final: FinalTask | None = None
         self.has_begun_final, self.next_report = False, 0.0
         self.checkpoints = context.run_dir / "checkpoints"
@@ -161,10 +163,11 @@ class Evaluator:
     def _note_progress(self, env_steps: int) -> None:
         self.newest_steps = env_steps
 
-    def _note_final(self, checkpoint: str, env_steps: int, limit_s: float) -> None:
+    def _note_final(self, checkpoint: str, env_steps: int, version: int, limit_s: float) -> None:
         """Ends the current match and begins the final one; called repeatedly, so that a successor is asked, too."""
         if self.final is None:
-            self.final, self.playing = FinalTask(checkpoint, env_steps, time.monotonic() + limit_s), False
+            self.final = FinalTask(checkpoint, env_steps, version, time.monotonic() + limit_s)
+            self.playing = False
 
     def step(self, timeout_s: float) -> bool:
         if self.station.stop_requested:
@@ -190,11 +193,11 @@ class Evaluator:
         now = time.monotonic()
         if self.final is None and now >= self.next_match and self.newest_steps:
             self.next_match = now + self.config.interval_s
-            self.mirror.follow(self.board)
-            self.match_steps = self.newest_steps
+            self.match_version, self.match_steps = self.mirror.follow(self.board), self.newest_steps
         elif self.final is not None and not self.has_begun_final:
             self.model.load_weights(read_weights(Path(self.final.checkpoint)), self.final.checkpoint)
-            self.match_steps, self.has_begun_final = self.final.env_steps, True
+            self.match_version, self.match_steps = self.final.version, self.final.env_steps
+            self.has_begun_final = True
         else:
             wait_s = min(timeout_s, self.next_match - now) if self.next_match > now else timeout_s
             self.station.wait(wait_s, [])
@@ -218,7 +221,7 @@ class Evaluator:
         if len(score.returns) == self.config.episodes:
             self._keep(Best(float(np.mean(score.returns)), self.match_steps, len(score.returns)))
         if score.returns:
-            row = {"version": self.mirror.version, "env_steps": self.match_steps, **score.summary()}
+            row = {"version": self.match_version, "env_steps": self.match_steps, **score.summary()}
             self.station.report("evaluation", row)
         if self.final is not None:
             self.station.report("evaluated", score.summary() if score.returns else {"episodes": 0})

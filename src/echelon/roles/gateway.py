@@ -17,14 +17,14 @@ import numpy as np
 
 from echelon import config_io
 from echelon.config import TrainConfig
-from echelon.errors import ConfigError, Refused
+from echelon.errors import Refused
 from echelon.roles.context import Context, Station
 from echelon.roles.handling import Handling
 from echelon.roles.intake import Intake
 from echelon.roles.journal import Entry, Evaluation, Journal
 from echelon.roles.plan.parts import Plan
 from echelon.roles.worker_registry import ACTIVE_S, EVER, HandshakeReport, WorkerRegistry
-from echelon.schema import Spaces, space_choices, space_leaves
+from echelon.schema import same_layout
 from echelon.transport.channel import NOTHING, Message
 from echelon.transport.channel_server import Server
 from echelon.transport.episode_wire import (
@@ -228,7 +228,7 @@ class Gateway:
         check_user_policy(arrival, self.config)
         theirs = received_spaces(arrival.spaces, max(self.intake.num_values, FEW_VALUES))
         mine = self.context.spaces
-        if not same_spaces(mine, theirs):
+        if mine.action != theirs.action or not same_layout(mine.observation, theirs.observation):
             raise Refused(
                 f"the worker's environment observes {theirs.observation} and acts in {theirs.action}; the learner's "
                 f"observes {mine.observation} and acts in {mine.action}. Give both the same environment and wrappers."
@@ -304,16 +304,6 @@ def check_user_policy(arrival: Register, config: TrainConfig) -> None:
         )
     if has_user_policy and not arrival.own:
         raise Refused("the learner trains a user policy, but the worker has none. Pass the same policy (policy=...).")
-
-
-def same_spaces(mine: Spaces, theirs: Spaces) -> bool:
-    """Returns whether one replay and one policy fit both spaces; the bounds of observations may differ."""
-    try:
-        leaves = [space_leaves(spaces.observation) for spaces in (mine, theirs)]
-    except ConfigError:
-        return False
-    choices = [str(space_choices(spaces.observation)) for spaces in (mine, theirs)]
-    return leaves[0] == leaves[1] and choices[0] == choices[1] and bool(mine.action == theirs.action)
 
 
 def gateway(config: dict[str, Any]) -> Gateway:

@@ -24,8 +24,8 @@ FIGURES = {  # further values that roles of a kind publish for the metrics
         *("refused", "handling_mean_ms", "handling_p50_ms", "handling_p95_ms", "handling_max_ms"),
     ),
 }
-INCARNATION, PROGRESS = 0, 1
-NUM_WORDS, NUM_FIGURES = 2, 14
+INCARNATION, PROGRESS, STEPS = 0, 1, 2
+NUM_WORDS, NUM_FIGURES = 3, 14
 ROW_BYTES = 8 * (NUM_WORDS + len(PHASES) + NUM_FIGURES)
 
 
@@ -44,10 +44,11 @@ class Gauge:
     def begin(self, incarnation: int) -> None:
         """Takes over the row for this incarnation and resets it. The previous incarnation must be dead."""
         self._words[INCARNATION] = 0  # invalid until the values are reset
-        self._words[PROGRESS], self._phases[:], self._figures[:] = 0, 0.0, np.nan
+        self._words[PROGRESS], self._words[STEPS], self._phases[:], self._figures[:] = 0, 0, 0.0, np.nan
         self._words[INCARNATION] = incarnation + 1
 
-    def show(self, progress: int, phases: Mapping[str, float]) -> None:
+    def show(self, progress: int, phases: Mapping[str, float], env_steps: int = 0) -> None:
+        self._words[STEPS] = env_steps
         self._phases[:] = [phases[phase] for phase in PHASES]
         self._words[PROGRESS] = progress
 
@@ -62,6 +63,11 @@ class Gauge:
     def progress(self, incarnation: int) -> int:
         """Returns the progress of this incarnation, or 0 if it has not begun."""
         return int(self._words[PROGRESS]) if self._words[INCARNATION] == incarnation + 1 else 0
+
+    @property
+    def env_steps(self) -> int:
+        """The environment steps that the newest incarnation of an actor has taken."""
+        return int(self._words[STEPS])
 
     def phases(self, incarnation: int) -> dict[str, float]:
         """Returns the seconds that this incarnation has spent in each phase."""

@@ -10,35 +10,46 @@ from echelon.roles.stopping import RETURN_WINDOW
 from echelon.runs.report import number_text
 
 NO_UPDATES = "no_updates"
+CALLBACK = "callback"  # the reason of a run that a callback ended
 LIMITS = ("steps", "minutes", "episodes")  # stop conditions that end a run whether or not it has learned
 
 
 def outcome(config: TrainConfig, figures: Mapping[str, Any], run_dir: str) -> dict[str, str]:
     """Returns what the summary says about the end of a run, from the `figures` that the learner reported.
 
-    `status` is solved, finished, stopped or no_updates; `advice` is there if the run has missed its goal or has learned
-    nothing.
+    `status` is solved, finished, stopped or no_updates; `advice` is there if the run was stopped, has missed its
+    goal or has learned nothing.
     """
     reason, goal = figures["reason"], config.stop.until_return
     if figures.get("goal_reached"):
         return {"status": "solved"}
     if not figures["updates"] and reason in LIMITS:
         return {"status": NO_UPDATES, "advice": _no_update(config, figures)}
-    advice = {} if goal is None else {"advice": _goal_missed(config, figures, goal, run_dir)}
-    return {"status": "finished" if reason in LIMITS else "stopped", **advice}
+    status = "finished" if reason in (*LIMITS, CALLBACK) else "stopped"
+    if goal is not None:
+        return {"status": status, "advice": _goal_missed(config, figures, goal, run_dir)}
+    can_resume = figures["checkpoint"] is not None and not config.algorithm.is_users  # the latter by its own program
+    advice = {"advice": f"To continue: echelon resume {run_dir}"} if status == "stopped" and can_resume else {}
+    return {"status": status, **advice}
+
+
+def num_first_steps(config: TrainConfig) -> int:
+    """Returns the environment steps that the first update needs, without replay."""
+    return config.batch_trajectories * config.actor.trajectory * config.actor.envs_per_actor
 
 
 def _no_update(config: TrainConfig, figures: Mapping[str, Any]) -> str:
     option = f"--{figures['reason']}"
-    if (replay := figures.get("replay")) is not None:
+    if (replay := figures.get("replay")) is not None and replay["inserted"] >= config.replay.min_size:
+        return f"no update was made: the run reached its end before the learner could update. Raise {option}."
+    if replay is not None:
         return (
             f"no update was made: {replay['inserted']:,} of the {config.replay.min_size:,} transitions that the first "
             f"update needs were collected. Raise {option}, or lower --replay.min-size."
         )
-    num_steps = config.batch_trajectories * config.actor.trajectory * config.actor.envs_per_actor
     return (
-        f"no update was made: the run ended before the first batch of {num_steps:,} steps was complete. Raise "
-        f"{option}, or lower --learner.batch or --actor.trajectory."
+        f"no update was made: the run ended before the first batch of {num_first_steps(config):,} steps was complete. "
+        f"Raise {option}, or lower --learner.batch or --actor.trajectory."
     )
 
 

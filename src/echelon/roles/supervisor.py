@@ -29,6 +29,7 @@ from echelon.roles.gauge import PHASES, Gauge
 from echelon.world.node import Node
 
 PROCESSES = "processes.json"
+KINDS = {"inference": "inference server", "shards": "shard server"}  # as they are shown
 COMPILE_S = 120.0  # hang timeout of a learner that compiles, at least
 AWAY_S = 1.0  # the part of a gap between two calls of `look` beyond this is taken for a suspension and ignored
 STACK_TIMEOUT_S = 2.0  # a hung role prints its stack within this time, unless it is suspended or stuck in the kernel
@@ -39,6 +40,8 @@ FATAL = {"ConfigError": ConfigError, "EnvError": EnvError, "DivergedError": Dive
 DEATH_WINDOW_S = 300.0  # window in which deaths by outside signals, e.g. for lack of memory, are counted
 NUM_IMMEDIATE_RESTARTS = 3  # restarts without delay after such deaths; the delay of each further restart doubles
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+HUNG = "hung"  # the time that an actor spends in a call that has not returned for HUNG_S; no phase has counted it yet
+HUNG_S = 5.0
 
 
 @dataclass(slots=True)
@@ -51,7 +54,8 @@ class SupervisedRole:
     gauge: Gauge
     progressed_at: float  # time of its last progress, or of its start
     progress: int = 0  # the value of its gauge at that time
-    past_phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    silent_s: float = 0.0  # without progress, when the supervisor last looked
+    past_phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, HUNG), 0.0))
     failures: collections.deque[tuple[float, str]] = field(default_factory=lambda: collections.deque(maxlen=16))
     deaths: collections.deque[float] = field(default_factory=lambda: collections.deque(maxlen=64))  # by outside signals
     doomed: bool = False  # killed by the supervisor; its exit is not reported yet
@@ -63,7 +67,8 @@ class SupervisedRole:
     @property
     def phases(self) -> dict[str, float]:
         """The seconds that the role spent in each phase, including its earlier incarnations."""
-        phases = self.gauge.phases(self.context.incarnation)
+        is_hung = self.kind == "actor" and self.silent_s > HUNG_S
+        phases = {**self.gauge.phases(self.context.incarnation), HUNG: self.silent_s if is_hung else 0.0}
         return {phase: seconds + self.past_phases[phase] for phase, seconds in phases.items()}
 
 
@@ -183,7 +188,7 @@ class Supervisor:
         member.past_phases = member.phases
         member.context = replace(member.context, incarnation=member.context.incarnation + 1)
         member.spec = replace(member.spec, config=member.context.to_config(keep_objects=False))
-        member.progressed_at, member.progress, member.doomed = time.monotonic(), 0, False
+        member.progressed_at, member.progress, member.silent_s, member.doomed = time.monotonic(), 0, 0.0, False
         self.engine.start(member.spec)
 
     def _judge(self, member: SupervisedRole, failure: Failure) -> None:
@@ -250,6 +255,8 @@ class Supervisor:
             progress = member.gauge.progress(member.context.incarnation)
             if progress != member.progress or not self.engine.has_current_gauge(member.spec.name):
                 member.progress, member.progressed_at = progress, now
+            if member.has_begun and self.engine.pid(member.spec.name) is not None:
+                member.silent_s = now - member.progressed_at
 
     def _end_hung(self, names: Sequence[str], silent_s: float, stacks: dict[str, str]) -> None:
         """Kills hung roles; of several learners, only those that the others wait for."""
@@ -306,7 +313,7 @@ class Supervisor:
                 (self.context.run_dir / PROCESSES).unlink()
 
     def shares(self) -> dict[str, dict[str, float]]:
-        """Returns the share of time in each phase, for every role except the evaluator.
+        """Returns the share of time in each phase, for every role except the evaluator; HUNG only of roles that hung.
 
         Roles that share a process share its time, so that the shares of all of them sum to 1.
         """
@@ -315,10 +322,25 @@ class Supervisor:
         if self.context.shares_process:
             seconds = dict.fromkeys(seconds, sum(seconds.values()))
         return {
-            name: {phase: value / seconds[name] for phase, value in own.items()}
+            name: {phase: value / seconds[name] for phase, value in own.items() if value or phase != HUNG}
             for name, own in phases.items()
             if sum(own.values()) > 0
         }
+
+    def starting(self) -> str:
+        """Returns which roles have started, "learner, 3 of 14 actors", of the kinds that have not all done so."""
+        kinds: dict[str, list[bool]] = {}
+        for member in self.members.values():
+            kinds.setdefault(KINDS.get(member.kind, member.kind), []).append(member.has_begun)
+        return ", ".join(
+            kind if len(begun) == 1 else f"{sum(begun)} of {len(begun)} {kind}s"
+            for kind, begun in kinds.items()
+            if not all(begun)
+        )
+
+    def num_steps(self) -> int:
+        """Returns the environment steps of all actors."""
+        return sum(member.gauge.env_steps for member in self.members.values() if member.kind == "actor")
 
     def figures(self, kind: str) -> dict[str, dict[str, float]]:
         """Returns the published figures of each role of `kind` that has any."""

@@ -18,7 +18,8 @@ from echelon.layout import ALIGNMENT
 from echelon.replay.shard import join
 
 Array = np.ndarray[Any, Any]
-NUM_KEPT = 256  # newest episodes of each actor
+NUM_KEPT = 1024  # newest episodes of each actor
+UNKNOWN = -1  # the environment of an episode of a worker
 ENV_STEPS, EPISODES = 0, 1
 OPENED = 2  # only in the row of counts from which the run starts
 RESTS = 2  # in the row of an actor: whether it makes no more steps
@@ -33,11 +34,11 @@ class Tally:
         lines = words.reshape(-1, ALIGNMENT)
         self._past, self._counts = lines[0].view(np.int64), lines[1 + num_learners :].view(np.int64)
         self._top_priority = lines[1 : 1 + num_learners].view(np.float64)[:, 0]  # largest seen by each learner
-        self._kept = kept.view(np.float64).reshape(num_actors, NUM_KEPT, 2)  # return and length
+        self._kept = kept.view(np.float64).reshape(num_actors, NUM_KEPT, 3)  # return, length, environment
 
     @staticmethod
     def size(num_actors: int, num_learners: int = 1) -> int:
-        return (1 + num_learners + num_actors) * ALIGNMENT + num_actors * NUM_KEPT * 16
+        return (1 + num_learners + num_actors) * ALIGNMENT + num_actors * NUM_KEPT * 24
 
     @classmethod
     def at(cls, folder: Path, num_actors: int, num_learners: int = 1) -> Tally:
@@ -73,7 +74,7 @@ class Tally:
         return int(self._counts[actor, EPISODES])
 
     def ended(self, actor: int, seen: int) -> Array:
-        """Returns the return and length (n, 2) of the actor's kept episodes from number `seen` on."""
+        """Returns return, length and environment (n, 3) of the actor's kept episodes from number `seen` on."""
         head = self.episodes_of(actor)
         numbers = np.arange(max(seen, head - NUM_KEPT), head)
         rows = self._kept[actor, numbers % NUM_KEPT]
@@ -105,17 +106,15 @@ class Tally:
         """Notes whether an actor makes no more steps, as the run has all of them."""
         self._counts[actor, RESTS] = rests
 
-    def note(
-        self, actor: int, env_steps: int, returns: Array, lengths: Array, before: tuple[int, int] | None = None
-    ) -> None:
-        """Adds steps of an actor, and the returns and lengths of the episodes that ended in them.
+    def note(self, actor: int, env_steps: int, ended: Array, before: tuple[int, int] | None = None) -> None:
+        """Adds steps of an actor, and return, length and environment (n, 3) of the episodes that ended in them.
 
         `before` are its counts before these steps, if a predecessor may have added some of them: then a repetition
         has no effect.
         """
         steps, count = before or self.counts_of(actor)
-        for value, length in zip(returns.tolist(), lengths.tolist(), strict=True):
-            self._kept[actor, count % NUM_KEPT] = value, length
+        for episode in ended:
+            self._kept[actor, count % NUM_KEPT] = episode
             count += 1
             self._counts[actor, EPISODES] = max(count, self.episodes_of(actor))
         self._counts[actor, ENV_STEPS] = steps + env_steps
@@ -127,7 +126,7 @@ class Tally:
         """
         env_steps, episodes = counts
         if ended is not None:
-            self._kept[actor, (episodes - 1) % NUM_KEPT] = ended
+            self._kept[actor, (episodes - 1) % NUM_KEPT] = *ended, UNKNOWN
         self._counts[actor, EPISODES] = episodes
         self._counts[actor, ENV_STEPS] = env_steps
 

@@ -16,7 +16,8 @@ import torch
 from echelon.algorithms.peers import ALONE
 from echelon.errors import ConfigError
 from echelon.layout import ArrayField, place, size_of, views_of
-from echelon.roles.update import Acknowledge, AnyBatch, LossAccount, Tick
+from echelon.roles.loss_account import LossAccount
+from echelon.roles.update import Acknowledge, AnyBatch, Tick
 from echelon.schema import TransitionBatch, Tree
 from echelon.transport.extensions import ARRAY_DTYPES
 
@@ -128,6 +129,13 @@ class StateLayout:
         return cls(place([(name, tuple(shape), ARRAY_DTYPES[dtype]) for name, shape, dtype in data]))
 
 
+def column(name: str) -> str:
+    """Returns the column, in the rows of metrics, of a figure that a user's `update` returns."""
+    if name == "loss":
+        return "loss.total"
+    return f"loss.{name.removesuffix('_loss')}" if name.endswith("_loss") else name
+
+
 class UserTrainable:
     """A user policy as a trainable. The policy has its own learning rule and optimizers."""
 
@@ -135,14 +143,14 @@ class UserTrainable:
         self.policy, self.layout = policy, layout
         self.device, self.learning_rate, self.peers = torch.device("cpu"), None, ALONE
 
-    def schedule(self, progress: float) -> None:
+    def schedule(self, progress: float, learning_rate: float | None) -> None:
         """Does nothing: a user policy has its own schedules."""
 
     def learn(self, batch: AnyBatch, account: LossAccount, tick: Tick, acknowledge: Acknowledge | None) -> None:
         del acknowledge  # transitions are drawn uniformly
         figures = self.policy.update(batch) or {}
         tick()
-        account.note(tuple(figures), torch.tensor([float(value) for value in figures.values()]))
+        account.note(tuple(map(column, figures)), torch.tensor([float(value) for value in figures.values()]))
 
     def parts(self) -> list[Array]:
         return [self.layout.pack(state_of(self.policy))]

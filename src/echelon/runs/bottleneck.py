@@ -7,9 +7,11 @@ from collections.abc import Mapping
 
 Shares = Mapping[str, float]  # phase -> share of a role's wall time, in [0, 1]
 
-PHASES = ("env", "act", "learn", "exchange", "transfer", "wait")
+RARE = ("exchange", "hung")  # only with several learners; only of actors in a call that has not returned
+PHASES = ("env", "act", "learn", "exchange", "transfer", "hung", "wait")
 BUSY = 0.9  # above this share a role, or all cores together, count as saturated
 LARGE = 0.3  # a share of the learners' time that is worth saving
+LATE_EPISODES = 4  # for each worker; a learner with more of them is behind
 IDLE = 0.5  # above this share of waiting, a learner could update more often
 _WORK = ("env", "act", "learn", "exchange", "transfer")
 _REMEDIES = {
@@ -71,6 +73,8 @@ def _bottleneck(
     )
     if not actors or not learners:
         return "bottleneck: unknown (no times from actors and learner yet)."
+    if _mean(actors, "hung") >= LARGE:
+        return _hanging(roles)
     work = {phase: sum(shares.get(phase, 0.0) for shares in roles.values()) for phase in _WORK}
     actors_learn = _mean(actors, "learn") > 0.0
     if _mean(learners, "exchange") >= LARGE and _busy(learners) >= max(_busy(actors), _busy(servers)):
@@ -99,6 +103,16 @@ def _bottleneck(
     return _acting(actors, learners, num_cores - num_processes, vectorised)
 
 
+def _hanging(roles: Mapping[str, Shares]) -> str:
+    """Returns the text for actors that spend their time in calls that do not return."""
+    name, shares = max(roles.items(), key=lambda item: item[1].get("hung", 0.0))
+    return (
+        f"bottleneck: an environment that hangs: {shares['hung']:.0%} of the time of {name} was spent in calls that "
+        "did not return within seconds. After --supervision.hang-timeout-s the stack of the actor is shown (also in "
+        f"logs/{name}.log), and the actor is replaced."
+    )
+
+
 def _exchanging(learners: list[Shares], actors_wait: float, replayed: bool, on_gpu: bool) -> str:
     """Returns the text for several learners that spend more time on the exchange than sharing the work saves."""
     larger = f"larger minibatches ({'--replay.batch' if replayed else '--learner.batch'})"
@@ -118,12 +132,17 @@ def _less_learning(replayed: bool, on_gpu: bool) -> str:
     return f"Larger batches (--learner.batch){gpu} or fewer epochs would help."
 
 
-def workers_bottleneck(learner: Shares) -> str:
-    """Returns the sentences for a run with workers, whose times are unknown: the learner is the limit, or they are."""
+def workers_bottleneck(learner: Shares, num_behind: int = 0, num_workers: int = 1) -> str:
+    """Returns the sentences for a run with workers, whose times are unknown: the learner is the limit, or they are.
+
+    `num_behind` episodes have arrived whose updates have not been made. A learner that keeps up has at most a few per
+    worker; one that is behind may still have waited at the beginning, for the first workers.
+    """
     busy = 1.0 - learner.get("wait", 0.0)
-    if busy >= BUSY:
+    if busy >= BUSY or num_behind > LATE_EPISODES * max(1, num_workers):
+        late = f"{num_behind:,} episodes wait" if num_behind > 1 else "episodes wait"
         return (
-            f"bottleneck: the learner (busy {busy:.0%}); episodes wait for their updates. A GPU (--device cuda), a "
+            f"bottleneck: the learner (busy {busy:.0%}); {late} for their updates. A GPU (--device cuda), a "
             "smaller network, or fewer or smaller updates (--update-steps, --batch-size) would help."
         )
     return f"bottleneck: the workers (the learner is busy {busy:.0%}); more workers would send more episodes."

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 TENSORS, STATE = "tensors.safetensors", "state.json"
 NEWEST = "newest"  # a name for the newest intact checkpoint
-BEST = "best"  # the folder of the best weights
+BEST, FINAL = "best", "weights.safetensors"  # the folder of the best weights; the file of the final ones
 # What decoding and loading a tree raise if it is not what `pack` made of this run's state.
 UNDECODABLE = (
     LookupError,
@@ -194,7 +194,9 @@ def newest_intact(folder: Path) -> tuple[Path, str] | None:
             troubles.append(str(error))
         else:
             return path, "".join(f"{trouble}\n" for trouble in troubles) + f"Using {path}." if troubles else ""
-    raise ConfigError(f"no checkpoint in {folder} is intact:\n" + "\n".join(troubles))
+    others = [path.name for path in (folder / BEST, folder.parent / FINAL) if path.exists()]
+    left = f"\nFor eval, play, export and --init-from there is also {' and '.join(others)}." if others else ""
+    raise ConfigError(f"no checkpoint in {folder} is intact:\n" + "\n".join(troubles) + left)
 
 
 def weights_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -237,7 +239,7 @@ def weights_path(path: str, name: str = NEWEST) -> Path:
     if os.path.isfile(where / STATE):
         return where
     check_entries(where)
-    folder, final = where / "checkpoints", where / "weights.safetensors"
+    folder, final = where / "checkpoints", where / FINAL
     if name != NEWEST:
         latest_checkpoint(folder)  # restores a checkpoint whose replacement was not completed
         others = [entry for entry in (folder / BEST, final) if entry.exists()]

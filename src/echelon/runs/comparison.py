@@ -17,7 +17,8 @@ import numpy as np
 
 from echelon.disk import put_file
 from echelon.errors import ConfigError
-from echelon.runs.metrics import read_metrics
+from echelon.names import short_name
+from echelon.runs.metrics import read_rows
 from echelon.runs.records import DAMAGED, RunRecord, is_run, read_run, runs_in
 from echelon.runs.report import ordered_rows, plain_frame, points
 from echelon.runs.seed_summary import quartiles
@@ -171,8 +172,7 @@ def read_curves(entries: Sequence[Entry], progress: Callable[[int, int | None], 
         curves.append([])
         for record in entry.runs:
             progress(done, total)
-            train, _ = ordered_rows(read_metrics(record.path))
-            curves[-1].append(points(train, "return_mean"))
+            curves[-1].append(points(ordered_rows(read_rows(record.path))["train"], "return_mean"))
             done += 1
     return curves
 
@@ -206,7 +206,7 @@ def draw_comparison(entries: Sequence[Entry], curves: Sequence[Sequence[Curve]],
     if not axes.lines:
         axes.text(0.5, 0.5, "no episode ended", transform=axes.transAxes, ha="center", color=COLORS[-1])
     has_band = any(len(entry.runs) > 1 for entry in entries)
-    envs = list(dict.fromkeys(record.env for entry in entries for record in entry.runs))
+    envs = list(dict.fromkeys(short_name(record.env) for entry in entries for record in entry.runs))
     note = ": median and interquartile range over seeds" if has_band else ""
     axes.set_title(f"{', '.join(envs[:3])}{note}", loc="left", fontsize=12, fontweight="bold", parse_math=False)
     axes.set_xlabel("environment steps")

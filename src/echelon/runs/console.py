@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.text import Text
 
 from echelon.errors import escaped_lines
-from echelon.runs.bottleneck import PHASES
+from echelon.runs.bottleneck import PHASES, RARE
 from echelon.runs.report import duration, number_text
 
 REFRESH_HZ = 4.0  # a frame costs about 1 ms: 0.4 % of a core
@@ -37,6 +37,7 @@ COLOURS = {
     "learn": "magenta",
     "exchange": "red",
     "transfer": "yellow",
+    "hung": "bright_red",
     "wait": "bright_black",
 }
 
@@ -58,8 +59,7 @@ class Status:
     dropped: int = 0  # trajectories (or `experience`) dropped because they arrived too late
     experience: str = "trajectories"  # what `dropped` counts
     roles: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    evaluating: tuple[int, int] | None = None  # of the evaluation at the end: episodes that have ended, all of them
-    filling: tuple[int, int] | None = None  # of a replay below min_size: size, min_size
+    doing: str = ""  # while the run makes no updates: "starting 3 of 14 actors"
     workers: Mapping[str, float] = field(default_factory=dict)  # figures of a run with workers
 
 
@@ -168,7 +168,7 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
 
     Reads status, goal_reached, env_steps, wall_s, env_steps_per_s, return_mean, evaluation_return,
     evaluation_return_mean, evaluation_episodes, best_return_mean, best_steps, lag_mean, lag_max, hosts, checkpoint,
-    curve, run_dir, bottleneck and advice; values that are missing or None are omitted.
+    curve, run_dir, stop_reason, logged, bottleneck and advice; values that are missing or None are omitted.
     """
 
     def given(form: str, *keys: str, show: Callable[[Any], Any] = lambda value: value) -> str:
@@ -178,7 +178,7 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
     wall_s, workers = summary.get("wall_s"), summary.get("workers")
     is_evaluated = summary.get("evaluation_return_mean") is not None  # at the end
     rows = {
-        "status": given("{}", "status"),
+        "status": given("{}", "status") + given(" ({})", "stop_reason"),
         "goal": given("{}", "goal_reached", show=lambda reached: "reached" if reached else "missed"),
         "steps": given("{:,}", "env_steps"),
         "time": duration(wall_s) if wall_s is not None else "",
@@ -190,6 +190,7 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
         "best": given("{}", "best_return_mean", show=number_text)
         + given(" at {:,} steps (--checkpoint best)", "best_steps"),
         "lag": given("{:.2f} mean, {:.0f} max", "lag_mean", "lag_max"),
+        "logged": ", ".join(f"{name} {value:.5g}" for name, value in summary.get("logged", {}).items()),
         "workers": workers_line(workers, summary.get("time", {}).get("learner", {})).removeprefix("workers ")
         if workers
         else "",
@@ -233,8 +234,8 @@ def panel(head: str, status: Status) -> Group:
         parts.append(Text.assemble(("━" * filled, "green"), ("━" * (PROGRESS_WIDTH - filled), "bright_black")))
     parts.append(figures)
     if status.roles:
-        exchanged = any(shares.get("exchange") for shares in status.roles.values())  # only with several learners
-        phases = [phase for phase in PHASES if phase != "exchange" or exchanged]
+        seen = {phase for shares in status.roles.values() for phase, share in shares.items() if share}
+        phases = [phase for phase in PHASES if phase not in RARE or phase in seen]
         legend = [Text.assemble(("■ ", COLOURS[phase]), phase) for phase in phases]
         parts.append(Text("  ").join([Text(" " * 10), *legend]))
         parts += [_bar(name, shares) for name, shares in _rows(status.roles)]
@@ -253,18 +254,16 @@ def _figures(status: Status) -> list[tuple[str, str]]:
     figures = [("", duration(status.wall_s))]
     if status.fraction is not None:
         figures.append(("bold", f"{status.fraction:.0%}"))
+    if status.doing:
+        figures.append(("bold yellow", status.doing))
+        if not status.env_steps:
+            return figures
     figures += [("", f"steps {status.env_steps:,}"), ("", f"{status.steps_per_s:,.0f} steps/s")]
     if status.return_mean is not None:
         figures.append(("bold green", f"return {number_text(status.return_mean)}"))
     if status.evaluation_return is not None:
         figures.append(("green", f"evaluation {number_text(status.evaluation_return)}"))
-    if status.evaluating is not None:
-        figures.append(
-            ("bold yellow", f"evaluating the final weights: {status.evaluating[0]} of {status.evaluating[1]}")
-        )
     figures.append(("", f"episodes {status.episodes:,}"))
-    if status.filling is not None:
-        figures.append(("yellow", f"filling {status.filling[0]:,}/{status.filling[1]:,}"))
     figures.append(("", f"updates {status.updates:,}"))
     figures.append(("", f"lag {status.lag_mean:.1f} (max {status.lag_max:.0f})"))
     if status.workers:
@@ -297,6 +296,6 @@ def _bar(name: str, shares: Mapping[str, float]) -> Text:
         end = min(BAR_WIDTH, round(passed * BAR_WIDTH))  # rounding the running sum keeps the total length exact
         bar.append("█" * (end - drawn), style=COLOURS[phase])
         drawn = end
-    busy = sum(max(0.0, share) for phase, share in shares.items() if phase != "wait")
+    busy = sum(max(0.0, share) for phase, share in shares.items() if phase not in ("wait", "hung"))
     bar.append(" " * (BAR_WIDTH - drawn) + f" {min(busy, 1.0):4.0%} busy")
     return bar

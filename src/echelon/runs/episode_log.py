@@ -22,7 +22,7 @@ LOG, PICTURE = "episodes.log", "episodes.png"
 MAX_BYTES = 1 << 26  # of the file, to be read as a whole
 NUM_EPISODES = 100  # over which the means are taken
 MIN_DRAW_S, DRAW_SHARE = 20.0, 0.01  # the picture is drawn at most so often, and takes at most this share of the time
-LOSSES, VALUES = ("loss", "critic_loss"), ("q_mean",)  # names in the rows of metrics, the first that exists
+LOSSES, VALUES = ("loss.total", "loss.critic"), ("q_mean",)  # names in the rows of metrics, the first that exists
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +120,10 @@ class EpisodeLog:
         return line
 
     def _learn(self, row: Mapping[str, Any]) -> None:
-        episodes, updates, losses = row["episodes"], row["updates"] - self.updates, row["loss"]
+        episodes, updates = row["episodes"], row["updates"] - self.updates
         self.updates = row["updates"]
-        if updates > 0 and losses:
-            loss, value = (next((losses[name] for name in names if name in losses), 0.0) for names in (LOSSES, VALUES))
+        if updates > 0:
+            loss, value = (next((row[name] for name in names if name in row), 0.0) for names in (LOSSES, VALUES))
             self.learned.append(Learned(episodes, updates, loss, value))
         while self.learned and self.learned[0].episodes <= episodes - NUM_EPISODES:
             self.learned.popleft()

@@ -1,7 +1,7 @@
 """The run folder: all files of one training, sufficient to repeat, resume, evaluate and report it.
 
-`config.json`, `metrics.jsonl`, TensorBoard events, `checkpoints/`, `replay/`, `open_episodes/`, `timeline/`, `logs/`,
-and at the end `summary.json`, `curve.png`.
+`config.json`, `metrics.jsonl`, `episodes.csv`, TensorBoard events, `checkpoints/`, `replay/`, `open_episodes/`,
+`timeline/`, `logs/`, and at the end `summary.json`, `curve.png`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from echelon.config import TrainConfig, replace
 from echelon.disk import check_regular, open_regular, put_file, read_json
 from echelon.errors import ConfigError
 from echelon.runs.episode_log import LOG, PICTURE
+from echelon.runs.episodes import EPISODES
 from echelon.runs.metrics import METRICS, plain
 from echelon.runs.policy_spec import UNREADABLE, spaces_from_json, spaces_to_json
 from echelon.runs.timeline import TIMELINE
@@ -35,7 +36,7 @@ from echelon.trust import check_names, has_mark, mark, run_folder
 
 FORMAT = 1
 CONFIG, SUMMARY, LOCK = "config.json", "summary.json", ".lock"
-FILES = (CONFIG, SUMMARY, LOCK, METRICS, "weights.safetensors", "curve.png", "processes.json", LOG, PICTURE)
+FILES = (CONFIG, SUMMARY, LOCK, METRICS, EPISODES, "weights.safetensors", "curve.png", "processes.json", LOG, PICTURE)
 OPEN_EPISODES = "open_episodes"
 FOLDERS = ("checkpoints", "replay", OPEN_EPISODES, "logs", "videos", TIMELINE)
 GIT_TIMEOUT_S = 2.0
@@ -55,10 +56,28 @@ def check_new(path: Path) -> None:
     except OSError as error:
         raise _cannot_be_made(path, error) from error
     if taken:
-        raise ConfigError(
-            f"the run folder {path} is not empty. Continue that run with `echelon resume {path}`, or choose "
-            "another --run-dir."
-        )
+        how = "those runs with --auto-resume" if _runs_in(path) else f"that run with `echelon resume {path}`"
+        raise ConfigError(f"the run folder {path} is not empty. Continue {how}, or choose another --run-dir.")
+
+
+def not_a_run(path: Path) -> ConfigError:
+    """Returns the error for a path that should be a run folder; it says what the path is."""
+    if os.path.isfile(path):
+        return ConfigError(f"{path} is a file. Give the folder of its run.")
+    if not os.path.isdir(path):
+        return ConfigError(f"there is no run folder {path}. Give the folder that `echelon train` printed.")
+    if runs := _runs_in(path):
+        some = ", ".join(runs[:4]) + (", ..." if len(runs) > 4 else "")
+        return ConfigError(f"{path} is not a run folder, but has {len(runs)} in it: {some}. Give one of them.")
+    return ConfigError(f"{path} is not a run folder: it has no {CONFIG}. Give the folder that `echelon train` printed.")
+
+
+def _runs_in(path: Path) -> list[str]:
+    """Returns the names of the run folders in `path`."""
+    try:
+        return sorted(entry.name for entry in path.iterdir() if os.path.lexists(entry / CONFIG))
+    except OSError:
+        return []
 
 
 def check_entries(path: Path) -> None:
@@ -126,12 +145,8 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         """Opens an existing run; raises ConfigError unless it has an intact config.json of this format."""
-        if not os.path.isdir(path):
-            raise ConfigError(f"there is no run folder {path}. Give the folder that `echelon train` printed.")
-        if not os.path.lexists(path / CONFIG):
-            raise ConfigError(
-                f"{path} is not a run folder: it has no {CONFIG}. Give the folder `echelon train` printed."
-            )
+        if not os.path.isdir(path) or not os.path.lexists(path / CONFIG):
+            raise not_a_run(path)
         check_entries(path)
         run = cls(path)
         run.read_config()
@@ -236,7 +251,9 @@ class RunFolder:
 
 def _check_record(path: Path, record: Mapping[str, Any]) -> None:
     """Raises ConfigError unless `record`, the content of `path`, is what `write_config` writes."""
-    if record.get("format") != FORMAT:
+    if "format" not in record:
+        raise ConfigError(f"{path} is not what Echelon writes: it has no format. Restore it from a copy.")
+    if record["format"] != FORMAT:
         raise ConfigError(
             f"{path} has format {record.get('format')!r}; this Echelon reads format {FORMAT}. Use the version "
             f"that wrote it: {record.get('versions')}."
@@ -263,9 +280,9 @@ def load_record(path: Path, record: Mapping[str, Any], *, trust: bool) -> TrainC
     return config
 
 
-def default_run_dir(preset: str, env_id: str, seed: str) -> Path:
+def default_run_dir(preset: str, env: str, seed: str) -> Path:
     """Returns a name such as runs/impala-CartPole-v1-seed0-20260102-030405; `seed` is "seed0", or "seeds0-4"."""
-    env = re.sub(r"[^\w.-]+", "-", env_id)[-60:].strip("-.") or "env"
+    env = re.sub(r"[^\w.-]+", "-", env.replace(".py:", "-"))[-60:].strip("-.") or "env"
     return Path("runs") / f"{preset}-{env}-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

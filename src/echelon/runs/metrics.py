@@ -1,4 +1,8 @@
-"""The metrics of a run: one JSON object per line in `metrics.jsonl`, and its numbers as TensorBoard scalars."""
+"""The metrics of a run: one flat JSON object per line in `metrics.jsonl`, and its numbers as TensorBoard scalars.
+
+Columns of a group share a prefix, as `loss.policy` and `loss.value`. Rows of earlier releases had nested objects
+instead; reading makes them flat.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from echelon.disk import AppendFile, open_regular, put_file, read_regular
 from echelon.errors import ConfigError
+from echelon.runs.episodes import EPISODES, EpisodeWriter
 from echelon.runs.events import EventWriter
 
 METRICS = "metrics.jsonl"
@@ -24,10 +29,10 @@ _NO_SCALARS = ("kind", "env_steps")
 class MetricsWriter:
     """Appends rows; a row is visible to readers when `write` returns, unless the disk is full: then `error` is set.
 
-    Rows that cannot be written wait in memory (`AppendFile`), in order, and are written with a later row. A row may
-    contain nested dicts. Its "kind" ("train" if absent) prefixes the TensorBoard tags; its "env_steps" is their step. A
-    new run never overwrites an existing file; a resumed run (`append`) first removes an incomplete last line, which a
-    crash can leave.
+    Rows that cannot be written wait in memory (`AppendFile`), in order, and are written with a later row. The "kind" of
+    a row ("train" if absent) prefixes the TensorBoard tags, in which a slash separates groups; its "env_steps" is their
+    step. A new run never overwrites an existing file; a resumed run (`append`) first removes an incomplete last line,
+    which a crash can leave. `episodes` writes the episodes of the run.
     """
 
     def __init__(self, run_dir: Path, append: bool) -> None:
@@ -42,35 +47,37 @@ class MetricsWriter:
                 f"`echelon resume {run_dir}`, or choose another --run-dir."
             ) from error
         self._events = EventWriter(run_dir)
+        self.episodes = EpisodeWriter(run_dir, append=append)
 
     def write(self, row: Mapping[str, Any]) -> None:
         data = plain(row)
         self._file.append(json.dumps(data, allow_nan=False).encode() + b"\n")
         step = data.get("env_steps")
         if isinstance(step, int):
-            numbers = {key: value for key, value in data.items() if key not in _NO_SCALARS}
-            self._events.scalars(step, dict(_scalars(numbers, str(data.get("kind", "train")))), time.time())
+            self._events.scalars(step, scalars(data, str(data.get("kind", "train"))), time.time())
 
     @property
     def error(self) -> OSError | None:
         """Why the newest rows are not on disk yet; None if they are."""
-        return self._file.error or self._events.error
+        return self._file.error or self._events.error or self.episodes.error
 
     def write_waiting(self, run_dir: Path) -> None:
         """Writes the rows that wait to `run_dir`, this run's folder or another."""
-        if run_dir == self._run_dir:
-            self._file.append()
-            if self._file.error is not None:
-                raise self._file.error
-        elif self._file.waiting:
-            put_file(run_dir / METRICS, b"".join(self._file.waiting))
+        for file, name in ((self._file, METRICS), (self.episodes.file, EPISODES)):
+            if run_dir == self._run_dir:
+                file.append()
+                if file.error is not None:
+                    raise file.error
+            elif file.waiting:
+                put_file(run_dir / name, b"".join(file.waiting))
 
     def close(self) -> None:
         self._file.close()
+        self.episodes.file.close()
         self._events.close()
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+def read_rows(run_dir: Path) -> list[dict[str, Any]]:
     """Returns every complete row of a run; a last line that is still being written is ignored."""
     path = run_dir / METRICS
     try:
@@ -103,9 +110,17 @@ def last_rows(run_dir: Path) -> list[dict[str, Any]]:
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
+        return flat(row) if isinstance(row, dict) else None
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) else None
+
+
+def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested objects by dotted names; a flat row stays as it is."""
+    found: dict[str, Any] = {}
+    for name, value in row.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
 
 
 def _drop_broken_end(path: Path) -> None:
@@ -141,10 +156,11 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _scalars(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    for key, value in row.items():
-        tag = f"{prefix}/{key}"
-        if isinstance(value, Mapping):
-            yield from _scalars(value, tag)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield tag, float(value)
+def scalars(row: Mapping[str, Any], kind: str) -> dict[str, float]:
+    """Returns the numbers of a plain row by their TensorBoard tags, which begin with `kind`."""
+    numbers = {name: float(value) for name, value in row.items() if _is_scalar(name, value)}
+    return {f"{kind}/{name.replace('.', '/')}": value for name, value in numbers.items()}
+
+
+def _is_scalar(name: str, value: Any) -> bool:
+    return name not in _NO_SCALARS and isinstance(value, int | float) and not isinstance(value, bool)

@@ -36,6 +36,7 @@ class Progress(msgspec.Struct, frozen=True):
     version: Count = 0
     generation: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0  # the old name of `generation`
+    learning_rate: Annotated[float, msgspec.Meta(gt=0, le=1e10)] | None = None  # that a callback has set
 
     @classmethod
     def read(cls, tree: Any, path: Path) -> Progress:

@@ -9,9 +9,10 @@ from typing import Any
 
 from echelon.disk import put_file
 from echelon.errors import ConfigError
+from echelon.names import short_name
 from echelon.runs.bottleneck import bottleneck
 from echelon.runs.folder import RunFolder
-from echelon.runs.metrics import METRICS, read_metrics
+from echelon.runs.metrics import METRICS, read_rows
 
 __all__ = ["bottleneck", "draw_curve", "duration", "is_number", "number_text", "ordered_rows", "plain_frame", "points"]
 
@@ -24,7 +25,8 @@ Row = dict[str, Any]
 def draw_curve(run_dir: Path) -> Path:
     """Draws return and speed over environment steps to `curve.png`; returns its path."""
     config = RunFolder.open(run_dir).parse_config()
-    train, evaluations = ordered_rows(read_metrics(run_dir))
+    rows = ordered_rows(read_rows(run_dir))
+    train, evaluations = rows["train"], rows["evaluation"]
     if not train and not evaluations:
         raise ConfigError(f"{run_dir / METRICS} has no rows yet. Draw the curve after the first steps of the run.")
 
@@ -33,7 +35,7 @@ def draw_curve(run_dir: Path) -> Path:
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
-    title = f"{config.preset} · {config.env.id} · seed {config.seed}"
+    title = f"{config.preset} · {short_name(config.env.id)} · seed {config.seed}"
     upper.set_title(title, loc="left", pad=24, fontsize=13, fontweight="bold", parse_math=False)
     subtitle = _subtitle(train or evaluations, config.learner.num_learners)
     upper.annotate(subtitle, (0, 1), (0, 10), "axes fraction", textcoords="offset points", fontsize=9, color=_GREY)
@@ -75,17 +77,20 @@ def number_text(value: float) -> str:
     return f"{text}.0" if text.lstrip("-").isdecimal() else text
 
 
-def ordered_rows(rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Returns training and evaluation rows, without those that a resume from an earlier checkpoint repeated."""
+def ordered_rows(rows: list[Row]) -> dict[str, list[Row]]:
+    """Returns the rows by their kind, without those that a resume from an earlier checkpoint repeated.
+
+    "train" and "evaluation" are always among the kinds.
+    """
     kept: dict[str, list[Row]] = {"train": [], "evaluation": []}
     for row in rows:
         kind, steps = row.get("kind", "train"), row.get("env_steps")
-        if not isinstance(kind, str) or kind not in kept or not is_number(steps):
+        if not isinstance(kind, str) or not is_number(steps):
             continue
         if kind == "train" and kept["train"] and steps < kept["train"][-1]["env_steps"]:
             kept = {name: [old for old in olds if old["env_steps"] < steps] for name, olds in kept.items()}
-        kept[kind].append(row)
-    return kept["train"], kept["evaluation"]
+        kept.setdefault(kind, []).append(row)
+    return kept
 
 
 def is_number(value: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import platform
 import secrets
 import weakref
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from echelon.disk import open_own
-from echelon.errors import ConfigError, Refused, TransportError
+from echelon.errors import Refused, TransportError
 
 Array = np.ndarray[Any, Any]
 
@@ -23,24 +22,6 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value
-
-
-def keeps_store_order() -> bool:
-    """Returns whether the plain stores of a process become visible to others in program order, as on x86-64."""
-    return platform.machine().lower() in ("x86_64", "amd64")
-
-
-def check_platform() -> None:
-    """Raises ConfigError on processors that reorder stores: rows, messages and weights are published by a plain store.
-
-    The local engine and every member of a world call this before they share memory with other processes.
-    """
-    if not keeps_store_order():
-        raise ConfigError(
-            f"processes cannot share memory on this machine: its processor is {platform.machine()}, and only x86-64 "
-            "makes the stores of one process visible to others in order. Use an x86-64 machine, or train in one "
-            "process with --engine inline."
-        )
 
 
 def create_segment(path: Path, nbytes: int, reserved: int | None = None) -> Array:

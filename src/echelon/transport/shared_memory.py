@@ -1,7 +1,7 @@
 """Shared memory between actors and the learner: doorbells, the slot ring and the weights board.
 
 Every shared word has one writer at a time. There are no locks, so a dead process cannot hold one. Stores become visible
-in program order, as on x86-64; `check_platform` refuses other processors.
+in program order, as on x86-64; `store_order` refuses other processors.
 """
 
 from __future__ import annotations

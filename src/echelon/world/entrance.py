@@ -21,9 +21,9 @@ from echelon.disk import is_private
 from echelon.errors import ConfigError, Refused, TransportTimeout
 from echelon.transport.codec import Limits
 from echelon.transport.secret import REMEDY, secret_for
-from echelon.transport.segments import check_platform
 from echelon.transport.session import NAME, create_session, session_name, start_ticks, sweep
 from echelon.transport.sockets import is_handshake_refused, why_silent
+from echelon.transport.store_order import check_platform
 from echelon.world.address import check_address, check_name, resolved
 from echelon.world.node import Node
 from echelon.world.registry import BEGUN, Registry

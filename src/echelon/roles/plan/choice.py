@@ -41,6 +41,7 @@ from echelon.errors import ConfigError
 from echelon.roles.context import Context
 from echelon.roles.plan.findings import CALIBRATED, Measured, Prepared
 from echelon.roles.plan.layouts import act_layout, num_groups, round_rows
+from echelon.roles.plan.stages import Stages
 
 CALIBRATION = "calibration"
 LIMIT_S = 30.0  # a calibration that takes longer is killed
@@ -156,7 +157,7 @@ def settled(config: TrainConfig) -> Choice | None:
     return None
 
 
-def choose_acting(context: Context, engine: InlineEngine | LocalEngine, prepared: Prepared) -> Choice:
+def choose_acting(context: Context, engine: InlineEngine | LocalEngine, prepared: Prepared, stages: Stages) -> Choice:
     """Returns the acting mode: the configured one or, for `auto`, the one that suits the run, or its head.
 
     With `auto`, raises ConfigError if the settings of central acting are invalid, even if local acting would be chosen.
@@ -177,7 +178,7 @@ def choose_acting(context: Context, engine: InlineEngine | LocalEngine, prepared
         return Choice("local", "all roles run in one process, so no forward pass can be shared")
     if config.learner.max_lag == 0 and prepared.on_cpu:
         return Choice("local", "learner.max_lag=0 is reproducible, which central acting is not")
-    gone = _calibrate(context, engine)
+    gone = _calibrate(context, engine, stages)
     if gone is None or gone.code or gone.signal:
         how = f"did not finish within {LIMIT_S:g} s" if gone is None else _first_line(gone.cause)
         return Choice("local", f"the calibration {how}")
@@ -210,14 +211,16 @@ def _first_line(text: str) -> str:
     return text.partition("\n")[0]
 
 
-def _calibrate(context: Context, engine: LocalEngine) -> Exit | None:
+def _calibrate(context: Context, engine: LocalEngine, stages: Stages) -> Exit | None:
     """Runs the calibration and returns its exit, or None if it did not finish within LIMIT_S and was killed."""
     context = dataclasses.replace(context, name=CALIBRATION)
     engine.start(
         ProcessSpec(CALIBRATION, "echelon.roles.calibration:calibration", context.to_config(keep_objects=False))
     )
+    stages.begin("acting", "measuring local and central acting")
     deadline = math.inf
     while time.monotonic() < deadline:
+        stages.look()
         select.select(engine.descriptors, [], [], LOOK_S)
         for gone in engine.exits():
             return gone

@@ -119,7 +119,7 @@ class Plan(Memory):
             return GradientSource(config, self.gradient_slots, self.ring(), device)
         from echelon.roles.queue_source import QueueSource
 
-        return QueueSource(config, self.schema, self.ring(learner), device, learner)
+        return QueueSource(config, self.schema, self.ring(learner), device, learner, self.context.generation)
 
     def experience(self, station: Station) -> Experience:
         """Returns the object that receives the steps of the actor."""

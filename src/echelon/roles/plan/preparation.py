@@ -27,6 +27,7 @@ from echelon.roles.plan.choice import Choice, choose_acting
 from echelon.roles.plan.findings import PREPARED, USER_LAYOUT, Prepared
 from echelon.roles.plan.memory import PreparedMemory
 from echelon.roles.plan.replay import ReplayPlan
+from echelon.roles.plan.stages import Stages
 from echelon.roles.plan.start import PREPARATION, roles_of, with_nodes
 from echelon.roles.user_objects import UserObjects
 from echelon.runs.folder import check_new, default_run_dir
@@ -46,7 +47,7 @@ def prepare(
     world: Node,
     generation: int,
     started_at: float,
-    report: Callable[[str], None],
+    stages: Stages,
     user_objects: UserObjects | None = None,
 ) -> tuple[Context, Choice]:
     """Checks a run and creates its shared memory. Returns its context and the chosen acting mode."""
@@ -56,8 +57,7 @@ def prepare(
         config = config_io.map_callables(config, _importable)
     if config.has_workers:
         secret_for(config.workers.address)
-    short = text if ".py:" not in text else Path(text).name.replace(".py:", "-")
-    run_dir = Path(config.run.dir or default_run_dir(config.preset, short, f"seed{config.seed}"))
+    run_dir = Path(config.run.dir or default_run_dir(config.preset, text, f"seed{config.seed}"))
     if generation == 0 and config.run.dir:
         check_new(run_dir)
     if config.run.fallback_dir and not os.access(f"{config.run.fallback_dir}/", os.W_OK):
@@ -66,7 +66,7 @@ def prepare(
             "unset for the temporary folder."
         )
     chosen = _describe_user_policy(config, session, user_objects)
-    prepared = _find_out(config, session, engine, world, generation, user_objects)
+    prepared = _find_out(config, session, engine, world, generation, stages, user_objects)
     learner = replace(config.learner, threads=prepared.threads)
     config = replace(config, learner=learner, workers=replace(config.workers, address=prepared.address))
     context = Context(
@@ -87,16 +87,18 @@ def prepare(
     )
     if config.experience == "replay":
         ReplayPlan(context).check()
-    choice = chosen or _choose(context, engine, prepared, report)
+    choice = chosen or _choose(context, engine, prepared, stages)
     context = replace_fields(context, train=replace(config, acting=replace(config.acting, mode=choice.mode)))
     memory = PreparedMemory(context, prepared)
-    _make(memory, report)
+    stages.begin("memory", "creating the shared memory")
+    _make(memory, stages.report)
     if isinstance(engine, HostsEngine):
+        stages.begin("hosts")
         began = time.monotonic()
         quorum = Quorum(config.hosts.count, config.hosts.min_actors)
         counts = memory.slot_counts() if not config.is_spread else None
-        engine.gather(memory.assignment(), quorum, counts, memory.carrier_file, report)
-        report(placement_table(context.train, engine.placement(), prepared.device))
+        engine.gather(memory.assignment(), quorum, counts, memory.carrier_file, stages.report, stages.look)
+        stages.report(placement_table(context.train, engine.placement(), prepared.device))
         waited_s = time.monotonic() - began  # does not count towards --minutes
         context = replace_fields(context, started_at=context.started_at + waited_s)
     return context, choice
@@ -129,6 +131,7 @@ def _find_out(
     engine: AnyEngine,
     world: Node,
     generation: int,
+    stages: Stages,
     user_objects: UserObjects | None,
 ) -> Prepared:
     """Runs the preparation and returns its result. Raises its error if it fails; repeats it if it is killed."""
@@ -142,8 +145,13 @@ def _find_out(
     }
     spec = ProcessSpec(PREPARATION, "echelon.roles.plan.sizing:preparation", values, INHERITED)
     for _ in range(MAX_PREPARATIONS):
+        stages.begin("imports", "importing torch")
         engine.start(spec)
         while not (exits := take_exits(engine, world)):
+            if engine.pid(PREPARATION) is not None:
+                waits = config.has_workers and config.workers.spaces == "worker"  # for a worker, which it announces
+                stages.begin("environment", "" if waits else f"checking {text_of(config.env.id)}")
+            stages.look()
             engine.run(world, LOOK_S)
         [gone] = exits
         if gone.failure is not None and gone.failure.expected:
@@ -160,12 +168,12 @@ def _find_out(
     return Prepared.read(session / PREPARED)
 
 
-def _choose(context: Context, engine: AnyEngine, prepared: Prepared, report: Callable[[str], None]) -> Choice:
+def _choose(context: Context, engine: AnyEngine, prepared: Prepared, stages: Stages) -> Choice:
     """Chooses the acting mode and makes the checks that depend on it."""
     config = context.train
-    choice = choose_acting(context, engine, prepared)
+    choice = choose_acting(context, engine, prepared, stages)
     if choice.mode != config.acting.mode and not config.has_workers:
-        report(f"acting: {choice.mode} ({choice.reason})")
+        stages.report(f"acting: {choice.mode} ({choice.reason})")
     if choice.mode == "central" and config.acting.transport == "tcp":
         secret_for(config.acting.address)
     if config.experience == "replay" and config.replay.transport == "tcp":

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from echelon.config import EnvConfig, TrainConfig, replace
 from echelon.control_groups import num_cores
 from echelon.engines.hosted import HostedEngine
 from echelon.engines.inline import InlineEngine
-from echelon.engines.local import COMPILER, LocalEngine
-from echelon.engines.ray_cluster import RayCluster
+from echelon.engines.local import LocalEngine
 from echelon.errors import ConfigError
 from echelon.families import is_atari, is_mario
-from echelon.hosts.engine import HostsEngine
-from echelon.hosts.ray_engine import RayEngine, make_address
 from echelon.names import short_name
+from echelon.roles.stopping import num_episodes
+
+if TYPE_CHECKING:
+    from echelon.hosts.engine import HostsEngine
 
 PREPARATION = "preparation"
 PRELOAD = (
@@ -31,7 +34,6 @@ PRELOAD = (
     "echelon.roles.gradient_source",
     "echelon.roles.gradient_experience",
     "echelon.roles.central_acting",
-    COMPILER,
 )
 PRELOAD_WITH_WORKERS = (
     "echelon.roles.plan.sizing",
@@ -39,7 +41,6 @@ PRELOAD_WITH_WORKERS = (
     "echelon.roles.learner",
     "echelon.roles.episode_source",
     "echelon.roles.gateway",
-    COMPILER,
 )
 
 EVALUATOR_NICE = 10
@@ -146,6 +147,10 @@ def make_engine(config: TrainConfig, session: Path, *, has_objects: bool) -> Inl
 
 
 def _make_hosts_engine(config: TrainConfig, session: Path, preload: tuple[str, ...]) -> HostsEngine:
+    from echelon.engines.ray_cluster import RayCluster
+    from echelon.hosts.engine import HostsEngine
+    from echelon.hosts.ray_engine import RayEngine, make_address
+
     hosts = config.hosts
     if config.engine == "hosts":
         return HostsEngine(str(session), preload, hosts.address, hosts.lease_s)
@@ -160,8 +165,11 @@ def with_nodes(config: TrainConfig, engine: InlineEngine | LocalEngine) -> Train
     The run waits for all nodes, but not for more than it has actors, unless `hosts.count` or `hosts.min_actors` say
     how many suffice.
     """
-    if not isinstance(engine, RayEngine):
+    if config.engine != "ray":
         return config
+    from echelon.hosts.ray_engine import RayEngine
+
+    assert isinstance(engine, RayEngine)
     hosts, num = config.hosts, min(engine.num_nodes, config.actor.num_actors)
     count = hosts.count if hosts.count > 1 or hosts.min_actors else num
     return replace(config, hosts=replace(hosts, address=engine.address, count=count))
@@ -176,7 +184,10 @@ def check_stop(config: TrainConfig) -> None:
     """Raises ConfigError if the run has no stop condition."""
     stop = config.stop
     if not (stop.steps or stop.minutes or stop.episodes or stop.until_return is not None):
-        raise ConfigError("the run would never end: give --steps N, --minutes M, --episodes E or --until-return R.")
+        raise ConfigError(
+            "the run would never end: give --steps N, --minutes M, --episodes E or --until-return R. In Python: "
+            'replace(config, **{"stop.steps": N}).'
+        )
 
 
 def num_cores_of(config: TrainConfig) -> int:
@@ -189,12 +200,19 @@ def is_one_process(config: TrainConfig) -> bool:
     return config.engine == "inline"
 
 
-def find_bottleneck(config: TrainConfig, shares: dict[str, dict[str, float]], *, on_gpu: bool) -> str:
-    """Returns what limits the run and what to change, by the time shares of its roles; "" if it is not known."""
+def find_bottleneck(config: TrainConfig, shares: dict[str, dict[str, float]], figures: Mapping[str, Any]) -> str:
+    """Returns what limits the run and what to change, by the time shares of its roles; "" if it is not known.
+
+    `figures` are those of the summary.
+    """
     from echelon.runs.bottleneck import bottleneck, workers_bottleneck
 
     if config.has_workers:
-        return workers_bottleneck(shares["learner"]) if "learner" in shares else ""
+        if "learner" not in shares:
+            return ""
+        updates = figures["updates"]
+        num_behind = figures["episodes"] - num_episodes(config, 0, updates) if updates else 0  # 0: the replay fills
+        return workers_bottleneck(shares["learner"], num_behind, int(figures["workers"].get("workers", 1)))
     if not shares:
         return ""
     inline, is_queue, actor = is_one_process(config), config.algorithm.experience == "queue", config.actor
@@ -205,7 +223,7 @@ def find_bottleneck(config: TrainConfig, shares: dict[str, dict[str, float]], *,
         num_processes=1 if inline else len(shares),
         lag_bounded=config.learner.max_lag is not None,
         replayed=config.algorithm.experience == "replay",
-        on_gpu=on_gpu,
+        on_gpu=str(figures["device"]).startswith("cuda"),
         vectorised=_is_vectorised(config.env),
         num_joined=actor.num_actors if grows else 0,
     )
