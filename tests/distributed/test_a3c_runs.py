@@ -45,6 +45,7 @@ def test_lock_step_gives_the_same_weights_on_every_engine(tmp_path: Path, shm_di
 def test_gradients_of_every_minibatch_count(tmp_path: Path, shm_dir: Path) -> None:
     """Nobody waits for anybody; each gradient is an update, and none is dropped."""
     fields = {"algorithm.minibatches": 4, "actor.envs": 8, "actor.trajectory": 10}
+    fields["stop.steps"] = 20_000  # a second: actors publish their times four times in one
     summary = train(tmp_path, shm_dir, "local", **fields)
     steps_each = 2 * 10  # of a gradient: those of two environments, but for resets
     assert summary["env_steps"] / summary["updates"] == pytest.approx(steps_each, rel=0.1)

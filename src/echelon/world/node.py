@@ -237,15 +237,15 @@ class Node(Messenger):
         """Leaves the world, after waiting up to 200 ms to send the last posts; closing the host ends the world."""
         if self._endpoint.closed or os.getpid() != self._me.pid:
             return
+        others = list(self._directory.members.values()) if self._is_host else []
         if self._is_host:
-            others = list(self._directory.members.values())
             self._directory.remove(self.name, self.farewell)
             self._notify_everyone()
-            for member in others:
-                remove(member.address)
         elif self._host is not None:
             self.post(self._host.name, "_leave")
         self._endpoint.close()
+        for member in others:  # only now: the link to one that has just joined may still have to be connected
+            remove(member.address)
         _local_nodes.pop(self.address, None)
 
     def __enter__(self) -> Node:
