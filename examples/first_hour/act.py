@@ -1,4 +1,4 @@
-"""Uses a trained policy in a loop of your own: `python act.py RUN`. Only torch, numpy and the policy are loaded."""
+"""Uses a trained policy in a loop of your own: `python act.py RUN`. Of Echelon, only the policy is loaded."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 # The first hour with Echelon, in a minute and a half on two cores: an environment and a network of your own are checked,
 # trained, used, filmed, exported and compared. Copy this folder anywhere and run it there:
 #
-#     pip install 'echelon[video,onnx]'
+#     pip install 'PATH/dist/echelon-VERSION-py3-none-any.whl[video,onnx]'    # the wheel of `make dist`; wandb is optional
 #     bash run.sh
 set -euo pipefail
 
@@ -37,7 +37,7 @@ echelon compare out/ppo out/async-ppo -o out/compare.png
 echelon list out
 
 if python -c 'import wandb' 2>/dev/null; then
-  step "Weights & Biases, without an account: wandb/ holds the run"
+  step "Weights & Biases, without an account: out/wandb/wandb holds what it would send"
   echelon train ppo "${settings[@]}" --run-dir out/wandb --callback 'echelon.callbacks:Wandb(project="maze", mode="offline")'
 fi
 

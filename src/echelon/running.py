@@ -118,7 +118,9 @@ def _run(
             stages = Stages(report, check=interrupts.check)
             context, choice = prepare(config, session, engine, world, past.generation, start, stages, user_objects)
             acting = {"asked": config.acting.mode, "mode": choice.mode, "why": choice.reason}
-            return _train_in(context, engine, world, past, acting, output, config.hosts, stages, interrupts, calls)
+            return _train_in(
+                _Run(context, engine, world, past, acting, output, stages, interrupts, calls), config.hosts
+            )
     finally:
         if engine is not None:
             engine.close(0.0)
@@ -134,72 +136,71 @@ def _preserved(engine: InlineEngine | LocalEngine) -> contextlib.AbstractContext
     return preserve_state()
 
 
-def _train_in(
-    context: Context,
-    engine: InlineEngine | LocalEngine,
-    world: Node,
-    past: Past,
-    acting: dict[str, str],
-    output: TextIO,
-    hosts: HostsConfig,
-    stages: Stages,
-    interrupts: Interrupts,
-    callbacks: Calls,
-) -> RunResult:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a run has from its preparation on."""
+
+    context: Context
+    engine: InlineEngine | LocalEngine
+    world: Node
+    past: Past
+    acting: dict[str, str]
+    output: TextIO
+    stages: Stages
+    interrupts: Interrupts
+    callbacks: Calls
+
+
+def _train_in(run: _Run, hosts: HostsConfig) -> RunResult:
     from echelon import config_io
     from echelon.runs.console import final_summary
     from echelon.runs.folder import SUMMARY, RunFolder
 
-    config, run_dir = context.train, context.run_dir
+    config, run_dir = run.context.train, run.context.run_dir
     config_json = config_io.to_json(replace(config, hosts=hosts))  # `hosts` as the user gave it
-    folder = RunFolder.open(run_dir) if past.generation else RunFolder.create(run_dir, unique=not config.run.dir)
-    context = context.in_folder(folder.path)
+    folder = RunFolder.open(run_dir) if run.past.generation else RunFolder.create(run_dir, unique=not config.run.dir)
+    context = run.context.in_folder(folder.path)
     with folder.held():
         with folder.starting():
             folder.write_config(config_json, context.spaces)
             (folder.path / SUMMARY).unlink(missing_ok=True)  # of the part before the resume
-        figures = _coordinate(context, engine, world, folder, past, output, interrupts, stages, callbacks)
-        figures["acting"] = acting
+        figures = _coordinate(run, context, folder)
         fallback = context.fallback
         fallback.write(lambda path: RunFolder(path).write_summary(figures))
-    final_summary(figures, output)
+    final_summary(figures, run.output)
     if error := figures.get("disk_error") or fallback.sentence("its summary"):
         raise RunError(error)
-    return RunResult(figures["status"], folder.path, figures, interrupts.number)
+    return RunResult(figures["status"], folder.path, figures, run.interrupts.number)
 
 
-def _coordinate(
-    context: Context,
-    engine: InlineEngine | LocalEngine,
-    world: Node,
-    folder: RunFolder,
-    past: Past,
-    output: TextIO,
-    interrupts: Interrupts,
-    stages: Stages,
-    callbacks: Calls,
-) -> dict[str, Any]:
-    """Runs the coordinator; returns the summary, and writes it if the run fails."""
+def _coordinate(run: _Run, context: Context, folder: RunFolder) -> dict[str, Any]:
+    """Runs the coordinator; returns the summary, and writes it before `on_end`, and if the run fails."""
     from echelon.roles.coordinator import Coordinator
     from echelon.runs.console import Console
     from echelon.runs.episode_log import EpisodeLog
     from echelon.runs.folder import RunFolder
     from echelon.runs.metrics import MetricsWriter
 
+    row, callbacks = run.past.row, run.callbacks
     with folder.starting():
-        metrics = MetricsWriter(folder.path, append=past.generation > 0)
-        metrics.episodes.drop_after(past.row.get("env_steps", 0))
-        log = EpisodeLog(folder.path, every, past.row) if (every := context.train.run.log_interval) else None
-    console = Console(title(context.train), context.run_dir, output, lines=log is None)
+        metrics = MetricsWriter(folder.path, append=run.past.generation > 0)
+        metrics.episodes.drop_after(row.get("env_steps", 0))
+        log = EpisodeLog(folder.path, every, row) if (every := context.train.run.log_interval) else None
+    console = Console(title(context.train), context.run_dir, run.output, lines=log is None)
     fallback = context.fallback
-    coordinator = Coordinator(context, engine, world, console, metrics, interrupts, log, callbacks, stages)
-    coordinator.row = coordinator.training.row = past.row
+    coordinator = Coordinator(
+        context, run.engine, run.world, console, metrics, run.interrupts, log, callbacks, run.stages
+    )
+    coordinator.row = coordinator.training.row = row
+    summary: dict[str, Any] = {}
     try:
         figures = coordinator.run()
-        summary = _summary(context, coordinator, figures)
+        summary = {**_summary(context, coordinator, figures), "acting": run.acting}
+        fallback.write(lambda path: RunFolder(path).write_summary(summary))
         callbacks.end(summary)
     except BaseException as error:
-        failed = {"status": "failed", "error": str(error) or repr(error), **_base(context), **coordinator.row}
+        text = str(error) if isinstance(error, EchelonError) else f"{type(error).__name__}: {error}"
+        failed = {**_base(context), **coordinator.row, **summary, "status": "failed", "error": text}
         callbacks.end_failed(failed, console.message)
         if isinstance(error, ConfigError) and folder.is_new and not coordinator.row.get("env_steps"):
             folder.discard()  # no step was learned from: leave no incomplete folder

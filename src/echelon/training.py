@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from echelon.config import EnvId, StopConfig, TrainConfig, replace
 from echelon.errors import ConfigError, escaped_lines
@@ -115,7 +115,8 @@ def resume(
     config = replace(config, run=replace(config.run, dir=str(run_dir)))
     if user_objects is not None and user_objects.address:
         config = replace(config, workers=replace(config.workers, address=user_objects.address))
-    row = {name: getattr(counters, name) for name in ("env_steps", "episodes", "updates", "dropped", "return_max")}
+    row = _known_at(folder.path, counters.env_steps)
+    row |= {name: getattr(counters, name) for name in ("env_steps", "episodes", "updates", "dropped", "return_max")}
     row["progress"] = progress(config.stop, counters.env_steps, wall_s, past_episodes)
     place = f"resuming from {found[0].name} ({counters.env_steps:,} steps)"
     if other := newer_fallback(Path(run_dir), config.run.fallback_dir, found[0].name):
@@ -125,6 +126,15 @@ def resume(
         )
     past = Past(max(saved.generation, saved.epoch) + 1, wall_s, row, place)
     return run(config, past, output, user_objects, callbacks)
+
+
+def _known_at(run_dir: Path, env_steps: int) -> dict[str, Any]:
+    """Returns what the metrics of a run know at this number of steps, without what its roles did until then."""
+    from echelon.runs.metrics import last_rows
+
+    rows = [row for row in last_rows(run_dir) if row.get("kind") == "train" and row.get("env_steps", 0) <= env_steps]
+    groups = ("time.", "inference.", "shards.", "workers.")
+    return {name: value for name, value in rows[-1].items() if not name.startswith(groups)} if rows else {}
 
 
 def _on_hosts(config: TrainConfig, engine: str | None, count: int | None, least: int | None) -> TrainConfig:

@@ -92,8 +92,10 @@ def test_a_resumed_run_counts_every_episode_once(tmp_path: Path, name: str, inte
     assert len(after["return"]) == summary["episodes"]
     start = [line for line in before.splitlines()[1:] if int(line.partition(b",")[0]) <= steps]
     assert (run / EPISODES).read_bytes().splitlines()[1 : 1 + len(start)] == start and len(start) > 0
-    walls = echelon.read_metrics(run)["env_steps"]
-    assert (np.diff(walls) >= 0).all(), "rows of metrics are not repeated either"
+    columns = echelon.read_metrics(run)
+    assert (np.diff(columns["env_steps"]) >= 0).all(), "rows of metrics are not repeated either"
+    learned = columns["updates"] > 0
+    assert np.isfinite(columns["loss.total"][learned][1:]).all(), "those after the resume have it, too"
 
 
 def test_episodes_are_dropped_from_the_end_of_a_long_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket as sockets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -106,8 +107,8 @@ class AsyncLearningNode:
             self.close()
             raise
 
-    def learn(self) -> RunResult:
-        """Learns for `epochs` epochs, or until it is interrupted."""
+    def learn(self, *, callbacks: Sequence[object] = ()) -> RunResult:
+        """Learns for `epochs` epochs, or until it is interrupted; `callbacks` as in `train`."""
         try:
             if self._resume:
                 folder, episodes = self.config.run.dir, self.config.stop.episodes
@@ -117,8 +118,9 @@ class AsyncLearningNode:
                     output=self._output,
                     user_objects=self._user_objects,
                     trust=self._trust,
+                    callbacks=callbacks,
                 )
-            return run(self.config, output=self._output, user_objects=self._user_objects)
+            return run(self.config, output=self._output, user_objects=self._user_objects, callbacks=callbacks)
         finally:
             self.close()
 

@@ -198,7 +198,7 @@ class LoopGroup:
         except (KeyError, IndexError, TypeError) as error:
             raise EnvError(
                 f"{self._place(i)} returned the observation {tree!r:.200}, which lacks a part of its "
-                f" observation space {self.spaces.observation} ({type(error).__name__}: {error}). Correct its "
+                f"observation space {self.spaces.observation} ({type(error).__name__}: {error}). Correct its "
                 "observation_space, or the observation."
             ) from error
         for leaf, value in zip(self._leaves, leaves, strict=True):
