@@ -137,6 +137,21 @@ def test_only_the_newest_are_kept_and_an_abandoned_future_goes(tmp_path: Path) -
     assert [load_checkpoint(path)["step"] for path in sorted(tmp_path.iterdir())] == [30, 35]
 
 
+def test_a_reader_takes_a_checkpoint_that_is_being_removed_for_no_damage(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, {"x": torch.ones(1000)}, step=0, keep=1)
+
+    def write() -> None:
+        for step in range(1, 100):
+            save_checkpoint(tmp_path, {"x": torch.ones(1000)}, step=step, keep=1)
+
+    (writer := threading.Thread(target=write)).start()
+    while writer.is_alive():
+        newest = newest_intact(tmp_path)
+        assert newest is not None and newest[1] == ""
+    writer.join()
+    assert newest_intact(tmp_path) == (tmp_path / "step_000000000099", "")
+
+
 def test_the_same_step_again_replaces_the_checkpoint(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, {"try": 1}, step=5, keep=3)
     path = save_checkpoint(tmp_path, {"try": 2}, step=5, keep=3)

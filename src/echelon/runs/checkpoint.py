@@ -127,7 +127,10 @@ def _put(folder: Path, content: _Content, step: int, keep: int) -> None:
     _put_as(folder, f"step_{step:012d}", content, step)
     past = [path for path in _checkpoints(folder) if _step(path) <= step]
     for path in set(_checkpoints(folder)) - set(past[-keep:]):
-        shutil.rmtree(path, ignore_errors=True)
+        aside = _temporary(folder, f"old-{path.name}")
+        with contextlib.suppress(OSError):
+            path.rename(aside)  # first, so that a reader never sees a part of it
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def put_tree(folder: Path, name: str, tree: Any, step: int) -> None:
@@ -191,6 +194,8 @@ def newest_intact(folder: Path) -> tuple[Path, str] | None:
         try:
             _verified(path)
         except ConfigError as error:
+            if not path.exists():  # its run has removed it, and has a newer one
+                return newest_intact(folder)
             troubles.append(str(error))
         else:
             return path, "".join(f"{trouble}\n" for trouble in troubles) + f"Using {path}." if troubles else ""
