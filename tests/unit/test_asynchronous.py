@@ -29,8 +29,9 @@ from echelon.presets import preset
 from echelon.roles.episode_source import EpisodeSource
 from echelon.roles.handling import Handling
 from echelon.roles.learner import Rate
+from echelon.roles.loss_account import LossAccount
 from echelon.roles.plan.start import make_engine
-from echelon.roles.user_policy import StateLayout, check_policy, load_state, state_of
+from echelon.roles.user_policy import StateLayout, UserTrainable, check_policy, load_state, state_of
 from echelon.runs.bottleneck import workers_bottleneck
 from echelon.runs.checkpoint import save_weights
 from echelon.runs.console import Status, final_summary, plain_line
@@ -215,6 +216,20 @@ def test_a_node_refuses_what_cannot_be() -> None:
 
 
 # User policies.
+
+
+def test_figures_of_a_policy_need_columns_of_their_own() -> None:
+    class Reports(Plain):
+        def update(self, batch: Any) -> Any:
+            return batch
+
+    policy, account = Reports(), LossAccount()
+    trainable = UserTrainable(policy, StateLayout.of(state_of(policy)))
+    figures: Any = {"loss": 1.0, "actor_loss": 2.0, "norm": 3.0}
+    trainable.learn(figures, account, lambda: None, None)
+    assert account.take() == {"loss.total": 1.0, "loss.actor": 2.0, "norm": 3.0}
+    with pytest.raises(ConfigError, match=r"(?s)'loss'.*'total_loss'.*loss\.total"):
+        trainable.learn({**figures, "total_loss": 4.0}, account, lambda: None, None)
 
 
 def test_the_state_of_a_policy_crosses_as_named_arrays() -> None:

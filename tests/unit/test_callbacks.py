@@ -8,10 +8,12 @@ import io
 import json
 import math
 import sys
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,6 +21,7 @@ import echelon
 from echelon.callbacks import Callback, Mlflow, Prometheus, Training, Wandb
 from echelon.config import replace
 from echelon.errors import ConfigError, RunError
+from echelon.runs.episodes import COLUMNS
 from echelon.runs.metrics import read_rows
 from telling import Command
 
@@ -42,11 +45,13 @@ class Names:
 """
 
 
-def train(folder: Path, *callbacks: object, preset: str = "ppo", **changes: Any) -> dict[str, Any]:
+def train(
+    folder: Path, *callbacks: object, preset: str = "ppo", output: io.StringIO | None = None, **changes: Any
+) -> dict[str, Any]:
     """The summary of a short training."""
     own = PPO if preset == "ppo" else REPLAY
     config = replace(echelon.preset(preset, "CartPole-v1"), **{**TINY, **own, "run.dir": str(folder), **changes})
-    return echelon.train(config, callbacks=callbacks, output=io.StringIO()).summary
+    return echelon.train(config, callbacks=callbacks, output=output or io.StringIO()).summary
 
 
 class Recorder(Callback):
@@ -118,6 +123,7 @@ def test_every_training_episode_is_passed_on(tmp_path: Path, preset: str) -> Non
     episodes = recorder.of("episode")
     assert len(episodes) == summary["episodes"] > 3
     assert all(one["return"] == one["length"] > 0 for one in episodes), "CartPole's reward is 1"
+    assert {*episodes[0]} == {*COLUMNS} and {one["seed"] for one in episodes} == {0}
     assert sum(one["return"] for one in episodes) / len(episodes) == pytest.approx(summary["return_mean"])
 
 
@@ -175,6 +181,21 @@ def test_a_callback_that_raises_ends_the_run(tmp_path: Path, hook: str) -> None:
     assert summary["status"] == "failed" and summary["error"] == str(found.value)
     (end,) = recorder.of("end")
     assert end["status"] == ("finished" if hook == "on_end" else "failed")
+    if hook == "on_end":  # the training was complete
+        assert summary["evaluation_return_mean"] == end["evaluation_return_mean"] > 0 and summary["checkpoint"]
+
+
+def test_a_run_that_is_stopped_before_its_first_update_has_not_finished(tmp_path: Path) -> None:
+    class StopsAtOnce(Callback):
+        def on_start(self, training: Training) -> None:
+            training.stop("there is no need")
+
+        def on_end(self, training: Training, summary: Any) -> None:
+            saved = json.loads((training.folder / "summary.json").read_text())
+            assert saved["status"] == summary["status"], "it is written already"
+
+    summary = train(tmp_path / "run", StopsAtOnce(), preset="dqn", **{"replay.min_size": 1_000})
+    assert summary["status"] == "no_updates" and summary["updates"] == 0 and summary["advice"]
 
 
 def test_commands_take_callbacks_by_name(command: Command, tmp_path: Path) -> None:
@@ -188,8 +209,9 @@ def test_commands_take_callbacks_by_name(command: Command, tmp_path: Path) -> No
     assert told.code == 0 and "the end of more: 3" in told.out
     told = command("train", *small, "--engine", "local", "--run-dir", "bad", "--callback", "mine:Fails")
     assert told.code == 1 and "mine.py" in told.err and "KeyError: 'mine'" in told.err
-    told = command("train", *small, "--run-dir", "none", "--callback", "mine:Nobody")
-    assert told.code == 2 and not (tmp_path / "none").exists()
+    for more in ([], ["--dry-run"]):
+        told = command("train", *small, "--run-dir", "none", "--callback", "mine:Nobody", *more)
+        assert told.code == 2 and not (tmp_path / "none").exists()
 
 
 def test_what_is_no_callback_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +272,22 @@ def test_prometheus_reads_the_metrics_of_a_run(tmp_path: Path) -> None:
         metrics_of(prometheus.url)
 
 
+def test_prometheus_drops_metrics_that_have_ended(tmp_path: Path) -> None:
+    config = echelon.preset("ppo", "CartPole-v1")
+    training = Training(config, tmp_path / "run", 0.0, lambda row: None, lambda text: None, lambda: None)
+    (prometheus := Prometheus()).on_start(training)
+    try:
+        prometheus.on_evaluation(training, {"env_steps": 8, "return_mean": 5.0})
+        prometheus.on_update(training, {"updates": 1, "time.actor-0.hung": 0.5})
+        hung, mean = 'echelon_time_share{run="run",role="actor-0",phase="hung"}', 'echelon_return_mean{run="run"}'
+        assert metrics_of(prometheus.url)[hung] == 0.5
+        prometheus.on_update(training, {"updates": 2, "return_mean": 7.0})
+        found = metrics_of(prometheus.url)
+        assert hung not in found and found[mean] == 7 and found[mean.replace("return", "evaluation_return")] == 5
+    finally:
+        prometheus.on_end(training, {})
+
+
 def test_two_runs_cannot_have_one_port(tmp_path: Path) -> None:
     class Second(Callback):
         def on_update(self, training: Training, row: Any) -> None:
@@ -282,6 +320,45 @@ def test_wandb_offline(tmp_path: Path) -> None:
     for path in written:
         data = path.read_bytes()
         assert all(word in data for word in (b"train/return_mean", b"callback/steps_twice", b"minibatches"))
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
+    """Stands for MLflow's client, of a server that has the run."""
+    monkeypatch.setitem(sys.modules, "mlflow", module := mock.MagicMock())
+    client: mock.MagicMock = module.MlflowClient.return_value
+    client.create_run.return_value.info.run_id = "1"
+    return client
+
+
+def test_a_training_goes_on_without_its_mlflow_server(tmp_path: Path, mlflow: mock.MagicMock) -> None:
+    """The console shows it once, while the run goes on."""
+
+    class Waits(Callback):
+        def on_update(self, training: Training, row: Any) -> None:
+            if "nobody answers" in output.getvalue():
+                training.stop()
+
+    def log_batch(run: str, metrics: Any = (), **rest: Any) -> None:
+        if metrics:
+            raise ConnectionError("nobody answers")
+
+    mlflow.log_batch.side_effect, mlflow.set_terminated.side_effect = log_batch, ConnectionError("nobody answers")
+    output = io.StringIO()
+    summary = train(tmp_path / "run", Mlflow(), Waits(), output=output, **{"stop.steps": 1_000_000})
+    assert summary["status"] == "finished" and summary["env_steps"] < 1_000_000
+    assert output.getvalue().count("nobody answers") == 1
+
+
+def test_the_end_of_a_run_waits_for_mlflow_only_so_long(
+    tmp_path: Path, mlflow: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echelon.callbacks.trackers.END_S", 0.1)
+    answers = threading.Event()
+    mlflow.set_terminated.side_effect = lambda *_: answers.wait()
+    summary = train(tmp_path / "run", Mlflow(), output=(output := io.StringIO()))
+    assert summary["status"] == "finished" and "MLflow" in output.getvalue()
+    answers.set()
 
 
 @needs("mlflow")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -113,6 +114,17 @@ def test_another_pipe_that_broke_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("echelon.cli.doctor.run", fail)
     with pytest.raises(BrokenPipeError):
         main(["doctor"])
+
+
+@pytest.mark.parametrize(("given", "code"), [((), 130), ((signal.SIGTERM,), 143), (("enough",), 130)])
+def test_the_exit_code_after_an_interrupt_is_that_of_its_signal(
+    given: tuple[Any, ...], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(arguments: list[str]) -> int:
+        raise KeyboardInterrupt(*given)
+
+    monkeypatch.setattr("echelon.cli.doctor.run", interrupt)
+    assert main(["doctor"]) == code
 
 
 def test_the_help_of_train_names_every_field_and_preset(capsys: pytest.CaptureFixture[str]) -> None:

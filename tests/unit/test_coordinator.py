@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from echelon.config import replace
 from echelon.engines.process import Exit, OneHost, ProcessSpec
 from echelon.presets import preset
 from echelon.roles.context import Context
@@ -21,12 +21,15 @@ TURNS = 500
 
 
 class BusyEngine(OneHost):
-    """An engine to which a message comes all the time; after TURNS of them the learner has finished."""
+    """An engine to which a message comes all the time; after TURNS of them the learner has finished.
+
+    The first messages are `rows`, those after them have no effect.
+    """
 
     server_pid = None
 
-    def __init__(self, world: Any) -> None:
-        self.world, self.turns, self.looks = world, 0, 0
+    def __init__(self, world: Any, rows: Sequence[dict[str, Any]] = ()) -> None:
+        self.world, self.rows, self.turns, self.looks = world, list(rows), 0, 0
 
     def is_here(self, name: str) -> bool:
         return False
@@ -36,6 +39,8 @@ class BusyEngine(OneHost):
 
     def run(self, world: Any, timeout_s: float) -> None:
         self.turns += 1
+        if self.rows:
+            self.world.services["train"](self.rows.pop(0))
         if self.turns == TURNS:
             self.world.services["finished"]({"reason": "stopped"})
 
@@ -53,22 +58,37 @@ class BusyEngine(OneHost):
         pass
 
 
-def test_a_message_does_not_cost_a_look_at_every_role(tmp_path: Path) -> None:
+def make_coordinator(folder: Path, *rows: dict[str, Any]) -> Coordinator:
+    """A coordinator whose learner reports `rows`, and of roles that never begin."""
     services: dict[str, Any] = {}
     world: Any = SimpleNamespace(
         services=services, serve=services.__setitem__, members={"learner"}, drain=lambda: None, post=lambda *_: None
     )
     config = preset("impala", "CartPole-v1")
-    config = replace(config, evaluation=replace(config.evaluation, interval_s=0.0))
     spaces = Spaces(gym.spaces.Box(-1.0, 1.0, (4,), np.float32), gym.spaces.Discrete(2))
     context = Context(
         name="coordinator", index=0, incarnation=0, generation=0, train=config, spaces=spaces, state_shapes=(),
-        session=tmp_path, address="", run_dir=tmp_path, started_at=time.monotonic(),
+        session=folder, address="", run_dir=folder, started_at=time.monotonic(),
     )  # fmt: skip
-    engine: Any = BusyEngine(world)
+    engine: Any = BusyEngine(world, rows)
     console: Any = SimpleNamespace(message=lambda text: None, update=lambda status: None, is_unread=False)
+    metrics: Any = SimpleNamespace(write=lambda row: None, error=None)
     interrupts: Any = SimpleNamespace(came=False)
+    return Coordinator(context, engine, world, console, metrics, interrupts)
+
+
+def test_a_message_does_not_cost_a_look_at_every_role(tmp_path: Path) -> None:
+    coordinator = make_coordinator(tmp_path)
+    engine: Any = coordinator.engine
     began = time.monotonic()
-    Coordinator(context, engine, world, console, SimpleNamespace(), interrupts).run()  # type: ignore[arg-type]
+    coordinator.run()
     most = (time.monotonic() - began) / LOOP_S + 2
     assert engine.turns == TURNS and 1 <= engine.looks <= most
+
+
+def test_a_first_update_before_every_role_has_begun_is_recorded_once(tmp_path: Path) -> None:
+    rows = [{"env_steps": 100 * updates, "updates": updates} for updates in range(4)]
+    coordinator = make_coordinator(tmp_path, *rows)
+    coordinator.run()
+    assert coordinator.supervisor.starting(), "no role has begun"
+    assert list(coordinator.stages.seconds) == ["roles", "first update"]

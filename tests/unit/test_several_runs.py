@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -126,12 +127,26 @@ TINY = [
     *("--network.hidden", "8", "--evaluation.interval-s", "0", "--algorithm.minibatches", "2"),
     *("--algorithm.epochs", "1", "--steps", "200"),
 ]
+PROMETHEUS = "echelon.callbacks:Prometheus"
 FAILS_WITH_SEED_1 = """
 import sys, gymnasium
 def make():
     if any(word.endswith("seed-1") for word in sys.argv):
         raise RuntimeError("boom")
     return gymnasium.make("CartPole-v1")
+"""
+STOPS_WITH_SEED_1 = """
+import os, signal, sys, time, gymnasium
+class Stops(gymnasium.Wrapper):
+    steps = 0
+    def step(self, action):
+        Stops.steps += 1
+        if Stops.steps == 100 and any(word.endswith("seed-1") for word in sys.argv):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        return self.env.step(action)
+def make():
+    return Stops(gymnasium.make("CartPole-v1"))
 """
 Train = Callable[..., int]
 
@@ -175,6 +190,21 @@ def test_a_seed_that_fails_does_not_stop_the_others(
     capfd.readouterr()
 
 
+def test_a_seed_that_is_stopped_alone_gives_its_exit_code(
+    here: Path, train: Train, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "stops.py").write_text(STOPS_WITH_SEED_1)
+    assert train("stops.py:make", "--seeds=0-2", "--run-dir=group") == 128 + signal.SIGTERM
+    summary = json.loads((here / "group/summary.json").read_text())
+    assert [run["status"] for run in summary["runs"]] == ["finished", "stopped", "finished"]
+    assert "--auto-resume" in capfd.readouterr().out
+
+
+def test_a_dry_run_with_seeds_starts_nothing(here: Path, train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("CartPole-v1", "--seeds", "0-1", "--dry-run") == 0
+    assert 'preset = "ppo"' in capsys.readouterr().out and not list(here.iterdir())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -189,6 +219,8 @@ def test_a_seed_that_fails_does_not_stop_the_others(
         (["--seeds", "0-1", "--steps", "0"], "the run would never end"),
         (["--seeds", "0-1", "--engine", "hosts", "--hosts", "2", "--actors", "2"], "--seeds trains on this host only"),
         (["--seeds", "0-1", "--jobs", "2", "--acting.address", "tcp://127.0.0.1:7000"], "cannot share port 7000"),
+        (["--seeds", "0-1", "--jobs", "2", "--callback", f"{PROMETHEUS}(port=9100)"], "cannot share port 9100"),
+        (["--seeds", "0-1", "--callback", f"{PROMETHEUS}(prt=0)"], "prt"),
         (["--seeds", "0-1", "--actor.envz", "3"], "actor.envz"),
     ],
 )

@@ -327,6 +327,27 @@ def test_several_that_hang_are_asked_at_once(learners: Any, monkeypatch: pytest.
     assert asked == [["actor-0", "learner-0", "learner-1"]]
 
 
+def test_the_roles_that_have_begun_are_counted_by_kind_without_the_evaluator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = make_scene(tmp_path, monkeypatch, TrainConfig())
+    supervisor = scene.supervisor
+    for name, kind in (("actor-0", "actor"), ("actor-1", "actor"), ("actor-2", "actor"), ("evaluator", "evaluator")):
+        supervisor.start(name, kind, 0)
+
+    def begin(name: str, env_steps: int) -> None:
+        gauge = Gauge(scene.folder, name)
+        gauge.begin(0)
+        gauge.show(1, dict.fromkeys(PHASES, 0.0), env_steps)
+        supervisor.look()
+
+    begin("actor-0", 300)
+    begin("actor-2", 200)
+    assert (supervisor.starting(), supervisor.num_steps()) == ("2 of 3 actors", 500)
+    begin("actor-1", 50)
+    assert (supervisor.starting(), supervisor.num_steps()) == ("", 550)
+
+
 def test_processes_are_written_down(scene: Any) -> None:
     scene.supervisor.look()
     record = json.loads((scene.folder / PROCESSES).read_text())

@@ -6,6 +6,7 @@ import http.server
 import re
 import socketserver
 import threading
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ class Prometheus(Callback):
                 f"Prometheus(port={port!r}) is not a port: give one of 1 to 65535, or 0 for any free one."
             )
         self.host, self.port = host, port
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, dict[str, float]] = {}  # the newest of each kind
         self._page = b""
         self._server: socketserver.TCPServer | None = None
 
@@ -38,7 +39,7 @@ class Prometheus(Callback):
 
     def on_start(self, training: Training) -> None:
         self._run = training.folder.name
-        self._show({"up": 1.0})
+        self._show("run", {"up": 1.0})
         callback = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -71,19 +72,20 @@ class Prometheus(Callback):
 
     def on_update(self, training: Training, row: Row) -> None:
         logged = scalars(plain(training.logged), "callback")
-        self._show(scalars(plain(row), "") | logged | {"env_steps": float(training.steps)})
+        self._show("train", scalars(plain(row), "") | logged | {"env_steps": float(training.steps)})
 
     def on_evaluation(self, training: Training, row: Row) -> None:
-        self._show(scalars(plain(row), "evaluation"))
+        self._show("evaluation", scalars(plain(row), "evaluation"))
 
     def on_end(self, training: Training, summary: Row) -> None:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
 
-    def _show(self, metrics: Mapping[str, float]) -> None:
-        self._metrics |= metrics
-        self._page = "".join(_lines(self._metrics, self._run)).encode()
+    def _show(self, kind: str, metrics: dict[str, float]) -> None:
+        """Replaces the metrics of `kind`, so that those of a role that has left are gone."""
+        self._metrics[kind] = metrics
+        self._page = "".join(_lines(ChainMap(*self._metrics.values()), self._run)).encode()
 
 
 class _Server(socketserver.TCPServer):

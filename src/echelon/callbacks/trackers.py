@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+import queue
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from echelon import config_io
@@ -18,6 +21,8 @@ from echelon.runs.metrics import plain, scalars
 
 GOOD = ("solved", "finished", "stopped", "no_updates")  # statuses of a run that has not failed
 MAX_ID_BYTES = 200
+MAX_WAITING = 1000  # requests to an MLflow server that is slow or away
+END_S = 60.0  # how long the end of a run waits for it
 
 
 class Wandb(Callback):
@@ -56,19 +61,26 @@ class Wandb(Callback):
 
 
 class Mlflow(Callback):
-    """Reports to MLflow, to one run there for a training and all its resumes; `tracking_uri` as in MLflow."""
+    """Reports to MLflow, to one run there for a training and all its resumes; `tracking_uri` as in MLflow.
+
+    A thread sends figures in order. While MAX_WAITING requests wait for the server, more figures are dropped. The first
+    failure is shown in the console; the training goes on, and later figures are sent.
+    """
 
     def __init__(
         self, experiment: str = "echelon", tracking_uri: str | None = None, tags: Mapping[str, str] | None = None
     ) -> None:
         self._mlflow = _module("mlflow", "MlflowClient")
-        self._experiment, self._tags = experiment, dict(tags or {})
-        self._client = self._mlflow.MlflowClient(tracking_uri)
-        self._last: Any = None  # the newest batch that was sent
+        self._experiment, self._uri, self._tags = experiment, tracking_uri, dict(tags or {})
 
     def on_start(self, training: Training) -> None:
+        self._client = self._mlflow.MlflowClient(self._uri)  # may create its store
         self._id = _remembered(training, "mlflow_run_id", lambda: self._create(training))
         self._client.update_run(self._id, status="RUNNING")
+        self._due = queue.SimpleQueue[Callable[[], Any] | None]()  # requests; None ends the thread
+        self._failure, self._is_reported = "", False
+        self._thread = threading.Thread(target=self._request, name="mlflow", daemon=True)
+        self._thread.start()
 
     def _create(self, training: Training) -> str:
         client, entities = self._client, self._mlflow.entities
@@ -84,22 +96,48 @@ class Mlflow(Callback):
 
     def on_update(self, training: Training, row: Row) -> None:
         self._send(training.steps, {**_figures("train", row), **_figures("callback", training.logged)})
+        self._report(training)
 
     def on_evaluation(self, training: Training, row: Row) -> None:
         self._send(row["env_steps"], _figures("evaluation", row))
 
-    def _send(self, step: int, figures: Mapping[str, float]) -> None:
-        """Sends figures from a thread of MLflow: its server may be slow."""
-        now = int(1000 * time.time())
-        metrics = [self._mlflow.entities.Metric(name, value, now, step) for name, value in figures.items()]
-        for begin in range(0, len(metrics), 1000):
-            self._last = self._client.log_batch(self._id, metrics[begin : begin + 1000], synchronous=False)
-
     def on_end(self, training: Training, summary: Row) -> None:
         self._send(training.steps, {**_figures("callback", training.logged), **_figures("summary", summary)})
-        self._last.wait()
-        self._client.set_tag(self._id, "status", summary["status"])
-        self._client.set_terminated(self._id, "FINISHED" if summary["status"] in GOOD else "FAILED")
+        self._due.put(partial(self._client.set_tag, self._id, "status", summary["status"]))
+        status = "FINISHED" if summary["status"] in GOOD else "FAILED"
+        self._due.put(partial(self._client.set_terminated, self._id, status))
+        self._due.put(None)
+        self._thread.join(END_S)
+        if self._thread.is_alive():
+            self._fail(f"its server did not take the last figures within {END_S:.0f} s of the end")
+        self._report(training)
+
+    def _send(self, step: int, figures: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
+        metrics = [self._mlflow.entities.Metric(name, value, now, step) for name, value in figures.items()]
+        for begin in range(0, len(metrics), 1000):  # as many as one request may have
+            if self._due.qsize() >= MAX_WAITING:
+                self._fail(f"its server is too slow: {MAX_WAITING} requests wait")
+                break
+            part = metrics[begin : begin + 1000]
+            self._due.put(partial(self._client.log_batch, self._id, part, synchronous=True))
+
+    def _request(self) -> None:
+        """Makes the requests that are due, in a thread."""
+        while (request := self._due.get()) is not None:
+            try:
+                request()
+            except Exception as error:  # of the server, or of a store of any kind
+                self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, why: str) -> None:
+        self._failure = self._failure or why
+
+    def _report(self, training: Training) -> None:
+        """Shows the first failure, once."""
+        if self._failure and not self._is_reported:
+            self._is_reported = True
+            training.message(f"MLflow lacks figures of this run: {self._failure:.300}")
 
 
 def _figures(kind: str, row: Row) -> dict[str, float]:

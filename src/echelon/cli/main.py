@@ -69,7 +69,7 @@ def add_callback(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help="object whose methods are called during the run, module:factory or file.py:Class(size=3); repeatable. "
-        "echelon.callbacks has Wandb(project='x'), Mlflow(experiment='x') and Prometheus(port=9100)",
+        "echelon.callbacks has Wandb(project='x'), Mlflow(experiment='x') and Prometheus(port=0)",
     )
 
 
@@ -175,7 +175,8 @@ def _run(arguments: list[str]) -> int:
         return 1
     except KeyboardInterrupt as error:
         print("echelon: interrupted", file=sys.stderr)
-        return 128 + (error.args[0] if error.args else signal.SIGINT)
+        number = error.args[0] if error.args else None  # `Interrupts` gives the signal; other code may give a text
+        return 128 + (number if isinstance(number, int) else signal.SIGINT)
 
 
 def _overview() -> str:

@@ -23,7 +23,7 @@ from echelon.config import TrainConfig
 from echelon.control_groups import CORES, num_cores
 from echelon.errors import ConfigError, escaped_lines
 from echelon.interrupts import Interrupts
-from echelon.names import short_name
+from echelon.names import parse_call, short_name
 from echelon.roles.plan.start import check_stop
 from echelon.runs.folder import check_new, default_run_dir, make_unique
 from echelon.runs.records import CRASHED, RunRecord, is_run, read_run
@@ -74,7 +74,7 @@ def parse_jobs(text: str) -> int:
     return int(text)
 
 
-def check_seeds(config: TrainConfig, num_jobs: int) -> None:
+def check_seeds(config: TrainConfig, num_jobs: int, callbacks: Sequence[str]) -> None:
     """Raises ConfigError if trainings with `config` cannot follow each other, or run beside each other."""
     if config.has_hosts:
         raise ConfigError(
@@ -85,6 +85,13 @@ def check_seeds(config: TrainConfig, num_jobs: int) -> None:
         port = address.rpartition(":")[2]
         if num_jobs > 1 and address.startswith("tcp://") and port != "0":
             raise ConfigError(f"{path}={address}: {num_jobs} trainings cannot share port {port}. Use port 0, any free.")
+    for call in map(parse_call, callbacks):
+        port = call.kwargs.get("port", *call.args[:1])
+        if num_jobs > 1 and call.path.endswith(":Prometheus") and port:
+            raise ConfigError(
+                f"--callback {call.text}: {num_jobs} trainings cannot share port {port}. Use port=0, any free; the log "
+                "of each seed shows it."
+            )
 
 
 def group_folder(config: TrainConfig, seeds_text: str, run_dir: str, *, may_exist: bool) -> Path:
@@ -237,11 +244,16 @@ def _error_of(job: Job) -> str:
     return "\n".join([*lines[begin:][:20], f"the whole output is in {job.log}"])
 
 
-def train_seeds(config: TrainConfig, arguments: Sequence[str], options: dict[str, str], *, resumes: bool) -> int:
-    """Trains every seed of `options`; returns the exit code: 1 if one failed, 128 + N if signal N stopped them."""
+def train_seeds(
+    config: TrainConfig, arguments: Sequence[str], options: dict[str, str], callbacks: Sequence[str], *, resumes: bool
+) -> int:
+    """Trains every seed of `options`, each with `callbacks`, which are among `arguments`, too.
+
+    Returns the exit code: 1 if a training failed; 128 + N if signal N stopped all, or one, of them.
+    """
     seeds, num_jobs = parse_seeds(options["seeds"]), parse_jobs(options.get("jobs", "1"))
     check_stop(config)
-    check_seeds(config, num_jobs)
+    check_seeds(config, num_jobs, callbacks)
     run_dir = options.get("run-dir") or options.get("run.dir") or ""
     group = group_folder(config, options["seeds"], run_dir, may_exist=resumes)
     jobs = [Job(seed, group / f"seed-{seed}") for seed in seeds]
@@ -259,12 +271,15 @@ def train_seeds(config: TrainConfig, arguments: Sequence[str], options: dict[str
         records = {job.seed: read_run(job.run_dir) for job in jobs if is_run(job.run_dir)}
         write_seed_summary(group, outcomes, records)
     lines = ["", *seed_table(outcomes, records), "", f"runs        {group}"]
+    stopped = next((job.code or 1 for job in jobs if job.status == "stopped"), 0)
     if trainings.stopped_by:
+        stopped = 128 + trainings.stopped_by
+    if stopped:
         lines.append(f"The same command with --auto-resume --run-dir {group} continues them.")
     print("\n".join(lines), flush=True)
     if any(job.status in ("failed", CRASHED) for job in jobs):
         return 1
-    return 128 + trainings.stopped_by if trainings.stopped_by else 0
+    return stopped
 
 
 def _child(arguments: Sequence[str]) -> int:

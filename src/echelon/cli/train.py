@@ -351,6 +351,13 @@ def take_callbacks(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, known.callback
 
 
+def _check_callbacks(names: Sequence[str]) -> None:
+    """Raises ConfigError if a callback cannot be made."""
+    from echelon.callbacks.calls import Calls
+
+    Calls(names)
+
+
 def start(parser: argparse.ArgumentParser, arguments: Sequence[str], options: Options = SHORT) -> int:
     """Trains as the options say; returns the exit code."""
     parser.add_argument(
@@ -364,6 +371,7 @@ def start(parser: argparse.ArgumentParser, arguments: Sequence[str], options: Op
     resumes = AUTO_RESUME in words
     parsed = read_options(parser, [word for word in words if word != AUTO_RESUME], options, observe=True)
     if parsed.dry_run:
+        _check_callbacks(callbacks)
         parsed.print_toml(parser.prog)
         return 0
     config = parsed.config
@@ -387,8 +395,12 @@ def run(arguments: Sequence[str]) -> int:
     if "seed" in places:
         raise ConfigError(f"--seed {places['seed']} and --seeds {given['seeds']}: give one of them.")
     resumes = AUTO_RESUME in words
-    plain, _ = take_callbacks(words)  # each training makes its own
-    config = parse_config(parser, [word for word in plain if word != AUTO_RESUME], observe=True)
+    plain, callbacks = take_callbacks(words)
+    parsed = read_options(parser, [word for word in plain if word != AUTO_RESUME], observe=True)
+    _check_callbacks(callbacks)  # each training makes its own
+    if parsed.dry_run:
+        parsed.print_toml(parser.prog)
+        return 0
     from echelon.cli import seeds
 
-    return seeds.train_seeds(config, words, {**given, **places}, resumes=resumes)
+    return seeds.train_seeds(parsed.config, words, {**given, **places}, callbacks, resumes=resumes)

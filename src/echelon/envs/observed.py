@@ -11,12 +11,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from echelon.families import OWN
+from echelon.interrupts import Interrupts
 
 TIMEOUT_S = 60.0  # an environment that takes longer to create counts as one of vectors
+LOOK_S = 0.02
 
 
 def observed_family(env: str, kwargs: Mapping[str, Any], wrappers: Sequence[str]) -> str:
@@ -25,17 +28,21 @@ def observed_family(env: str, kwargs: Mapping[str, Any], wrappers: Sequence[str]
     An environment that cannot be created counts as one of vectors: the run then reports why.
     """
     command = [sys.executable, "-m", __name__, env, json.dumps(dict(kwargs)), json.dumps(list(wrappers))]
-    with tempfile.TemporaryFile("w+") as output:  # a pipe would stay open while a process of the environment lives
+    # A pipe would stay open while a process of the environment lives. Interrupts are recorded from before the start of
+    # the process until it has ended: its session does not receive the signals of the terminal.
+    with tempfile.TemporaryFile("w+") as output, Interrupts() as interrupts:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL, start_new_session=True
         )
+        deadline = time.monotonic() + TIMEOUT_S
         try:
-            process.wait(TIMEOUT_S)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
+            while process.poll() is None and not interrupts.came and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
+        finally:  # also after a second interrupt, which raises
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        interrupts.check()
         output.seek(0)
         last = output.read().rstrip().rpartition("\n")[2]
     return last if last in OWN else OWN[0]

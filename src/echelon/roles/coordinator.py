@@ -36,6 +36,7 @@ from echelon.roles.plan.start import (
 from echelon.roles.supervisor import Supervisor
 from echelon.runs.console import Console, Status
 from echelon.runs.episode_log import EpisodeLog
+from echelon.runs.episodes import EPISODES
 from echelon.runs.metrics import MetricsWriter, flat
 from echelon.runs.outage import Outage
 from echelon.world.exits import take_exits
@@ -110,9 +111,10 @@ class Coordinator:
     # Reports of the roles.
 
     def _on_train(self, row: dict[str, Any]) -> None:
-        if row.get("updates", 0) > self.row.get("updates", 0):
-            self.stages.end()
+        if not self.is_learning and row.get("updates", 0) > self.row.get("updates", 0):
             self.is_learning = True
+            self.stages.begin("first update")  # the last role may have begun since the supervisor looked
+            self.stages.end()
         if self.log is not None and not self.row and self._filling(row):
             self.console.message(f"learning starts at {self.config.replay.min_size:,} transitions")
         # What the report lacks was not measured since: its last value stays.
@@ -135,7 +137,8 @@ class Coordinator:
         self.outage.note("metrics", str(self.metrics.error or ""))
         if self.callbacks.wants("on_episode"):
             for values in zip(*(column.tolist() for column in episodes.values()), strict=True):
-                self.callbacks.note("on_episode", dict(zip(episodes, values, strict=True)))
+                row = {**dict(zip(episodes, values, strict=True)), "seed": self.config.seed}
+                self.callbacks.note("on_episode", row)
 
     def _on_evaluation(self, score: dict[str, Any]) -> None:
         self.evaluations.append(score["return_mean"])
@@ -170,7 +173,10 @@ class Coordinator:
         """Reports from where a restarted learner resumes, and how much was lost."""
         place = f"{checkpoint} ({env_steps:,} steps)" if checkpoint else "the beginning (no checkpoint yet)"
         if self.config.experience != "replay":  # otherwise the actors' counts go on from where they are
-            self.metrics.episodes.drop_after(env_steps)
+            try:
+                self.metrics.episodes.drop_after(env_steps)
+            except OSError as error:  # the run does not end because of its record
+                self.console.message(f"episodes after the checkpoint are in {EPISODES} twice: {error}")
         lost = self.row.get("updates", 0) - updates
         steps = self.row.get("env_steps", 0) - env_steps
         self.console.message(restored_text(self.config, place, steps, lost))

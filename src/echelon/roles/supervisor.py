@@ -328,10 +328,14 @@ class Supervisor:
         }
 
     def starting(self) -> str:
-        """Returns which roles have started, "learner, 3 of 14 actors", of the kinds that have not all done so."""
+        """Returns which roles have started, "learner, 3 of 14 actors", of the kinds that have not all done so.
+
+        The evaluator is left out: the first update does not wait for it.
+        """
         kinds: dict[str, list[bool]] = {}
         for member in self.members.values():
-            kinds.setdefault(KINDS.get(member.kind, member.kind), []).append(member.has_begun)
+            if member.kind != "evaluator":
+                kinds.setdefault(KINDS.get(member.kind, member.kind), []).append(member.has_begun)
         return ", ".join(
             kind if len(begun) == 1 else f"{sum(begun)} of {len(begun)} {kind}s"
             for kind, begun in kinds.items()

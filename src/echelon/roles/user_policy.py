@@ -150,7 +150,14 @@ class UserTrainable:
         del acknowledge  # transitions are drawn uniformly
         figures = self.policy.update(batch) or {}
         tick()
-        account.note(tuple(map(column, figures)), torch.tensor([float(value) for value in figures.values()]))
+        columns: dict[str, str] = {}  # and their figures
+        for name in figures:
+            if (other := columns.setdefault(column(name), name)) != name:
+                raise ConfigError(
+                    f"{type(self.policy).__name__}.update returned {other!r} and {name!r}: both are {column(name)} in "
+                    "the metrics. Rename one."
+                )
+        account.note(tuple(columns), torch.tensor([float(value) for value in figures.values()]))
 
     def parts(self) -> list[Array]:
         return [self.layout.pack(state_of(self.policy))]
