@@ -53,7 +53,7 @@ def time_start(arguments: list[str], folder: Path) -> dict[str, float]:
     if not has_update(run / "metrics.jsonl"):
         raise SystemExit(f"{' '.join(words)} left with code {process.returncode}:\n{output}")
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
-    stages = {"command": command_s, **summary["start"]}
+    stages = {"command": command_s, **summary.get("start", {})}
     return {**stages, "between": total_s - sum(stages.values()), TOTAL: total_s}
 
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# The first hour with Echelon, in a minute and a half on two cores: an environment and a network of your own are checked,
+# The first hour with Echelon, in a minute on two cores: an environment and a network of your own are checked,
 # trained, used, filmed, exported and compared. Copy this folder anywhere and run it there:
 #
 #     pip install 'PATH/dist/echelon-VERSION-py3-none-any.whl[video,onnx]'    # the wheel of `make dist`; wandb is optional

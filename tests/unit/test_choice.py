@@ -238,7 +238,7 @@ def test_slow_environments_are_not_all_stepped(make_stage: Callable[..., Stage])
         return SlowEnv(0.01)
 
     measured = calibrate(make_stage(make, **{**AUTO, "actor.envs": 64}))
-    assert len(made) <= 3, "besides the environment that was made to read the spaces"
+    assert len(made) <= 4, "one to read the spaces, one that imports packages, and two that are measured"
     assert measured.whole.wall_s >= 64 * 0.0095
     assert measured.part.wall_s == pytest.approx(measured.whole.wall_s / 2)
 

@@ -16,6 +16,8 @@ import pytest
 import echelon
 from echelon.config import replace
 from echelon.errors import ConfigError
+from echelon.roles.gauge import PHASES
+from echelon.roles.supervisor import HUNG
 from echelon.runs.checkpoint import latest_checkpoint
 from echelon.runs.episodes import COLUMNS, EPISODES, EpisodeWriter
 from echelon.runs.metrics import METRICS, MetricsWriter
@@ -70,6 +72,11 @@ def test_a_run_has_the_columns_that_the_guide_names(tmp_path: Path, name: str) -
     assert np.mean(ended["return"][-100:]) == pytest.approx(summary["return_mean"])
     assert set(ended["actor"]) <= {0, 1} and ended["env"].max() < TINY["actor.envs"] and set(ended["seed"]) == {5}
     assert (np.diff(ended["env_steps"]) >= 0).all() and ended["env_steps"][-1] <= summary["env_steps"]
+
+
+def test_the_guide_names_every_phase() -> None:
+    row = next(line for line in GUIDE.read_text().splitlines() if line.startswith("| `time.ROLE.PHASE`"))
+    assert set(re.findall("`([a-z]+)`", row)) == {*PHASES, HUNG}
 
 
 @pytest.mark.parametrize(("name", "interval_s"), [("impala", 0.001), ("dqn", 0.02)])

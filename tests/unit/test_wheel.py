@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -68,3 +69,6 @@ def test_the_first_hour_of_a_new_user(site: Path, tmp_path: Path) -> None:
     assert float(mean.split()[2]) > 0.5, said
     for name in ("maze.mp4", "maze.onnx", "compare.png", "ppo/summary.json", "async-ppo/summary.json"):
         assert (out / name).stat().st_size > 0, name
+    if importlib.util.find_spec("wandb") is not None:
+        assert list(out.glob("wandb/wandb/offline-run-*/*.wandb"))
+    print(said.rstrip().splitlines()[-1])  # its seconds: pytest -rP shows them

@@ -18,7 +18,6 @@ import torch
 
 from echelon.algorithms.model import Model, Policy
 from echelon.config import EnvConfig
-from echelon.envs.loop import LoopGroup
 from echelon.envs.make import env_seeds, make_group
 from echelon.envs.vector import StepRows
 from echelon.roles.context import Context
@@ -32,7 +31,7 @@ from echelon.schema import Tree, map_tree, space_leaves, unflatten
 CALIBRATION_SEED = 1 << 23  # an actor number that no actor has
 MEASURE_S = 0.04  # time budget for each function, unless MIN_CALLS calls take longer
 MIN_CALLS, MAX_CALLS = 3, 25
-WHOLE_S = 0.5  # if a few steps of all environments take longer, only a single environment is measured
+WHOLE_S = 0.5  # if a few steps of all environments take longer, only two environments are measured
 LEARN_FORWARDS = 4  # a learning pass costs about as much as this many forward passes
 SHORT_S = 0.002  # a shorter forward pass is measured with the rows of a whole trajectory
 
@@ -163,18 +162,16 @@ class Calibration:
     def _environments(self) -> tuple[CallCost, CallCost]:
         """Measures a step of all environments of an actor, and of one group of central acting.
 
-        If environments are stepped one by one and are slow to make or step, a single one is measured and its cost is
-        multiplied.
+        If environments are stepped in turn and are slow to make or step, two are measured and their cost is multiplied.
         """
         envs, groups = self.config.actor.envs_per_actor, num_groups(self.config)
-        trial = self._make(1)
-        [step] = measure(trial.step, before=[trial.act])
-        if isinstance(trial.group, LoopGroup):
-            begun = time.perf_counter()
-            self._make(1)  # time the second one: making the first also imported its packages
+        if self._make(1).group.in_turn:  # it also imports the packages of the environment
+            begun, few = time.perf_counter(), min(envs, 2)
+            trial = self._make(few)
             make_s = time.perf_counter() - begun
-            if envs * (make_s + (MIN_CALLS + 1) * step.wall_s) > WHOLE_S:
-                return step.times(envs), step.times(envs / groups)
+            [step] = measure(trial.step, before=[trial.act])
+            if envs / few * (make_s + (MIN_CALLS + 1) * step.wall_s) > WHOLE_S:
+                return step.times(envs / few), step.times(envs / few / groups)
         parts = [self._make(envs // count) for count in dict.fromkeys((groups, 1))]
         costs = measure(*[part.step for part in parts], before=[part.act for part in parts])
         return costs[-1], costs[0]
