@@ -12,8 +12,9 @@ from typing import Any
 from msgspec import structs
 
 from echelon.cli import learner
+from echelon.cli.callback_options import take_callbacks
 from echelon.cli.main import Parser
-from echelon.cli.train import AUTO_RESUME, make_parser, parse_config, take_callbacks
+from echelon.cli.train import AUTO_RESUME, make_parser, parse_config
 from echelon.errors import ConfigError
 from echelon.fields import ConfigField, fields, unwrapped
 from echelon.kube import kuberay, plain

@@ -62,17 +62,6 @@ def add_trust(parser: Parser) -> None:
     )
 
 
-def add_callback(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--callback",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="object whose methods are called during the run, module:factory or file.py:Class(size=3); repeatable. "
-        "echelon.callbacks has Wandb(project='x'), Mlflow(experiment='x') and Prometheus(port=0)",
-    )
-
-
 def add_status_file(parser: Parser) -> None:
     parser.add_argument(
         "--status-file",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from echelon.cli.main import Parser, add_callback, add_trust
+from echelon.cli.callback_options import add_callback
+from echelon.cli.main import Parser, add_trust
 from echelon.errors import ConfigError
 
 HOSTS = {

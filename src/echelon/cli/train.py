@@ -9,7 +9,8 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from echelon.cli.main import Parser, add_callback
+from echelon.cli.callback_options import add_callback, check_callbacks, take_callbacks
+from echelon.cli.main import Parser
 from echelon.cli.seed_options import add_options, take_options
 from echelon.config import TrainConfig
 from echelon.config_files import ConfigFile, read_config_file, to_toml
@@ -343,21 +344,6 @@ def _take_fields(arguments: Sequence[str], options: Container[str]) -> tuple[lis
     return rest, texts
 
 
-def take_callbacks(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separates --callback NAME, which may be repeated, from the other arguments."""
-    parser = Parser(add_help=False, allow_abbrev=False)
-    add_callback(parser)
-    known, rest = parser.parse_known_args(list(arguments))
-    return rest, known.callback
-
-
-def _check_callbacks(names: Sequence[str]) -> None:
-    """Raises ConfigError if a callback cannot be made."""
-    from echelon.callbacks.calls import Calls
-
-    Calls(names)
-
-
 def start(parser: argparse.ArgumentParser, arguments: Sequence[str], options: Options = SHORT) -> int:
     """Trains as the options say; returns the exit code."""
     parser.add_argument(
@@ -371,7 +357,7 @@ def start(parser: argparse.ArgumentParser, arguments: Sequence[str], options: Op
     resumes = AUTO_RESUME in words
     parsed = read_options(parser, [word for word in words if word != AUTO_RESUME], options, observe=True)
     if parsed.dry_run:
-        _check_callbacks(callbacks)
+        check_callbacks(callbacks)
         parsed.print_toml(parser.prog)
         return 0
     config = parsed.config
@@ -397,7 +383,7 @@ def run(arguments: Sequence[str]) -> int:
     resumes = AUTO_RESUME in words
     plain, callbacks = take_callbacks(words)
     parsed = read_options(parser, [word for word in plain if word != AUTO_RESUME], observe=True)
-    _check_callbacks(callbacks)  # each training makes its own
+    check_callbacks(callbacks)  # each training makes its own
     if parsed.dry_run:
         parsed.print_toml(parser.prog)
         return 0

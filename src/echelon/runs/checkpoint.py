@@ -44,14 +44,7 @@ TENSORS, STATE = "tensors.safetensors", "state.json"
 NEWEST = "newest"  # a name for the newest intact checkpoint
 BEST, FINAL = "best", "weights.safetensors"  # the folder of the best weights; the file of the final ones
 # What decoding and loading a tree raise if it is not what `pack` made of this run's state.
-UNDECODABLE = (
-    LookupError,
-    TypeError,
-    ValueError,
-    ArithmeticError,
-    AttributeError,
-    RuntimeError,
-)
+UNDECODABLE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError)
 MAX_STRUCTURE_BYTES = MAX_JSON_BYTES - 4096  # leaves room for the hashes
 TICK_S = 0.1  # interval of `tick` calls while waiting for the disk
 FOREIGN_TEMPORARY_AGE_S = 3600.0  # age at which a temporary folder of another host counts as abandoned
