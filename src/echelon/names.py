@@ -24,6 +24,7 @@ from echelon.errors import ConfigError, raised_at
 FILE_MODULE = "echelon_file_"  # prefix of the module names that loaded files get
 CALL = re.compile(r"(?P<path>.+?:[\w.]+)\((?P<arguments>.*)\)", re.DOTALL)
 UNNAMED = "no import path: "  # begins the text of a callable that cannot be imported
+_loading: list[Path] = []  # files of the user that this process is executing, to find what they define
 
 
 class Call(NamedTuple):
@@ -264,6 +265,7 @@ def _load_file(path: Path, name: str) -> ModuleType:
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
+    _loading.append(path)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -272,4 +274,15 @@ def _load_file(path: Path, name: str) -> ModuleType:
             f'"{name}" could not be loaded: running {path} raised {type(error).__name__}: {error}{raised_at(error)}. '
             'Correct the file; put code that must run only as a script under `if __name__ == "__main__":`.'
         ) from error
+    finally:
+        _loading.pop()
     return module
+
+
+def check_not_loading(call: str) -> None:
+    """Raises ConfigError if `call` stands in a script that this process loads for what it defines.
+
+    The processes of a training load the script, too: without the guard each of them would start the next training.
+    """
+    if _loading:
+        raise ConfigError(f"{call} was called while {_loading[-1]} was loaded, by a process that uses what it defines")

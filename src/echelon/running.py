@@ -19,6 +19,7 @@ from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.errors import ConfigError, EchelonError, RunError, escaped_lines
 from echelon.interrupts import Interrupts
+from echelon.names import check_not_loading
 from echelon.roles.plan.start import check_stop, find_bottleneck, make_engine, title
 from echelon.transport.session import create_session
 
@@ -73,6 +74,7 @@ def run(
     """Runs a training; with `user_objects`, the learner runs in the user's process."""
     from echelon.runs.nonblocking import nonblocking_output
 
+    check_not_loading("train()")
     calls = Calls(callbacks)
     with Interrupts() as interrupts, nonblocking_output(output) as stream:
         return _run(config, past, stream, user_objects, interrupts, calls)

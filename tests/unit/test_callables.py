@@ -220,3 +220,15 @@ def test_an_unknown_field_is_told_with_the_nearest() -> None:
             replace(config, **{path: 1})
     with pytest.raises(ConfigError, match=r"The nearest are (\S+), (\S+), (\S+)\. `echelon train"):
         replace(config, xyz=1)
+
+
+def test_a_script_that_trains_when_it_is_loaded_is_refused(tmp_path: Path) -> None:
+    """Each process of its training would load it, and start the next training."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import echelon\n\ndef make():\n    pass\n\nechelon.train(echelon.preset('ppo', make))\n",
+    )
+    with pytest.raises(ConfigError, match=r"script\.py:6 in <module>.*`if __name__ == \"__main__\":`"):
+        resolve(f"{script}:make")
+    script.write_text("def make():\n    return 3\n")
+    assert resolve(f"{script}:make")() == 3
