@@ -221,6 +221,7 @@ def test_what_is_no_callback_is_refused_before_the_run(tmp_path: Path, monkeypat
         ("echelon.callbacks:Prometheus(prt=1)", "prt"),
         ("echelon.callbacks:Prometheus(port=80000)", "port=80000"),
         (Misspelt(), r"Misspelt\.on_updates is never called.*on_update\?"),
+        (Forgetful(), r"Forgetful\.on_update\(training\).*on_update\(training, row\)"),
     ):
         with pytest.raises(ConfigError, match=remedy):
             train(tmp_path / "run", bad)
@@ -234,6 +235,11 @@ def test_what_is_no_callback_is_refused_before_the_run(tmp_path: Path, monkeypat
 class Misspelt(Callback):
     def on_updates(self, training: Training, row: Any) -> None:
         """Never called."""
+
+
+class Forgetful:
+    def on_update(self, training: Training) -> None:
+        """Does not take the row."""
 
 
 def metrics_of(url: str) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import inspect
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -123,4 +124,16 @@ def _methods_of(callback: object) -> dict[str, Callable[..., None]]:
             )
     if not found:
         raise ConfigError(f"{callback!r:.80} is not a callback: it needs one of {', '.join(HOOKS)}.")
-    return {hook: one for hook, one in found.items() if getattr(one, "__func__", None) is not getattr(Callback, hook)}
+    own = {hook: one for hook, one in found.items() if getattr(one, "__func__", None) is not getattr(Callback, hook)}
+    for hook, method in own.items():
+        names = list(inspect.signature(getattr(Callback, hook)).parameters)[1:]
+        try:
+            inspect.signature(method).bind(*names)
+        except TypeError as error:
+            raise ConfigError(
+                f"{type(callback).__name__}.{hook}({', '.join(inspect.signature(method).parameters)}) cannot be called "
+                f"as {hook}({', '.join(names)}): {error}."
+            ) from None
+        except ValueError:  # a function of C may have no signature
+            pass
+    return own

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, user_line
 
 STEP_TIMEOUT_S = 0.1  # the longest a role may sleep inside one step
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)  # caused by the process itself
@@ -39,6 +39,7 @@ class Failure:
     message: str
     traceback: str
     expected: bool  # one of Echelon's own errors: its message suffices without the traceback
+    place: str = ""  # the line of the user's code that raised it, if one did
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ class Exit:
         if self.ended_with:
             return f"ended, as {self.ended_with}"
         if self.failure is not None:
-            return f"failed: {self.failure.kind}: {self.failure.message}"
+            place = f" ({self.failure.place})" if self.failure.place else ""
+            return f"failed: {self.failure.kind}: {self.failure.message}{place}"
         return how_ended(-self.signal if self.signal else self.code)
 
 
@@ -146,4 +148,4 @@ def failure_of(error: BaseException) -> Failure:
     """Returns the report of `error`; a subclass of one of Echelon's errors is reported by that error's name."""
     known = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == EchelonError.__module__]
     text = "".join(traceback.format_exception(error))
-    return Failure((known or [type(error).__name__])[0], str(error), text, bool(known))
+    return Failure((known or [type(error).__name__])[0], str(error), text, bool(known), user_line(error))
