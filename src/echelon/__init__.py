@@ -10,7 +10,7 @@ from echelon.version import __version__
 if TYPE_CHECKING:
     from echelon.asynchronous.learner import AsyncLearningNode
     from echelon.asynchronous.worker import AsyncWorker
-    from echelon.config import TrainConfig
+    from echelon.config import TrainConfig, replace
     from echelon.evaluation import evaluate, play
     from echelon.policy import load
     from echelon.presets import preset
@@ -29,6 +29,7 @@ __all__ = [
     "preset",
     "read_episodes",
     "read_metrics",
+    "replace",
     "resume",
     "train",
 ]
@@ -43,6 +44,7 @@ HOMES = {
     "preset": "echelon.presets",
     "read_episodes": "echelon.runs.columns",
     "read_metrics": "echelon.runs.columns",
+    "replace": "echelon.config",
     "resume": "echelon.training",
     "train": "echelon.training",
 }

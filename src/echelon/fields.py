@@ -100,6 +100,8 @@ class ConfigField(msgspec.Struct, frozen=True):
             raise ConfigError(f"{self.path} is nested too deeply.") from None
         if not is_printable:
             raise ConfigError(f"{self.path}={value!r:.200} has a character that cannot be printed. Remove it.")
+        if isinstance(value, float) and value.is_integer() and unwrapped(self.hint) is int:
+            value = int(value)  # 1e6
         try:
             fitting = msgspec.convert(value, self.hint)
         except msgspec.ValidationError as error:

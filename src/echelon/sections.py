@@ -172,6 +172,14 @@ class NetworkConfig(Section, frozen=True):
         float, doc("initial log standard deviation of continuous actions", "half the action range")
     ] = 0.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.name == "auto" or self.core == "none",
+            f"network.core={self.core!r} has no effect on a network of your own: give it state_shapes, and set core to "
+            "'none'.",
+        )
+
 
 class OptimizerConfig(Section, frozen=True):
     """The optimizer."""

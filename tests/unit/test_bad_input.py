@@ -27,7 +27,7 @@ from toy_envs import CounterEnv, Step
 HERE = str(Path(__file__).resolve())
 SMALL = [
     *("--engine", "inline", "--actors", "1", "--envs-per-actor", "2", "--actor.trajectory", "8"),
-    *("--network.hidden", "8", "--evaluation.episodes", "0"),
+    *("--evaluation.episodes", "0"),
 ]
 
 
@@ -340,7 +340,7 @@ def test_an_environment_that_cannot_be_made_is_told(command: Command) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small run that reached its end."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    small = [*SMALL, "--algorithm.epochs", "1", "--steps", "100", "--run-dir", str(folder)]
+    small = [*SMALL, "--network.hidden", "8", "--algorithm.epochs", "1", "--steps", "100", "--run-dir", str(folder)]
     assert main(["train", "ppo", "CartPole-v1", *small]) == 0
     return folder
 

@@ -213,6 +213,13 @@ def test_a_learning_rate_that_is_no_number_is_told() -> None:
         frame.add_optimizers(torch.optim.Adam, [(nn.Linear(1, 1), "fast")], None)  # type: ignore[list-item]
 
 
+def test_a_whole_number_may_be_written_as_1e6() -> None:
+    config = echelon.replace(preset("ppo", "CartPole-v1"), **{"stop.steps": 1e6})
+    assert config.stop.steps == 1_000_000 and isinstance(config.stop.steps, int)
+    with pytest.raises(ConfigError, match=r"stop\.steps=1\.5 does not fit: expected int"):
+        echelon.replace(config, **{"stop.steps": 1.5})
+
+
 def test_an_unknown_field_is_told_with_the_nearest() -> None:
     config = preset("ppo", "CartPole-v1")
     for path, hint in {"learning_rat": "optimizer.learning_rate", "optimizer.rate": "optimizer.learning_rate"}.items():
@@ -232,3 +239,13 @@ def test_a_script_that_trains_when_it_is_loaded_is_refused(tmp_path: Path) -> No
         resolve(f"{script}:make")
     script.write_text("def make():\n    return 3\n")
     assert resolve(f"{script}:make")() == 3
+
+
+def test_options_of_the_built_in_network_are_refused_beside_an_own_one() -> None:
+    parser = make_parser("echelon train", "")
+    for option, value in {"core": "gru", "hidden": "32,32", "normalize-observation": "true"}.items():
+        words = ["ppo", "CartPole-v1", "--network.name", "nets.py:make", f"--network.{option}", value]
+        with pytest.raises(ConfigError, match=rf"network\.{option.replace('-', '_')} has no effect.*nets\.py:make"):
+            parse_config(parser, words)
+    with pytest.raises(ConfigError, match=r"network\.core='gru' has no effect.*state_shapes"):
+        replace(preset("ppo", "CartPole-v1"), **{"network.name": make_halves, "network.core": "gru"})
