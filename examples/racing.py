@@ -7,7 +7,7 @@ python examples/racing.py local --workers 2                      # everything on
 
 Between machines set ECHELON_SECRET to the same value on both sides. The learner takes its spaces from the first worker:
 with `--camera` those of learn-to-race (`pose` and one camera, reduced by a wrapper), otherwise four grey images of the
-road ahead, which train faster. Needs box2d (`pip install "gymnasium[box2d]"`) or, with --pool, envpool.
+road ahead, which train faster. Needs box2d (`pip install "echelon[box2d]"`) or, with --pool, envpool.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -205,6 +205,39 @@ class LiarEnv(CounterEnv):
         return observation, reward, terminated, truncated, info
 
 
+class CastEnv(CounterEnv):
+    """Declares two bytes and returns floats: whole numbers up to step `after`, then `value`. Records its actions."""
+
+    actions: ClassVar[list[Any]] = []
+
+    def __init__(self, value: float = 0.5, after: int = 30, is_dict: bool = False) -> None:
+        super().__init__(length=1000)
+        space = gym.spaces.Box(0, 255, (2,), np.uint8)
+        self.value, self.after, self.is_dict = value, after, is_dict
+        self.observation_space = gym.spaces.Dict({"x": space, "y": space}) if is_dict else space
+
+    def observation(self) -> Any:
+        x = np.array([0.0, self.value if self.t > self.after else 1.0], np.float32)
+        return {"x": np.ones(2, np.uint8), "y": x} if self.is_dict else x
+
+    def step(self, action: Any) -> Step:
+        self.actions.append(action)
+        return super().step(action)
+
+
+def make_cast_vector(num_envs: int, value: float = 0.5) -> SyncVectorEnv:
+    """Declares two bytes and returns the floats of its environments."""
+
+    def make() -> CastEnv:
+        env = CastEnv(value)
+        env.observation_space = gym.spaces.Box(0, 255, (2,), np.float32)
+        return env
+
+    env = SyncVectorEnv([make] * num_envs)
+    env.single_observation_space = CastEnv().observation_space
+    return env
+
+
 class PaintedEnv(TreeEnv):
     """The tree, which renders: (length + 1) columns of 8 pixels, white up to its step; rewards are the actions.
 
@@ -294,6 +327,11 @@ def make_vector_without_count() -> VectorEnv[Any, Any, Any]:
 
 def make_one_too_many(num_envs: int) -> VectorEnv[Any, Any, Any]:
     return SyncVectorEnv([CounterEnv] * (num_envs + 1))
+
+
+def make_one_that_ends(num_envs: int) -> VectorEnv[Any, Any, Any]:
+    """Counters whose episodes never end, but for the first one's."""
+    return SyncVectorEnv([CounterEnv, *[lambda: CounterEnv(1 << 40)] * (num_envs - 1)])
 
 
 def make_nothing() -> None:

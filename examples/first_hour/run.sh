@@ -2,8 +2,8 @@
 # The first hour with Echelon, in a minute on two cores: an environment and a network of your own are checked,
 # trained, used, filmed, exported and compared. Copy this folder anywhere and run it there:
 #
-#     pip install 'PATH/dist/echelon-VERSION-py3-none-any.whl[video,onnx]'    # the wheel of `make dist`; wandb is optional
-#     bash run.sh
+#     pip install -c PATH/constraints.txt 'PATH/dist/echelon-VERSION-py3-none-any.whl[video,onnx]'    # wheel of `make dist`
+#     bash run.sh                            # uses wandb if it is installed
 set -euo pipefail
 
 steps=${STEPS:-60_000}

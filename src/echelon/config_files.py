@@ -88,7 +88,8 @@ def read_config_file(path: str | Path, *, trust: bool = False) -> ConfigFile:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:  # of the decoder, too
         kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise ConfigError(f"--config {path} is not {kind}: {error}. Files of JSON end in .json.") from error
+        other = "Files of JSON end in .json, all others are read as TOML"
+        raise ConfigError(f"--config {path} is not {kind}: {error}. {other}; YAML is not read.") from error
     if not isinstance(data, dict):
         raise ConfigError(f"--config {path} has no sections: write an object.")
     if path.name == RECORD or "config" in data:

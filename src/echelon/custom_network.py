@@ -156,8 +156,9 @@ def _check_network(name: str, network: CustomNetwork, spaces: Spaces, num_params
         with torch.enable_grad():
             outputs = _outputs(network, spaces)
     except Exception as error:
+        space = " ".join(f"{spaces.observation}".split())  # numpy pads the bounds of a Box
         raise ConfigError(
-            f'network.name="{name}" failed on an observation of {spaces.observation} with {num_params} action '
+            f'network.name="{name}" failed on an observation of {space} with {num_params} action '
             f"parameters: {type(error).__name__}: {error}{raised_at(error)}. Its forward must return (params, "
             "value), or (params, value, state) if it has state_shapes."
         ) from error

@@ -39,34 +39,38 @@ def evaluate(
     episodes: int = 10,
     seed: int = 1,
     greedy: bool = True,
+    steps: int = 0,
     checkpoint: str = NEWEST,
     env: EnvId | None = None,
     env_kwargs: Mapping[str, Any] = NO_KWARGS,
     network: str | Callable[..., Any] | None = None,
     trust: bool = False,
+    progress: Callable[[int, int], None] = lambda num_ended, num_steps: None,
 ) -> dict[str, Any]:
     """Plays episodes with the weights of a run, in its environment or in `env`; returns statistics.
 
     The weights are those of `checkpoint`: newest, best, step_N or weights.safetensors. Actions are `greedy`, or sampled
-    and explored as at the end of training, with independent noise.
+    and explored as at the end of training, with independent noise. With `steps`, longer episodes are cut.
     `env` is a name or a callable, `network` the factory of the run's network: a run that was trained with a lambda or
     another callable that cannot be imported needs them.
     `env_kwargs` are keyword arguments of the environment: they are added to the run's, or replace them. An `env` of
     another name than the run's (SuperMarioBros-1-2 has the name of SuperMarioBros-1-1) drops the run's. Only with
     `trust` is code imported that somebody else's configuration names, as by `resume`.
+    `progress` is called with the numbers of ended episodes and of steps so far.
     """
     from echelon.envs.make import env_seeds
     from echelon.roles.evaluator import EVALUATION_SEED, Match
     from echelon.runs.checkpoint import weights_path
 
-    config = _load_config(run_dir, episodes, env, env_kwargs, network, trust)
+    _check_counts(episodes, steps)
+    config = _load_config(run_dir, env, env_kwargs, network, trust)
     source = weights_path(str(run_dir), checkpoint)
     with _one_thread():
         model = _load_model(run_dir, config, source)
         seeds, rules = env_seeds(seed, EVALUATION_SEED + 1, 0, episodes), _exploration(config, greedy)
         match = Match(config.env, model, episodes, seeds, greedy=greedy, exploration=rules)
         with contextlib.closing(match):
-            return {**match.play(seed).summary(), **_place(source)}
+            return {**match.play(seed, steps, progress).summary(), **_place(source)}
 
 
 def play(
@@ -87,8 +91,7 @@ def play(
 ) -> dict[str, Any]:
     """Plays episodes one after the other and shows them as `video` says; returns statistics and the `files` written.
 
-    With `steps`, longer episodes are cut. `greedy`, `checkpoint`, `env`, `env_kwargs`, `network` and `trust` are those
-    of `evaluate`.
+    `greedy`, `steps`, `checkpoint`, `env`, `env_kwargs`, `network` and `trust` are those of `evaluate`.
     `report` is called with lines of text, `progress` with the number of steps so far.
     """
     from echelon.envs.make import env_seeds, with_rendering
@@ -96,9 +99,8 @@ def play(
     from echelon.runs.checkpoint import weights_path
 
     video = video or VideoConfig()
-    if steps < 0:
-        raise ConfigError(f"steps={steps} must be at least 1, or 0 to play every episode to its end.")
-    config = _load_config(run_dir, episodes, env, env_kwargs, network, trust)
+    _check_counts(episodes, steps)
+    config = _load_config(run_dir, env, env_kwargs, network, trust)
     source = weights_path(str(run_dir), checkpoint)
     files = video_files(video, Path(run_dir) / "videos" / f"{source.stem}-{seed}")
     score = EvaluationScore([], [])
@@ -210,9 +212,15 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
+def _check_counts(episodes: int, steps: int) -> None:
+    if episodes < 1:
+        raise ConfigError(f"episodes={episodes} must be at least 1.")
+    if steps < 0:
+        raise ConfigError(f"steps={steps} must be at least 1, or 0 to play every episode to its end.")
+
+
 def _load_config(
     run_dir: str | Path,
-    episodes: int,
     env: EnvId | None,
     env_kwargs: Mapping[str, Any],
     network: str | Callable[..., Any] | None,
@@ -221,8 +229,6 @@ def _load_config(
     """Returns the configuration of a run, with `env` and `network` in place of its own if they are given."""
     from echelon.runs.folder import RunFolder
 
-    if episodes < 1:
-        raise ConfigError(f"episodes={episodes} must be at least 1.")
     given = [*(("env.id", "env.wrappers") if env is not None else ()), *(("network.name",) if network else ())]
     config = RunFolder.open(Path(run_dir)).load_config(trust=trust, given=given)
     if config.algorithm.is_users:

@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The result of a run: its summary, and its folder."""
+    """The result of a run: its summary, and its folder. Its repr leaves the summary out, which fills a screen."""
 
     status: str  # solved, finished, stopped, no_updates
     run_dir: Path
-    summary: dict[str, Any]
-    signal: int = 0  # that interrupted it, 0 if none has; also if it came too late to change the status
+    summary: dict[str, Any] = field(repr=False)
+    # The one that interrupted the run, 0 if none has; also if it came too late to change the status.
+    signal: int = field(default=0, repr=False)
 
     @property
     def return_mean(self) -> float | None:
@@ -187,7 +188,7 @@ def _coordinate(run: _Run, context: Context, folder: RunFolder) -> dict[str, Any
     with folder.starting():
         metrics = MetricsWriter(folder.path, append=run.past.generation > 0)
         metrics.episodes.drop_after(row.get("env_steps", 0))
-        log = EpisodeLog(folder.path, every, row) if (every := context.train.run.log_interval) else None
+        log = EpisodeLog(folder.path, context.train, row) if context.train.run.log_interval else None
     console = Console(title(context.train), context.run_dir, run.output, lines=log is None)
     fallback = context.fallback
     coordinator = Coordinator(

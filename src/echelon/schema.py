@@ -99,6 +99,29 @@ def flatten(space: gym.Space[Any], tree: Tree) -> list[Any]:
             return [tree]
 
 
+def missing_part(space: gym.Space[Any], tree: Tree, path: str = "observation") -> str:
+    """Returns which part of `space` is missing in `tree`, and what there is; "" if nothing is missing."""
+    parts: list[tuple[Any, gym.Space[Any]]] = []
+    if isinstance(space, gym.spaces.Dict):
+        if not isinstance(tree, Mapping):
+            return f"{path} is {_kind(tree)}, not a dict with the keys {sorted(space.spaces)}"
+        if missing := sorted(set(space.spaces) - set(tree)):
+            return f"{path} has the keys {sorted(map(str, tree))} and lacks {missing}"
+        parts = list(space.spaces.items())
+    elif isinstance(space, gym.spaces.Tuple):
+        if not isinstance(tree, tuple | list) or len(tree) < len(space.spaces):
+            return f"{path} is {_kind(tree)}, not a tuple of {len(space.spaces)}"
+        parts = list(enumerate(space.spaces))
+    found = (missing_part(part, tree[key], f"{path}.{key}") for key, part in parts)
+    return next(filter(None, found), "")
+
+
+def _kind(tree: Tree) -> str:
+    if isinstance(tree, np.ndarray):
+        return f"an array of shape {tree.shape}"
+    return f"a {type(tree).__name__}" + (f" of {len(tree)}" if isinstance(tree, tuple | list) else "")
+
+
 def unflatten(space: gym.Space[Any], leaves: Iterator[Any]) -> Tree:
     """Returns the tree of `space` with the given `leaves`, consumed in order."""
     match space:

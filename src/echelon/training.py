@@ -66,7 +66,7 @@ def resume(
     names. `callbacks` are those of `train`: the run does not remember them.
     """
     from echelon.config_io import set_fields
-    from echelon.roles.stopping import num_episodes, progress, stop_reason, stop_text
+    from echelon.roles.stopping import num_episodes, progress, raised_rate, stop_reason, stop_text
     from echelon.runs.checkpoint import load_parts, newest_intact
     from echelon.runs.folder import RunFolder
     from echelon.runs.outage import newer_fallback
@@ -84,6 +84,7 @@ def resume(
         raise ConfigError(f"{run_dir} has no checkpoint to resume from. Start a new run with another --run-dir.")
     saved = Progress.read(load_parts(found[0], NAMES), found[0])
     counters, wall_s = saved.counters, saved.wall_s
+    past_stop = config.stop
     if steps or minutes or episodes or until_return is not None:
         config = replace(config, stop=StopConfig(steps, minutes, until_return, episodes))
     if learners is not None:
@@ -124,6 +125,9 @@ def resume(
             f". {other} has a newer checkpoint of a run of this name: if it is the end of this run, which could not be "
             "written here, resume it instead"
         )
+    before = progress(past_stop, counters.env_steps, wall_s, past_episodes)
+    if saved.learning_rate is None and (text := raised_rate(config, before, row["progress"])):
+        place += f". {text}"
     past = Past(max(saved.generation, saved.epoch) + 1, wall_s, row, place)
     return run(config, past, output, user_objects, callbacks)
 

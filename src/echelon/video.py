@@ -289,7 +289,7 @@ def _pygame() -> Any:
     """Returns pygame; raises ConfigError if it is missing or there is no display."""
     if not any(os.environ.get(name) for name in DISPLAYS):
         raise ConfigError("there is no display for a window (DISPLAY is not set); without --window, files are written.")
-    return _imported("pygame", "a window", "pygame-ce")
+    return _imported("pygame", "a window", "pygame")
 
 
 def _pillow(module: str) -> Any:
@@ -301,7 +301,7 @@ def _imported(module: str, what: str, package: str) -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f'{what} needs the package {package}: pip install {package} (the extra "video" has it).'
+            f'{what} needs the package {package}, which is not installed: pip install "echelon[video]".'
         ) from error
 
 

@@ -107,7 +107,7 @@ def test_raising_environment_ends_the_run_and_is_told(runs: Runs, tmp_path: Path
     assert run.code() == 1
     told = run.text()[run.text().index("echelon: ") :]
     assert told.startswith("echelon: actor ")
-    for part in (": environment ", "(seed ", "at its step 29", "Traceback", 'raise RuntimeError("the simulator burnt'):
+    for part in (": environment ", "(seed ", "at its step 30", "Traceback", 'raise RuntimeError("the simulator burnt'):
         assert part in told
     assert told.count("Traceback") == 1
     assert run.summary()["status"] == "failed"
@@ -119,6 +119,6 @@ def test_raising_environment_can_be_restarted(runs: Runs, tmp_path: Path) -> Non
     kwargs = json.dumps({"flag": str(tmp_path / "raised")})
     run = runs.train(env="unruly:RaisingEnv", **{"env-kwargs": kwargs, "on-env-error": "restart", "steps": 20_000})
     assert run.code() == 0, run.text()
-    assert "raised at its step 29 and was restarted: RuntimeError" in run.text()
+    assert "raised at its step 30 and was restarted: RuntimeError" in run.text()
     assert run.summary()["status"] == "finished"
     assert run.summary()["restarts"] == 0  # of roles

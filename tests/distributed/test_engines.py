@@ -14,7 +14,7 @@ from echelon.engines import local
 from echelon.engines.forkserver import MAX_FAILURE_BYTES, pack_failure
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import CLOSE_S, LocalEngine
-from echelon.engines.process import Exit, Failure, ProcessSpec, failure_of, how_ended
+from echelon.engines.process import IDLE, Exit, Failure, ProcessSpec, failure_of, how_ended
 from echelon.envs.vector import EnvFailed, EnvFailure
 from echelon.errors import RunError
 from running import parent_of, wait_until
@@ -90,6 +90,18 @@ def test_a_role_runs_to_its_end_on_every_engine(how: str, request: pytest.Fixtur
         assert file.read_text() == "3"
         assert file.with_suffix(".closed").exists()
         assert each.pid("role") is None
+
+
+def test_a_role_may_yield_to_all_others(engine: LocalEngine, tmp_path: Path) -> None:
+    for name, nice in {"normal": 0, "nicer": 7, "idle": IDLE}.items():
+        file = tmp_path / name
+        engine.start(ProcessSpec(name, "engine_roles:Counting", {"steps": 0, "file": str(file)}, nice=nice))
+        wait_until(file.exists, "it works")  # after it has set its priority
+    wait_until(lambda: (engine.exits(), engine.pid("idle"))[1], "all are known")
+    pids = [engine.pid(name) or 0 for name in ("normal", "nicer", "idle")]
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert [os.getpriority(os.PRIO_PROCESS, pid) - own for pid in pids] == [0, 7, 0]
+    assert [os.sched_getscheduler(pid) == os.SCHED_IDLE for pid in pids] == [False, False, True]
 
 
 def test_an_exception_is_told_with_its_traceback(engine: LocalEngine, start: Start, tmp_path: Path) -> None:

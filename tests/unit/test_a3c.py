@@ -311,6 +311,6 @@ def test_learning_of_actors_is_named_as_what_takes_the_time() -> None:
     actor = {"env": 0.3, "act": 0.2, "learn": 0.45, "transfer": 0.05}
     told = bottleneck({"learner": {"learn": 0.2, "wait": 0.8}, "actor-0": actor}, num_cores=8, num_processes=2)
     assert "the actors, computing gradients (learn 45% of an actor's time" in told
-    assert "A smaller network, or a preset that learns on a GPU, would cost less" in told
+    assert "A smaller network or a preset that learns on a GPU would cost less" in told
     busy = bottleneck({"learner": {"learn": 1.0}, "actor-0": actor}, num_cores=2, num_processes=2)
-    assert "or less work: a smaller network, or a preset that learns on a GPU" in busy
+    assert "or less work: a smaller network or a preset that learns on a GPU would" in busy

@@ -55,7 +55,7 @@ def test_a_restarted_environment_begins_a_new_episode_without_an_end(make_stage:
     assert stream["reward"][2, 0] == 0.0
     stage.world.poll(0.0)
     assert len(stage.messages) == 1 and "actor 0: environment 0" in stage.messages[0]
-    assert "the simulator burnt down" in stage.messages[0] and "its step 2" in stage.messages[0]
+    assert "the simulator burnt down" in stage.messages[0] and "its step 3" in stage.messages[0]
 
 
 def test_an_environment_that_raises_ends_the_actor_with_its_name(make_stage: Callable[..., Stage]) -> None:
@@ -169,12 +169,16 @@ class PoisonEnv(toy.CounterEnv):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize(("where", "row"), [("reward", 2), ("observation", 3)])
+@pytest.mark.parametrize(("where", "step"), [("reward", 3), ("observation[1]", 3)])
 def test_a_number_that_is_none_ends_the_run_with_who_where_and_when(
-    make_stage: Callable[..., Stage], where: str, row: int, value: float
+    make_stage: Callable[..., Stage], where: str, step: int, value: float
 ) -> None:
     PoisonEnv.made = -1  # the first one is made only to read its spaces
-    kwargs = {"chosen": 3, "where": where, "value": value}  # the second environment of the second actor
+    kwargs = {
+        "chosen": 3,
+        "where": where.partition("[")[0],
+        "value": value,
+    }  # the second environment of the second actor
     stage = make_stage(PoisonEnv, **{"actor.num_actors": 2, "env.kwargs": kwargs})
     learner, actors = stage.learner(), [stage.actor(0), stage.actor(1)]
     with pytest.raises(DivergedError) as caught:
@@ -182,7 +186,7 @@ def test_a_number_that_is_none_ends_the_run_with_who_where_and_when(
             for role in (*actors, learner):
                 role.step(0.0)
     message = str(caught.value)
-    assert f"{where} is {value} at step {row}" in message and "actor 1, environment 1" in message
+    assert f"{where} is {value} at step {step}" in message and "actor 1, environment 1" in message
 
 
 def test_a_choice_that_the_space_does_not_have_is_the_environments_fault(make_stage: Callable[..., Stage]) -> None:

@@ -131,7 +131,7 @@ def test_the_help_of_the_learner_shows_presets_that_replay(capsys: pytest.Captur
     with pytest.raises(SystemExit):
         main(["learner", "--help"])
     text = capsys.readouterr().out
-    assert "dqn, apex-dqn, ddpg, td3, apex-ddpg, sac" in text and "`echelon learner sac --help`" in text
+    assert "dqn, apex-dqn, ddpg, td3, apex-ddpg, sac" in text and "`echelon learner PRESET [ENV] --help`" in text
     assert "ppo" not in text and "impala" not in text
     with pytest.raises(SystemExit):
         main(["worker", "--help"])

@@ -43,6 +43,18 @@ def test_one_command_starts_continues_and_ends(
     assert "resuming from" in capsys.readouterr().out and 200 <= steps_of(run) < 220
 
 
+@pytest.mark.parametrize(("schedule", "is_told"), [("linear", True), ("constant", False)])
+def test_a_resume_that_raises_the_learning_rate_says_so(
+    command: list[str], schedule: str, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*command, "--optimizer.schedule", schedule, "--optimizer.learning-rate", "0.004"]
+    assert main([*words, "--steps", "100"]) == 0
+    assert "learning rate" not in capsys.readouterr().out
+    assert main([*words, "--steps", "1000"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resuming from")]
+    assert ("learning rate" in line) == is_told and ("was down to 0, continues at 0.003" in line) == is_told
+
+
 @pytest.mark.parametrize("content", [("logs/", "checkpoints/"), ("logs/", "checkpoints/", "config.json", ".lock")])
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
     command: list[str], tmp_path: Path, content: tuple[str, ...]

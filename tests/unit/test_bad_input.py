@@ -271,6 +271,11 @@ def test_spaces_that_do_not_fit_are_told(env: str, fragments: list[str], command
     assert list(Path.cwd().iterdir()) == []
 
 
+def test_a_typo_in_the_environment_is_told_before_a_missing_end(command: Command) -> None:
+    assert_told(command("train", "ppo", "CartPol-v1"), 2, "CartPol-v1", "CartPole-v1")
+    assert_told(command("train", "ppo", "CartPole-v1"), 2, "never end", "--steps", "stop.steps")
+
+
 @pytest.mark.parametrize("engine", ["inline", "local"])
 def test_a_folder_that_holds_something_is_not_touched(engine: str, command: Command) -> None:
     Path("run").mkdir()
@@ -295,7 +300,7 @@ def test_a_new_run_that_cannot_begin_removes_what_it_made_and_no_more(was_there:
 @pytest.mark.parametrize("engine", ["inline", "local"])
 @pytest.mark.parametrize(
     ("kwargs", "what"),
-    [({"reward": "nan"}, "reward is nan"), ({"observation": "inf"}, "observation is inf")],
+    [({"reward": "nan"}, "reward is nan"), ({"observation": "inf"}, "observation[0] is inf")],
 )
 def test_numbers_that_are_none_end_the_run(engine: str, kwargs: dict[str, str], what: str, command: Command) -> None:
     small = [*SMALL, "--engine", engine, "--steps", "10000", "--run-dir", "run", "--env-kwargs", json.dumps(kwargs)]

@@ -283,8 +283,9 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(
             show(second * 100_000, 2_600_000)
     out, err = capsys.readouterr()
     assert out == "" and err.splitlines() == [
-        "frames (1/1): 1,000,000 of 2,600,000 transitions",
-        "frames (1/1): 2,000,000 of 2,600,000 transitions",
+        "frames (1/1): 200,000 of 2,600,000 transitions",
+        "frames (1/1): 1,200,000 of 2,600,000 transitions",
+        "frames (1/1): 2,200,000 of 2,600,000 transitions",
     ]
 
 

@@ -110,6 +110,8 @@ def test_callbacks_see_the_whole_run_and_end_it(tmp_path: Path, shm_dir: Path, e
     rows = read_rows(tmp_path / "run")
     assert [row for row in rows if row["kind"] == "train"] == recorder.of("update")
     logged = [row for row in rows if row["kind"] == "callback"]
+    totals = [(row["env_steps"], row["episodes"], row["progress"]) for row in recorder.of("update") if row["updates"]]
+    assert len(set(totals)) == len(totals) and len(logged) == len(recorder.of("update")), "the last row comes once"
     assert logged[-1]["steps_twice"] == 2 * summary["env_steps"] and logged[-1]["env_steps"] == summary["env_steps"]
     assert summary["logged"] == {"steps_twice": 2 * summary["env_steps"], "part": 0.5}
     assert json.loads((tmp_path / "run/summary.json").read_text())["logged"] == summary["logged"]

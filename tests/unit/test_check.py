@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import random
@@ -30,7 +29,7 @@ FAULTS = {
     "nan": r"observation\.x\[1\] is nan at step 2",
     "infinity": r"observation\.x\[1\] is inf at step 2",
     "dtype": r"observation\.picture\[0, 0, 0\] is 0\.5 at the first reset, which does not fit the uint8",
-    "entry": "lacks a part of the space",
+    "entry": r"has the keys \['x'\] and lacks \['action_mask', 'picture'\]",
     "mask": r"the mask of step 2 allows no action: \[0, 0\]",
     "reset": r"reset returned a dict with the keys .*\. reset must return \(observation, info\)",
     "step": r"step returned 4 values .* Split the old `done`",
@@ -59,6 +58,17 @@ def test_a_faulty_environment_is_refused_before_a_run_starts(tmp_path: Path, fau
     with pytest.raises(EnvError, match=f"toy_envs:FaultyEnv has 1 error; nothing was started(.|\n)*{FAULTS[fault]}"):
         echelon.train(config, output=io.StringIO())
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("engine", ["inline", "local"])
+def test_a_run_shows_the_warnings_once_and_ends_if_a_conversion_loses_a_value(
+    tmp_path: Path, shm_dir: Path, engine: str
+) -> None:
+    output, fields = io.StringIO(), {"engine": engine, "shm_dir": str(shm_dir), "stop.steps": 10_000}
+    with pytest.raises(EnvError, match=r"at its step 31 .*observation\[1\] is 0\.5, which does not fit the uint8"):
+        echelon.train(tiny("toy_envs:CastEnv", tmp_path, **fields), output=output)
+    [line] = [line for line in output.getvalue().splitlines() if "It is converted" in line]
+    assert "toy_envs:CastEnv" in line and "float32" in line and "uint8" in line
 
 
 def test_so_it_is_with_a_process_for_each_role(tmp_path: Path, shm_dir: Path) -> None:
@@ -140,7 +150,7 @@ def test_the_check_does_not_change_a_run(tmp_path: Path, monkeypatch: pytest.Mon
         return str(echelon.train(tiny(toy.CounterEnv, tmp_path / name), output=io.StringIO()).summary["weights_sha256"])
 
     checked = sha("checked")
-    monkeypatch.setattr("echelon.roles.plan.sizing.quick_check", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr("echelon.roles.plan.sizing.quick_check", lambda *_, **__: [])
     assert sha("unchecked") == checked
 
 
@@ -175,6 +185,25 @@ def test_the_environment_of_the_readme_is_sound(
     assert report(capsys, f"{tmp_path}/corridor.py:Corridor")["ok"]
 
 
+def test_the_command_passes_actions_as_gymnasium_samples_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toy.CastEnv, "actions", [])
+    report(capsys, "toy_envs:CastEnv", "--env-kwargs", '{"value": 1}')
+    assert {type(action) for action in toy.CastEnv.actions} == {np.int64}
+
+
+def test_a_reward_that_is_not_finite_has_no_scale(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, "toy_envs:FaultyEnv", "--env-kwargs", '{"fault": "reward"}', code=1)
+    assert "reward scale" not in {check["check"] for check in found["checks"]}
+
+
+def test_a_missing_entry_is_named_without_the_arrays(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, "toy_envs:FaultyEnv", "--env-kwargs", '{"fault": "entry"}', code=1)
+    [error] = [check for check in found["checks"] if check["level"] == "error"]
+    assert "picture" in error["text"] and "array" not in error["text"] and "Box" not in error["text"]
+
+
 def test_an_environment_without_spaces_is_a_finding_and_not_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, "test_bad_input:NoSpacesEnv", code=1)
     assert "gymnasium.spaces" in found["checks"][0]["text"]
@@ -193,7 +222,10 @@ def test_the_command_warns_of_what_training_can_handle(
 
 def test_the_command_prints_lines_and_refuses_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "CartPole-v1", "--steps", "30"]) == 0
-    assert "no errors" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no errors" in out and "tuned for CartPole" in out
+    assert main(["check", "toy_envs:CounterEnv", "--steps", "30", "--preset", "sac"]) in (0, 1)
+    assert "no values are tuned" in capsys.readouterr().out
     assert main(["check", "CartPole-v1", "--steps", "30", "--network.name", "test_bad_input:misfit_network"]) == 1
     assert "misfit_network" in capsys.readouterr().out
     for wrong in (["Nope-v3"], ["CartPole-v1", "--steps", "0"], ["CartPole-v1", "--env-kwargs", "["], []):

@@ -82,7 +82,7 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
     "arguments",
     [
         ["--help"],
-        ["train", "--help"],  # more than a pipe takes at once
+        ["train", "ppo", "--help"],  # more than a pipe takes at once
         ["doctor"],
         ["bench", "--help"],
     ],
@@ -127,14 +127,21 @@ def test_the_exit_code_after_an_interrupt_is_that_of_its_signal(
     assert main(["doctor"]) == code
 
 
-def test_the_help_of_train_names_every_field_and_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["train", "--help"])
-    assert end.value.code == 0
-    out = capsys.readouterr().out
-    for info in fields_of(TrainConfig()):
-        assert f"--{info.path.replace('_', '-')} " in out, info.path
-    assert all(name in out for name in PRESETS) and all(f"--{name} " in out for name in SHORT)
+def test_the_help_of_train_names_every_option_and_with_a_preset_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for words in ([], ["ppo"]):
+        with pytest.raises(SystemExit) as end:
+            main(["train", *words, "--help"])
+        assert end.value.code == 0
+        shown.append(capsys.readouterr().out)
+        assert all(name in shown[-1] for name in PRESETS) and all(f"--{name} " in shown[-1] for name in SHORT)
+    short, whole = shown
+    for info in fields_of(preset("ppo", "CartPole-v1")):
+        assert f"--{info.path.replace('_', '-')} " in whole, info.path
+    assert "--optimizer." not in short and "`echelon train PRESET [ENV] --help`" in short
+    for text in shown:  # --actors and --max-actors are one field, with two meanings
+        actors, most = (text.partition(f"  --{name} N ")[2].partition("  --")[0] for name in ("actors", "max-actors"))
+        assert actors.split() != most.split() and "--min-actors" in most
 
 
 def test_options_are_read_wherever_they_stand_and_however_they_are_written() -> None:

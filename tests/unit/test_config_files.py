@@ -113,6 +113,7 @@ def test_fields_that_must_fit_each_other_may_be_in_file_and_options() -> None:
         ("[replay]\nbatch = 7", ["ppo", "CartPole-v1"], ["replay.batch=7 has no effect", "no replay"]),
         ('[algorithm]\nname = "dqn"', ["ppo", "CartPole-v1"], ["algorithm.name='dqn'", "the preset ppo"]),
         ("seed = ", ["ppo", "CartPole-v1"], ["my.toml is not TOML"]),
+        ("seed: 1", ["ppo", "CartPole-v1"], ["my.toml is not TOML", "JSON", "YAML is not read"]),
         ("seed = 1", [], ["names no preset"]),
         ('preset = "ppo"', [], ["the environment is missing"]),
         ('preset = "pppo"', ["CartPole-v1"], ["'pppo'", "Did you mean"]),

@@ -55,6 +55,7 @@ def test_plain_line_has_every_figure() -> None:
     assert plain_line(Status(env_steps=0, steps_per_s=0.0, wall_s=1.0)) == (
         "1 s | steps 0 | 0 steps/s | episodes 0 | updates 0 | lag 0.0 (max 0)"
     )
+    assert "lag" not in plain_line(Status(9, 0.0, 1.0, lag_mean=None)), "with replay it is the age of the replay"
     assert plain_line(Status(0, 0.0, 1.0, doing="starting 3 of 14 actors")) == "1 s | starting 3 of 14 actors"
     assert "1 s | filling the replay | steps 64 | " in plain_line(Status(64, 0.0, 1.0, doing="filling the replay"))
 
@@ -195,7 +196,7 @@ def test_final_summary() -> None:
         "time        1 min 40 s",
         "steps/s     10,000",
         "return      499.5 (evaluation 500.0)",
-        "lag         1.50 mean, 4 max",
+        "lag         1.50 versions of the weights on average, 4 at most",
         "run         runs/x",
         "checkpoint  runs/x/checkpoints/step_1",
         "curve       runs/x/curve.png",

@@ -119,6 +119,12 @@ def test_dicts_tuples_and_shifted_actions_arrive_leaf_by_leaf() -> None:
     assert_same(stream, rollout(make_group(EnvConfig(id=toy.make_tree_vector), [1, 2]), actions))
 
 
+def test_a_discrete_action_arrives_as_gymnasium_samples_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy.CastEnv, "actions", [])
+    rollout(make_group(EnvConfig(id=toy.CastEnv), [1, 2]), np.array([[0, 1]]))
+    assert [(type(action), action.item()) for action in toy.CastEnv.actions] == [(np.int64, 0), (np.int64, 1)]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_an_environment_may_change_its_action_without_changing_ours(dtype: str) -> None:
     action = np.array([[0.5], [-1.5]], np.float32)
@@ -338,12 +344,16 @@ def test_what_cannot_be_made_says_why(config: EnvConfig, message: str) -> None:
 @pytest.mark.parametrize(
     ("id", "module", "remedy"),
     [
-        ("ALE/Pong-v5", "ale_py", "pip install ale-py"),
-        ("envpool:Pong-v5", "envpool", "pip install envpool"),
+        ("ALE/Pong-v5", "ale_py", r'pip install "echelon\[atari\]"'),
+        ("envpool:Pong-v5", "envpool", r'pip install "echelon\[envpool\]"'),
         ("phys2d/CartPole-v1", "jax", r'pip install "gymnasium\[jax\]"'),
-        ("LunarLander-v3", "Box2D", r'pip install "gymnasium\[box2d\]"'),
-        ("Humanoid-v5", "mujoco", r'pip install "gymnasium\[mujoco\]"'),
-        ("pybullet_envs_gymnasium:HumanoidBulletEnv-v0", "pybullet_envs_gymnasium", "pip install pybullet pybullet-e"),
+        ("LunarLander-v3", "Box2D", r'pip install "echelon\[box2d\]"'),
+        ("Humanoid-v5", "mujoco", r'pip install "echelon\[mujoco\]"'),
+        (
+            "pybullet_envs_gymnasium:HumanoidBulletEnv-v0",
+            "pybullet_envs_gymnasium",
+            r'pip install "echelon\[pybullet\]"',
+        ),
         ("HumanoidBulletEnv-v0", "pybullet_envs_gymnasium", 'write "pybullet_envs_gymnasium:HumanoidBulletEnv-v0"'),
     ],
 )
@@ -408,6 +418,7 @@ def test_an_environment_that_raises_stops_the_group_and_is_named() -> None:
     assert (failure.index, failure.seed, failure.step) == (0, 70, 6)
     assert failure.error == "RuntimeError: the simulator burnt down" and "in _fail" in failure.traceback
     assert "environment 0 (seed 70)" in str(caught.value) and 'env.on_error="restart"' in str(caught.value)
+    assert "at its step 7" in str(caught.value), "steps count from 1, as in `echelon check`; resets do not count"
     assert isinstance(caught.value, EnvError)
     group.close()
 
@@ -415,7 +426,7 @@ def test_an_environment_that_raises_stops_the_group_and_is_named() -> None:
 @pytest.mark.parametrize("where", ["make", "reset"])
 def test_an_environment_that_cannot_begin_is_named(where: str) -> None:
     config = EnvConfig(id=toy.FragileEnv, kwargs={"log": {"failures": 9}, "where": where})
-    with pytest.raises(EnvFailed, match="at its step 0"):
+    with pytest.raises(EnvFailed, match="before its first step"):
         group = make_group(config, [7])
         group.reset(empty_rows(group).observation)
 
@@ -482,7 +493,7 @@ def test_a_vector_environment_that_raises_is_named_or_made_anew_whole() -> None:
     def config(on_error: Any) -> EnvConfig:
         return EnvConfig(id=toy.make_fragile_vector, kwargs={"log": {"failures": 1}, "fail_at": 2}, on_error=on_error)
 
-    with pytest.raises(EnvFailed, match=r"one of 2 vectorised environments \(seed 70\).* at its step 2") as caught:
+    with pytest.raises(EnvFailed, match=r"one of 2 vectorised environments \(seed 70\).* at its step 3") as caught:
         rollout(make_group(config("stop"), [70, 71]), np.zeros((4, 2), np.int64))
     assert caught.value.failure.index == -1
     group = make_group(config("restart"), [70, 71])
@@ -497,8 +508,26 @@ def test_a_vector_environment_that_raises_is_named_or_made_anew_whole() -> None:
 )
 def test_an_environment_that_breaks_its_space_is_named(what: str, message: str) -> None:
     group = make_group(EnvConfig(id=toy.LiarEnv, kwargs={"what": what}), [70, 71])
-    with pytest.raises(EnvError, match=rf"environment 0 \(seed 70\) at its step \d+ returned.*{message}"):
+    with pytest.raises(EnvError, match=rf"environment 0 \(seed 70\) at its step 2 returned.*{message}"):
         rollout(group, np.zeros((3, 2), np.int64))
+
+
+@pytest.mark.parametrize("value", [0.5, 256.0, -1.0, np.nan])
+@pytest.mark.parametrize("kind", ["alone", "dict", "vector"])
+def test_a_float_that_an_integer_space_cannot_hold_is_refused_at_any_step(kind: str, value: float) -> None:
+    kwargs = {"value": value, **({"is_dict": True} if kind == "dict" else {})}
+    config = EnvConfig(id=toy.make_cast_vector if kind == "vector" else toy.CastEnv, kwargs=kwargs)
+    group = make_group(config, [70, 71])
+    rows = empty_rows(group)
+    group.reset(rows.observation)
+    for _ in range(30):
+        group.step(np.zeros(2, np.int64), rows)
+    assert rows.observation[-1].tolist() == [[0, 1]] * 2, "whole numbers are converted"
+    who = "SyncVectorEnv" if kind == "vector" else r"environment 0 \(seed 70\) at its step 31"
+    place = {"alone": r"observation\[1\]", "dict": r"observation\.y\[1\]", "vector": r"observation\[0, 1\]"}[kind]
+    with pytest.raises(EnvError, match=f"{who}.* {place} is {value}, which does not fit the uint8"):
+        group.step(np.zeros(2, np.int64), rows)
+    group.close()
 
 
 def test_a_vector_environment_that_ends_on_its_reset_step_is_refused() -> None:

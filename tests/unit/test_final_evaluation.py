@@ -44,7 +44,10 @@ def test_the_final_weights_are_evaluated(tmp_path: Path, interval_s: float) -> N
     assert (row["return_mean"], row["env_steps"], row["episodes"]) == (mean, steps, 3)
     assert row["version"] == rows[-2]["version"] > 0, "that of the last row of training"
     lines = text.splitlines()
-    assert f"evaluation  {number_text(mean)} mean of 3 episodes with the final weights" in lines, text
+    spread = summary["evaluation_return_std"]
+    assert spread == row["return_std"]
+    shown = f"{number_text(mean)} ± {number_text(spread)}, mean of 3 episodes"
+    assert f"evaluation  {shown} with the final weights" in lines, text
     assert f"best        {number_text(mean)} at {steps:,} steps (--checkpoint best)" in lines
     without, _ = train(tmp_path / "other", **{"evaluation.episodes": 0})
     assert summary["weights_sha256"] == without["weights_sha256"], "evaluation does not change training"
@@ -65,7 +68,15 @@ def test_episodes_that_never_end_do_not_hold_up_the_end(tmp_path: Path) -> None:
     summary, text = train(tmp_path / "run", **endless)
     assert summary["status"] == "finished" and summary["evaluation_episodes"] == 0
     assert summary["evaluation_return_mean"] is None and "0 of 3 episodes of the final evaluation ended" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("evaluation "))
+    assert "no episode ended" in line and "TimeLimit" in line and "--evaluation.limit-s" in line
     assert not (tmp_path / "run/checkpoints/best").exists()
+
+
+def test_the_result_of_a_run_is_shown_without_its_summary(tmp_path: Path) -> None:
+    config = replace(echelon.preset("ppo", "CartPole-v1"), **TINY, **{"run.dir": str(tmp_path / "run")})
+    result = echelon.train(config, output=io.StringIO())
+    assert repr(result) == f"RunResult(status='finished', run_dir={tmp_path / 'run'!r})"
 
 
 def test_an_evaluation_that_fails_does_not_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -407,6 +407,13 @@ def test_a_module_that_does_not_fit_is_named(zoo: Zoo, factory: Callable[[Spaces
         build_network(zoo(factory), SMALL, 3)
 
 
+def test_the_space_in_an_error_has_no_runs_of_blanks(zoo: Zoo) -> None:
+    high = np.array([4.8, np.inf], np.float32)
+    with pytest.raises(ConfigError, match="failed on an observation of") as caught:
+        build_network(zoo(lambda spaces, num_params: nn.Linear(5, 3)), Spaces(gs.Box(-high, high), gs.Discrete(3)), 3)
+    assert "  " not in str(caught.value).partition(" with ")[0]
+
+
 @pytest.mark.parametrize("name", ["resnet", "no_such_module:factory", "echelon.networks:nothing", ":x", "x:"])
 def test_a_name_that_leads_nowhere_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):

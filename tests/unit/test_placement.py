@@ -17,6 +17,7 @@ import echelon
 from echelon import control_groups
 from echelon.config import TrainConfig, replace
 from echelon.control_groups import num_cores
+from echelon.engines.process import IDLE
 from echelon.errors import ConfigError
 from echelon.presets import preset
 from echelon.roles.placement import MIN_GPU_PARAMETERS, pick_device
@@ -173,6 +174,6 @@ def test_actors_yield_to_a_learner_that_computes_with_all_cores() -> None:
         return {role.nice for role in roles_of(config) if role.kind == "actor"}
 
     several = num_cores() > 1
-    assert nices() == ({19} if several else {0})
+    assert nices() == ({IDLE} if several else {0})
     assert nices(**{"learner.threads": 0}) == {0}, "on a GPU"
     assert nices(**{"replay.exact": False}) == {0}

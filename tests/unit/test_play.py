@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 import echelon
+from echelon.cli import output
 from echelon.cli.main import main
 from echelon.config import replace
 from echelon.evaluation import info_texts
@@ -184,6 +185,26 @@ def test_eval_names_the_checkpoint_that_it_plays(tmp_path: Path, capsys: pytest.
     assert first in (told := capsys.readouterr().err) and "newest" in told
 
 
+def test_eval_cuts_long_episodes_and_says_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained(tmp_path / "run", "ppo", "toy_envs:CounterEnv", **PPO)
+    monkeypatch.setattr(output, "FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(output, "LINE_INTERVAL_S", 0.0)
+    words = ["eval", str(run), "--episodes", "3", "--env", "toy_envs:make_one_that_ends"]
+    assert main([*words, "--steps", "5", "--json"]) == 0
+    shown = capsys.readouterr()
+    score = json.loads(shown.out)
+    assert (score["episodes"], score["length_mean"]) == (3, pytest.approx((5 + 5 + 3) / 3))
+    lines = shown.err.splitlines()
+    assert lines[0] == "playing: 0 of 3 episodes, 3 steps"
+    assert lines[-1] == "playing: 1 of 3 episodes, 13 steps"
+    assert main([*words, "--steps", "-1"]) == 2 and "steps=-1" in capsys.readouterr().err
+    steps: list[tuple[int, int]] = []
+    echelon.evaluate(run, episodes=2, steps=2, progress=lambda ended, total: steps.append((ended, total)))
+    assert steps == [(0, 2), (0, 4)]
+
+
 def test_eval_samples_as_the_policy_does_at_the_end_of_training(cart: Path) -> None:
     """Greedy actions do not depend on the seed of the sampling; sampled ones do."""
     greedy, sampled = (echelon.evaluate(cart, episodes=20, greedy=choice) for choice in (True, False))
@@ -238,13 +259,15 @@ def test_a_missing_package_is_named(
     module: str, package: str, cart: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    assert f"pip install {package}" in refused(capsys, cart)
+    error = refused(capsys, cart)
+    assert package in error and 'pip install "echelon[video]"' in error
 
 
 def test_a_window_needs_pygame(cart: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISPLAY", ":77")
     monkeypatch.setitem(sys.modules, "pygame", None)
-    assert "pip install pygame-ce" in refused(capsys, cart, "--window")
+    error = refused(capsys, cart, "--window")
+    assert "pygame" in error and 'pip install "echelon[video]"' in error
 
 
 @pytest.mark.parametrize(("words", "length"), [([], 7), (["--env", "toy_envs:make_closing"], 3)])

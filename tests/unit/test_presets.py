@@ -271,3 +271,36 @@ def test_the_command_shows_presets_and_their_values(capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert "* --algorithm.discount" in shown and "  --algorithm.clip " in shown and "replay" not in shown
     assert main(["presets", "pppo"]) == 2 and "Did you mean ppo?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("env", "remedy"), [
+    ("CartPol-v1", "CartPole-v1"),
+    ("CartPole-v7", "CartPole-v1"),
+    ("HumanoidBulletEnv-v0", "pybullet_envs_gymnasium:"),
+])  # fmt: skip
+def test_values_for_a_mistyped_environment_are_refused(
+    env: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["presets", "ppo", env]) == 2
+    shown = capsys.readouterr()
+    assert env in shown.err and remedy in shown.err and not shown.out
+
+
+@pytest.mark.parametrize("words", [
+    ["ALE/Pong-v5"],
+    ["PongNoFrameskip-v4"],
+    ["envpool:Pong-v5"],
+    ["LunarLander-v3"],
+    ["SuperMarioBros-1-1"],
+    ["pybullet_envs_gymnasium:HumanoidBulletEnv-v0"],
+    ["not_installed:Maze-v0"],
+    ["maze.py:make"],
+    ["Maze-v0", "--family", "images"],
+])  # fmt: skip
+def test_values_are_shown_without_the_package_of_an_environment(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("ale_py", "Box2D", "nes_py", "envpool", "pybullet_envs_gymnasium"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert main(["presets", "ppo", *words]) == 0
+    assert f"ppo on {words[0]}" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from echelon.envs.make import probe_spaces
 from echelon.envs.racing import PixelPool, Pixels, Racing, controls, grey
 from echelon.errors import ConfigError
 
-pytest.importorskip("Box2D", reason='CarRacing needs box2d: pip install "gymnasium[box2d]"')
+pytest.importorskip("Box2D", reason='CarRacing needs box2d: pip install "echelon[box2d]"')
 has_envpool = importlib.util.find_spec("envpool") is not None
 
 
@@ -83,7 +83,7 @@ def test_patience_cuts_an_episode_off() -> None:
 
 @pytest.mark.skipif(has_envpool, reason="envpool is installed")
 def test_without_envpool_it_is_said_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"pip install envpool\. Pixels does not need it"):
+    with pytest.raises(ConfigError, match=r'pip install "echelon\[envpool\]"\. Pixels does not need it'):
         probe_spaces(EnvConfig(id="echelon.envs.racing:PixelPool"))
 
 

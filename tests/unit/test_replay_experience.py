@@ -212,7 +212,7 @@ def test_steps_and_episodes_are_counted(make_stage: MakeStage) -> None:
     assert tally.ended(0, 3).tolist() == [[606.0, 3.0, 1.0]]
 
 
-@pytest.mark.parametrize(("what", "where"), [("reward", "reward is nan"), ("observation", "observation is inf")])
+@pytest.mark.parametrize(("what", "where"), [("reward", "reward is nan"), ("observation", r"observation\[1\] is inf")])
 def test_what_is_not_finite_is_refused_with_its_environment(make_stage: MakeStage, what: str, where: str) -> None:
     class Broken(toy.CounterEnv):
         def step(self, action: Any) -> toy.Step:

@@ -35,7 +35,7 @@ from echelon.config_io import fields_of, from_json, set_fields, to_json
 from echelon.errors import ConfigError
 from echelon.presets import preset
 from echelon.runs import folder as folder_module
-from echelon.runs.bottleneck import PHASES, bottleneck
+from echelon.runs.bottleneck import PHASES, bottleneck, workers_bottleneck
 from echelon.runs.events import EventWriter, crc32c
 from echelon.runs.folder import RunFolder, default_run_dir, versions
 from echelon.runs.metrics import MetricsWriter, read_rows
@@ -620,6 +620,17 @@ def test_a_gpu_that_learns_is_not_recommended() -> None:
         ]
         assert "GPU" in told[0] and "GPU" not in told[1]
         assert all("the learner (busy 97%" in text for text in told)
+
+
+@pytest.mark.parametrize("role", ["learner", "inference-0", "actor-0"])
+def test_a_gpu_that_is_not_there_is_not_recommended(role: str) -> None:
+    roles = {name: shares(wait=1.0) for name in ("learner", "inference-0", "actor-0")} | {role: shares(learn=1.0)}
+    for replayed in (False, True):
+        for num_cores in (1, 8):
+            for has_gpu in (False, True):
+                told = bottleneck(roles, num_cores=num_cores, num_processes=3, replayed=replayed, has_gpu=has_gpu)
+                assert "bottleneck: " in told and (has_gpu or "GPU" not in told), told
+    assert "GPU" in workers_bottleneck({"wait": 0.0}) and "GPU" not in workers_bottleneck({"wait": 0.0}, has_gpu=False)
 
 
 def test_what_replays_is_told_to_draw_larger_batches_and_has_no_epochs() -> None:

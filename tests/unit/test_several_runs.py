@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from echelon.cli.main import main
+from echelon.cli.seeds import progress_line
 from echelon.config import TrainConfig, replace
 from echelon.config_io import to_json
 from echelon.control_groups import num_cores
@@ -20,6 +22,7 @@ from echelon.names import short_name
 from echelon.presets import preset
 from echelon.runs.comparison import common_grid
 from echelon.runs.folder import RunFolder
+from echelon.runs.records import RunRecord
 from running import Running
 
 
@@ -29,7 +32,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write_run(path: Path, returns: list[float], *, name: str = "ppo", status: str = "finished", **fields: Any) -> Path:
+def write_run(
+    path: Path,
+    returns: list[float],
+    *,
+    name: str = "ppo",
+    status: str = "finished",
+    goal_reached: bool | None = None,
+    **fields: Any,
+) -> Path:
     """Writes the folder of a run as a training does: a row every 100 steps."""
     config: TrainConfig = replace(preset(name, "CartPole-v1"), **{"stop.steps": 100 * len(returns), **fields})
     folder = RunFolder.create(path)
@@ -47,6 +58,7 @@ def write_run(path: Path, returns: list[float], *, name: str = "ppo", status: st
     (path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     if status:
         last = {"env_steps": 0, "return_mean": None, "wall_s": 0.0, **(rows[-1] if rows else {})}
+        last |= {} if goal_reached is None else {"goal_reached": goal_reached}
         folder.write_summary({**last, "status": status, "evaluation_return": 2.0 * (returns or [0.0])[-1]})
     return path
 
@@ -78,6 +90,18 @@ def test_list_shows_the_runs_newest_first(here: Path, capsys: pytest.CaptureFixt
     ]
     assert [record["run"] for record in listed(capsys, "runs/group")] == ["runs/group/seed-9", "runs/group/seed-10"]
     assert [record["evaluation_return"] for record in listed(capsys, "runs/old")] == [5.0]
+
+
+def test_list_shows_a_missed_goal(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(here / "runs/missed", [1.0], goal_reached=False)
+    write_run(here / "runs/reached", [1.0], status="solved", goal_reached=True)
+    write_run(here / "runs/stopped", [1.0], status="stopped", goal_reached=False)
+    write_run(here / "runs/without", [1.0])
+    found = {Path(record["run"]).name: record["goal_reached"] for record in listed(capsys)}
+    assert found == {"missed": False, "reached": True, "stopped": False, "without": None}
+    assert main(["list"]) == 0
+    told = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "goal missed" in line]
+    assert told == ["missed"]
 
 
 def test_list_tells_running_from_crashed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,9 +209,32 @@ def test_a_seed_that_fails_does_not_stop_the_others(
     assert "boom" in summary["runs"][1]["error"] and summary["num_ended"] == 2
     out, err = capfd.readouterr()
     assert "boom" in err and "seed-1.log" in err and "median  of 2" in out
+    assert train("CartPole-v1", "--run-dir=group", "--auto-resume") == 2, "not of one training"
+    assert "--seeds and --auto-resume" in capfd.readouterr().err
     assert train("CartPole-v1", "--seeds=0-2", "--run-dir=group") == 2, "the folder is taken"
     assert train("CartPole-v1", "--seeds=0-2", "--run-dir=group/seed-0") == 2
     capfd.readouterr()
+
+
+def test_a_goal_that_a_seed_missed_is_shown(here: Path, train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+    assert train("CartPole-v1", "--seeds=0-1", "--until-return=400", "--run-dir=group") == 0
+    summary = json.loads((here / "group/summary.json").read_text())
+    assert [(run["status"], run["goal_reached"]) for run in summary["runs"]] == [("finished", False)] * 2
+    out = capfd.readouterr().out
+    assert out.count("finished (goal missed)") == 4, "a line when it ends and a row of the table for each"
+
+
+def test_the_line_of_a_group_fits_the_terminal() -> None:
+    def running(progress: float | None) -> RunRecord:
+        return RunRecord(Path("run"), "running", env_steps=20_072.0, return_mean=123.456, progress=progress)
+
+    two: dict[int, RunRecord | None] = {0: running(0.5), 1: running(1.0)}
+    whole = "3 s | seed 0 50%, 20,072 steps, return 123.5 | seed 1 100%, 20,072 steps, return 123.5"
+    assert progress_line("3 s", two) == progress_line("3 s", two, len(whole)) == whole
+    assert progress_line("3 s", two, 80) == "3 s | seed 0 50%, return 123.5 | seed 1 100%, return 123.5"
+    assert progress_line("3 s", two, 40) == "3 s | seed 0 50% | seed 1 100%"
+    assert progress_line("3 s", {**two, 2: None, 3: None}, 40) == "3 s | seed 0 50% | seed 1 100% | 2 more"
+    assert progress_line("3 s", {0: running(None)}, 30) == "3 s | seed 0 20,072 steps"
 
 
 def test_a_seed_that_is_stopped_alone_gives_its_exit_code(
@@ -304,7 +351,7 @@ def test_a_group_in_place_of_a_run_is_told_with_its_runs(here: Path, capsys: pyt
         assert main([words[0], "group", *words[1:]]) == 2
         assert "2 in it: seed-0, seed-1" in capsys.readouterr().err
     assert main(["train", "ppo", "CartPole-v1", "--steps", "10", "--seeds", "0-1", "--run-dir", "group"]) == 2
-    assert "Continue those runs with --auto-resume" in capsys.readouterr().err
+    assert "Continue those runs with --seeds and --auto-resume" in capsys.readouterr().err
     assert main(["eval", "group/seed-0/config.json"]) == 2
     assert "is a file" in capsys.readouterr().err
 
@@ -327,6 +374,40 @@ def test_mistakes_with_compare_are_told(
     (write_run(here / "broken", [1.0]) / "config.json").write_text("{")
     assert main(["compare", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are drawn."""
+    figures: list[Any] = []
+    save = Figure.savefig
+
+    def savefig(figure: Figure, *arguments: Any, **fields: Any) -> None:
+        figures.append(figure)
+        save(figure, *arguments, **fields)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return figures
+
+
+def test_compare_draws_each_environment_in_its_own_panel(here: Path, drawn: list[Any]) -> None:
+    for name, env, last in (("a", "CartPole-v1", 500.0), ("b", "CartPole-v1", 400.0), ("c", "FrozenLake-v1", 0.9)):
+        write_run(here / name, [0.0, last], **{"env.id": env, "actor.total_envs": 8 + ord(name)})
+    assert main(["compare", "a", "b", "c"]) == 0
+    panels = drawn[0].axes
+    assert [axes.get_title(loc="left") for axes in panels] == ["CartPole-v1", "FrozenLake-v1"]
+    assert [[line.get_label() for line in axes.lines] for axes in panels] == [["a", "b"], ["c"]]
+    assert panels[1].get_ylim()[1] < 2.0 and len({line.get_color() for axes in panels for line in axes.lines}) == 3
+
+
+def test_compare_draws_a_marker_for_a_run_that_is_too_short_for_a_line(here: Path, drawn: list[Any]) -> None:
+    write_run(here / "long", [float(index) for index in range(300)], **{"network.hidden": (8,)})
+    write_run(here / "one", [5.0], **{"network.hidden": (9,)})
+    for seed in (0, 1):
+        write_run(here / f"group/seed-{seed}", [2.0], seed=seed)
+    assert main(["compare", "long", "one", "group"]) == 0
+    markers = {line.get_label(): line.get_marker() for line in drawn[0].axes[0].lines}
+    assert markers["long"] == "None" and markers["one"] == markers["group (2 seeds)"] == "o"
 
 
 def test_compare_draws_runs_without_an_episode(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,13 +189,16 @@ def test_numbers_that_are_none_are_refused_and_traced(tmp_path: Path, field: str
     rows[2, 1] = value
     scene.write(0)
     scene.write(0)
-    scene.write(1, **{field: rows})
+    valid = np.ones((T, K), np.bool_)
+    valid[0, 1] = False  # a reset, which is no step
+    scene.write(1, valid=valid, **{field: rows})
     scene.take()
     with pytest.raises(DivergedError) as caught:
         scene.take()
     message = str(caught.value)
-    assert f"{field.replace('__', '.')} is {value}" in message and "step 2 of a trajectory of actor 1" in message
-    assert "environment 1 (seed " in message and "finite" in message
+    name, step = ("reward", 2) if field == "reward" else ("observation.eye[0]", 1)  # counted from 1
+    assert f"{name} is {value} at step {step} of a trajectory of actor 1, environment 1 (seed " in message
+    assert "finite" in message and "index" not in message
 
 
 def test_huge_numbers_are_numbers(tmp_path: Path) -> None:

@@ -164,7 +164,9 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines += [f"  {line}" for line in found["network"]]
         lines.append(f"  actions: {found['distribution']}")
     if "family" in found:
-        lines.append(f"family {found['family']}; rows of the zoo: {'; '.join(found['zoo']) or 'none'}")
+        tuned = f"with the values tuned {' and '.join(found['zoo'])}"
+        none = f"as it is: no values are tuned for this environment or its family, {found['family']}"
+        lines.append(f"settings: the preset {found['preset']} {tuned if found['zoo'] else none}")
         unfit = [name for name, text in found["presets"].items() if text.startswith("does not")]
         fit = [name for name in found["presets"] if name not in unfit]
         without = f" (not {', '.join(unfit)})" if unfit else ""

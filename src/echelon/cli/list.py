@@ -50,7 +50,7 @@ def _row(record: RunRecord, folder: Path) -> list[str]:
         record.preset or MISSING,
         short_name(record.env) or MISSING,
         MISSING if record.seed is None else str(record.seed),
-        record.status,
+        record.outcome,
         count_text(record.env_steps),
         return_text(record.return_mean),
         time_text(record.wall_s),

@@ -6,38 +6,45 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from echelon.errors import ConfigError
 
 REDRAW_INTERVAL_S = 0.25  # drawing takes processor time from the measurement
-LINE_INTERVAL_S = 10.0  # between lines, without a terminal
+FIRST_LINE_S, LINE_INTERVAL_S = 2.0, 10.0  # until the first line, and between lines, without a terminal
+
+
+class Show(Protocol):
+    """Shows how much is done, of a total if that is known, and a figure beside it."""
+
+    def __call__(self, num_done: int, total: int | None, beside: str = "") -> None: ...
 
 
 @contextlib.contextmanager
-def progress_bar(label: str, unit: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Yields a function that shows (done, total or None): a bar, removed at the end, or lines without a terminal."""
+def progress_bar(label: str, unit: str) -> Iterator[Show]:
+    """Yields a function that shows the progress: a bar, removed at the end, or lines without a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[unit]}"))
     console = Console(stderr=True)
     on_terminal = console.is_terminal
     with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not on_terminal) as bar:
-        task = bar.add_task(label, total=None)
-        interval_s = REDRAW_INTERVAL_S if on_terminal else LINE_INTERVAL_S
-        last_s = 0.0 if on_terminal else time.monotonic()
+        task = bar.add_task(label, total=None, unit=unit)
+        next_s = time.monotonic() + (0.0 if on_terminal else FIRST_LINE_S)
 
-        def show(num_done: int, total: int | None) -> None:
-            nonlocal last_s
-            if (now := time.monotonic()) - last_s < interval_s:
+        def show(num_done: int, total: int | None, beside: str = "") -> None:
+            nonlocal next_s
+            if (now := time.monotonic()) < next_s:
                 return
-            last_s = now
-            bar.update(task, completed=num_done, total=total, refresh=True)
+            next_s = now + (REDRAW_INTERVAL_S if on_terminal else LINE_INTERVAL_S)
+            shown = f"{unit}, {beside}" if beside else unit
+            bar.update(task, completed=num_done, total=total, unit=shown, refresh=True)
             if not on_terminal:
                 whole = f" of {total:,}" if total is not None else ""
-                print(f"{label}: {num_done:,}{whole} {unit}", file=sys.stderr, flush=True)
+                print(f"{label}: {num_done:,}{whole} {shown}", file=sys.stderr, flush=True)
 
         yield show
 

@@ -36,6 +36,10 @@ def run(arguments: Sequence[str]) -> int:
         lines = _overview()
     else:
         check_preset(known.preset)
+        if known.env is not None and not known.family:
+            from echelon.envs.make import check_id
+
+            check_id(known.env)
         lines = _environments(known.preset) if known.env is None else _values(known.preset, known.env, known.family)
     print("\n".join(lines))
     return 0

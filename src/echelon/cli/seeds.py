@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -27,7 +27,7 @@ from echelon.names import parse_call, short_name
 from echelon.roles.plan.start import check_stop
 from echelon.runs.folder import check_new, default_run_dir, make_unique
 from echelon.runs.records import CRASHED, RunRecord, is_run, read_run
-from echelon.runs.seed_summary import seed_table, write_seed_summary
+from echelon.runs.seed_summary import outcome_text, seed_table, write_seed_summary
 from echelon.runs.tables import return_text, time_text
 
 MAX_SEEDS = 1000
@@ -184,9 +184,8 @@ class Seeds:
                 job.error = _error_of(job)
             figures = f"return {return_text(record.return_mean)}, {record.env_steps or 0:,.0f} steps"
             count = sum(other.code is not None for other in self.jobs)
-            self._say(
-                f"seed {job.seed}: {job.status}, {figures} in {time_text(record.wall_s)} ({count} of {len(self.jobs)})"
-            )
+            status, took = outcome_text(job.status, record), time_text(record.wall_s)
+            self._say(f"seed {job.seed}: {status}, {figures} in {took} ({count} of {len(self.jobs)})")
             if job.error:
                 self._say(job.error, sys.stderr)
 
@@ -196,23 +195,15 @@ class Seeds:
         if now < self.next_line:
             return
         self.next_line = now + (REDRAW_INTERVAL_S if is_live else LINE_INTERVAL_S)
-        parts = []
-        for job in self._running():
-            record = read_run(job.run_dir) if is_run(job.run_dir) else None
-            if record is None or record.env_steps is None:
-                parts.append(f"seed {job.seed} starts")
-                continue
-            done = "" if record.progress is None else f" {record.progress:.0%},"
-            steps = f"{record.env_steps:,.0f} steps"
-            parts.append(f"seed {job.seed}{done} {steps}, return {return_text(record.return_mean)}")
-        if not parts:
+        records = {job.seed: read_run(job.run_dir) if is_run(job.run_dir) else None for job in self._running()}
+        if not records:
             return
-        line = f"{time_text(now - self.began)} | {' | '.join(parts)}"
+        passed = time_text(now - self.began)
         if is_live:
             width = os.get_terminal_size(sys.stdout.fileno()).columns - 1 if sys.stdout.isatty() else 80
-            print(f"\r\x1b[K{escaped_lines(line)[:width]}", end="", flush=True)
+            print(f"\r\x1b[K{progress_line(passed, records, width)}", end="", flush=True)
         else:
-            print(escaped_lines(line), flush=True)
+            print(progress_line(passed, records), flush=True)
 
     def _say(self, text: str, stream: TextIO | None = None) -> None:
         if sys.stdout.isatty():
@@ -235,6 +226,34 @@ class Seeds:
             except subprocess.TimeoutExpired:
                 job.process.kill()
                 job.code = job.process.wait()
+
+
+def progress_line(passed: str, records: Mapping[int, RunRecord | None], width: int = sys.maxsize) -> str:
+    """Returns how far the training of each seed is, as a line of at most `width` characters.
+
+    If it would be longer, the steps are left out, then the returns, then whole seeds.
+    """
+    parts: list[str] = []
+    for num_figures in (3, 2, 1):
+        parts = [_progress(seed, record, num_figures) for seed, record in records.items()]
+        if len(line := " | ".join([passed, *parts])) <= width:
+            return line
+    while parts and len(line) > width:
+        parts.pop()
+        line = " | ".join([passed, *parts, f"{len(records) - len(parts)} more"])
+    return line[:width]
+
+
+def _progress(seed: int, record: RunRecord | None, num_figures: int) -> str:
+    """Returns the most important figures of a training."""
+    if record is None or record.env_steps is None:
+        return f"seed {seed} starts"
+    steps, reached = f"{record.env_steps:,.0f} steps", f"return {return_text(record.return_mean)}"
+    if record.progress is None:
+        figures = [steps, reached]
+    else:
+        figures = [f"{record.progress:.0%}", *([steps] if num_figures > 2 else []), reached]
+    return f"seed {seed} {', '.join(figures[:num_figures])}"
 
 
 def _error_of(job: Job) -> str:

@@ -17,7 +17,7 @@ from echelon.config_files import ConfigFile, read_config_file, to_toml
 from echelon.config_io import FieldInfo, fields_of, set_fields
 from echelon.errors import ConfigError
 from echelon.families import FAMILY_OF, OWN, family_of, name_of
-from echelon.names import short_name
+from echelon.names import short_name, text_of
 from echelon.presets import DEFAULT_ENVS, PRESETS, check_preset, preset
 
 Options = Mapping[str, tuple[str, str]]  # short name: path of the field, metavar
@@ -60,6 +60,7 @@ FILE_OPTIONS: dict[str, dict[str, Any]] = {
         "help": "with --config RUN/config.json: import and run the code that it names, although somebody else wrote it",
     },
 }
+MEANINGS = {"max-actors": "with --min-actors: most actors that run at a time"}  # where a field has two options
 RANKS = {  # options that set the number of actors
     "world-size": "one learner and N-1 actors, in place of --actors",
     "single-process": "everything in this process, with one actor: --engine inline --actors 1",
@@ -74,7 +75,7 @@ def make_parser(
     presets: Collection[str] = tuple(PRESETS),
     defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> argparse.ArgumentParser:
-    """Returns a parser with the positional arguments and `options` of a training; its help shows the given preset.
+    """Returns a parser with the positional arguments and `options` of a training; its help shows a given preset.
 
     `defaults` are shown for options whose default differs from that of their field.
     """
@@ -88,11 +89,9 @@ def make_parser(
     parser = Parser(
         prog=prog,
         description=description,
-        epilog=_fields_help(
-            f"{shown} preset for {env}",
-            infos,
-            [f"`{prog} {other} --help`" for other in presets if other != shown],
-        ),
+        epilog=_fields_help(f"{shown} preset for {env}", infos)
+        if place is not None or len(presets) == 1
+        else f"`{prog} PRESET [ENV] --help` also lists every field, --section.field, with its value for the preset.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -106,7 +105,8 @@ def make_parser(
     found = {info.path: info.field for info in infos}
     for name, (path, metavar) in options.items():
         default = f" (default {defaults[name]})" if name in defaults else ""
-        parser.add_argument(f"--{name}", metavar=metavar, help=found[path].meaning.replace("%", "%%") + default)
+        meaning = MEANINGS.get(name, found[path].meaning)
+        parser.add_argument(f"--{name}", metavar=metavar, help=meaning.replace("%", "%%") + default)
     for name, more in FILE_OPTIONS.items():
         parser.add_argument(f"--{name}", **more)
     if "actors" in options:
@@ -128,9 +128,8 @@ def positional(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def _fields_help(name: str, infos: Sequence[FieldInfo], others: Sequence[str]) -> str:
-    known = f"other presets: {', '.join(others)}; " if others else ""
-    lines = [f"all fields, with the values of the {name} ({known}some values depend on ENV):"]
+def _fields_help(name: str, infos: Sequence[FieldInfo]) -> str:
+    lines = [f"all fields, with the values of the {name} (some values depend on ENV):"]
     for info in infos:
         option = info.path.replace("_", "-")
         lines.append(f"  --{option} {info.field.type}  (default {info.value}) {info.field.text}")
@@ -201,6 +200,10 @@ def read_options(
     if stray is not None and not for_workers:
         raise ConfigError(f"--{stray} applies only to a learner with workers: use `echelon learner`.")
     fields = {**short, **texts}
+    network = fields.get("network.name", values.get("network.name", config.network.name))
+    stray = next((path for path in texts if path.startswith("network.") and path != "network.name"), None)
+    if stray is not None and network != "auto":
+        raise ConfigError(f"--{stray} has no effect: the network is {text_of(network)}. Remove one of them.")
     if for_workers:  # workers choose their own actions, and updates belong to their episodes
         for path, value in (("acting.mode", "local"), ("replay.exact", "false")):
             if path not in values:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TextIO
 
 from echelon.disk import open_regular
-from echelon.engines.process import INHERITED, Failure, ProcessSpec, Role, failure_of, make_role, run_role
+from echelon.engines.process import IDLE, INHERITED, Failure, ProcessSpec, Role, failure_of, make_role, run_role
 from echelon.transport.session import is_running, start_ticks
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -141,7 +141,9 @@ def work(spec: ProcessSpec, failure_pipe: int, parent: int) -> NoReturn:
     sys.stderr = open_stream(2, spec)
     faulthandler.enable(file=sys.stderr)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-    if spec.nice:
+    if spec.nice == IDLE:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    elif spec.nice:
         os.nice(spec.nice)
     code = 0
     role: Role | None = None

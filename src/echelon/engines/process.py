@@ -13,6 +13,7 @@ from echelon.errors import EchelonError, user_line
 
 STEP_TIMEOUT_S = 0.1  # the longest a role may sleep inside one step
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)  # caused by the process itself
+IDLE = 20  # in place of a nice value: the process runs when no other wants its core (SCHED_IDLE)
 INHERITED = "-"  # as a log: the process inherits its starter's output
 
 
@@ -27,7 +28,7 @@ class ProcessSpec:
     entry: str  # "module:function"
     config: dict[str, Any]
     log: str = ""  # file for its standard output and errors, or INHERITED
-    nice: int = 0
+    nice: int = 0  # 1 to 19, or IDLE
     ends_by_signals: bool = False  # by SIGTERM and SIGHUP; roles leave these to the coordinator
 
 

@@ -74,7 +74,7 @@ def import_ale(env_id: str) -> None:
     try:
         import ale_py  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ConfigError(f'env.id="{env_id}" needs the package ale-py: pip install ale-py.') from error
+        raise ConfigError(f'env.id="{env_id}" needs the package ale-py: pip install "echelon[atari]".') from error
 
 
 def find_game(name: str) -> EnvSpec | None:

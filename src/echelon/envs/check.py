@@ -39,15 +39,15 @@ class OutOfTimeError(BaseException):
     """The time of a quick check is over. No Exception: an environment must not catch it."""
 
 
-def quick_check(group: EnvGroup, config: EnvConfig, *, may_interrupt: bool) -> None:
-    """Resets and steps the environment of `group`; raises EnvError with everything that is wrong.
+def quick_check(group: EnvGroup, config: EnvConfig, *, may_interrupt: bool) -> list[str]:
+    """Resets and steps the environment of `group`; raises EnvError with everything that is wrong. Returns its warnings.
 
     It takes at most QUICK_STEPS steps and QUICK_S seconds. `may_interrupt` is set in a process that ends soon: there a
     call that takes longer is interrupted. In other processes that could leave global state of the environment's module
     half initialized, so the check waits for the call and makes no other. A vector environment is checked as a whole.
     """
     if not isinstance(group, LoopGroup | VectorGroup):
-        return
+        return []
     findings = Findings()
     try:
         with _preserved_generators(), _time_limit(QUICK_S if may_interrupt else 0.0):
@@ -65,6 +65,7 @@ def quick_check(group: EnvGroup, config: EnvConfig, *, may_interrupt: bool) -> N
             + "\n".join(f"  {error}" for error in errors)
             + "".join(f"\n{error.traceback}" for error in errors if error.traceback)
         )
+    return [f"{text_of(config.id)}: {warning}" for warning in findings.of("warning")]
 
 
 @contextlib.contextmanager
@@ -114,7 +115,7 @@ class EnvReport:
     spaces: Spaces | None = None  # None if the environment could not be created
     is_vector: bool = False
     steps_per_s: dict[int, float] = field(default_factory=dict)  # by number of environments
-    reward_scale: float = 0.0  # mean absolute reward
+    reward_scale: float = 0.0  # mean absolute reward; 0 without rewards, or if one is not finite
     largest: Mapping[str, float] = field(default_factory=dict)  # absolute value of each leaf of the observation
 
 
@@ -135,7 +136,8 @@ def check_env(config: EnvConfig, num_steps: int) -> EnvReport:
     with contextlib.closing(group):
         goes_on = trial.run(num_steps, TRIAL_S)
         report.largest = trial.largest
-        report.reward_scale = float(np.abs(trial.rewards).mean()) if trial.rewards else 0.0
+        if trial.rewards and np.isfinite(trial.rewards).all():
+            report.reward_scale = float(np.abs(trial.rewards).mean())
         if goes_on:
             _check_ends(trial)
     _summarize(trial)

@@ -49,7 +49,9 @@ def envpool_group(config: EnvConfig, task: str, seeds: list[int]) -> VectorGroup
     try:
         envpool: Any = importlib.import_module("envpool")  # optional and untyped
     except ModuleNotFoundError as error:
-        raise ConfigError(f'env.id="envpool:{task}" needs the package envpool: pip install envpool.') from error
+        raise ConfigError(
+            f'env.id="envpool:{task}" needs the package envpool: pip install "echelon[envpool]".'
+        ) from error
     if task not in envpool.list_all_envs():
         raise ConfigError(f'envpool has no task "{task}"; envpool.list_all_envs() lists its tasks.')
     kwargs = {"num_threads": 1, **config.kwargs}

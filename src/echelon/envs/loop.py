@@ -18,13 +18,17 @@ from echelon.envs.vector import (
     StepRows,
     as_flags,
     check_spaces,
+    check_stored,
     describe_failure,
     has_state,
+    integer_dtypes,
+    lost_value,
     next_seed,
+    place_text,
     raise_unless_restartable,
 )
 from echelon.errors import EchelonError, EnvError, UnsuitableEnvError
-from echelon.schema import Spaces, Tree, action_leaf, flatten, space_leaves
+from echelon.schema import Spaces, Tree, action_leaf, flatten, missing_part, space_leaves
 
 SLOW_S = 1.0  # if a step of all environments takes longer, `tick` is called after each environment
 
@@ -58,7 +62,8 @@ class LoopGroup:
             if isinstance(error, EchelonError):
                 raise
             remedy = f"It could not be created: check env.id and env.kwargs (environment {i} of {self.num_envs})."
-            raise EnvFailed(describe_failure(i, self.seeds[i], 0, error), self.num_envs, remedy) from error
+            failure = describe_failure(i, self.seeds[i], 0, error, in_step=False)
+            raise EnvFailed(failure, self.num_envs, remedy) from error
 
     def _add(self, i: int) -> None:
         env = self._make()
@@ -69,7 +74,7 @@ class LoopGroup:
         env.action_space.seed(self.seeds[i])
         if i == 0:
             self.spaces = Spaces(env.observation_space, env.action_space)
-            self._leaves = space_leaves(env.observation_space)
+            self._leaves, self._integers = space_leaves(env.observation_space), integer_dtypes(env.observation_space)
             self._one_leaf = not isinstance(env.observation_space, gym.spaces.Dict | gym.spaces.Tuple)
             action_leaf(env.action_space)
         elif env.observation_space != self.spaces.observation or env.action_space != self.spaces.action:
@@ -81,11 +86,12 @@ class LoopGroup:
 
     def reset(self, observation: list[Array]) -> None:
         observations = []
+        self._ended = [True] * self.num_envs
         for i, env in enumerate(self._envs):
             try:
                 first, self.info = env.reset(seed=None if self._seeded else self.seeds[i])
             except Exception as error:
-                first = self._recover(i, error)
+                first = self._recover(i, error, in_step=False)
             self._check(i, first)
             observations.append(first)
         self._seeded = True
@@ -101,7 +107,9 @@ class LoopGroup:
         terminated: list[Any] = []
         truncated: list[Any] = []
         info = self.info
-        for i, (step, act) in enumerate(zip(self._steps, self._actions(action), strict=True)):
+        actions = self._actions(action)
+        for i, step in enumerate(self._steps):
+            act = actions[i]
             try:
                 if ended[i]:
                     self._idle[i] += 1
@@ -110,10 +118,10 @@ class LoopGroup:
                 else:
                     observation, reward, terminal, cut, info = step(act)
             except Exception as error:
-                if not ended[i]:
+                if in_step := not ended[i]:
                     ended[i] = True
                     self._idle[i] += 1
-                observation = self._recover(i, error)
+                observation = self._recover(i, error, in_step=in_step)
                 reward, terminal, cut = 0.0, False, False
             observations.append(observation)
             rewards.append(reward)
@@ -170,12 +178,11 @@ class LoopGroup:
             with contextlib.suppress(Exception):  # the run is over, so the error has no consequence
                 env.close()
 
-    def _actions(self, action: Array) -> list[Any]:
-        """Returns one action per environment, copied, so that an environment can keep or change it."""
+    def _actions(self, action: Array) -> Array:
+        """Returns an array whose entry i, the action of environment i, that environment can keep or change."""
         if isinstance(self.spaces.action, gym.spaces.Discrete):
-            plain: list[Any] = action.tolist()
-            return plain
-        return list(action.astype(self.spaces.action.dtype, copy=True))
+            return action  # its entries are np.int64, as gymnasium samples them
+        return action.astype(self.spaces.action.dtype, copy=True)
 
     def _write(self, observations: list[Tree], out: list[Array]) -> None:
         try:
@@ -183,10 +190,17 @@ class LoopGroup:
                 stacked = np.asarray(observations)  # one call for K rows takes half the time of K calls
                 if stacked.shape != out[0].shape:  # assignment would broadcast (1,) to (4,)
                     raise ValueError(stacked.shape)
+                dtype = self._integers[0]
+                if dtype is not None and stacked.dtype is not dtype and lost_value(self._leaves[0], stacked):
+                    raise ValueError(stacked.dtype)
                 out[0][...] = stacked
                 return
             columns = zip(*(flatten(self.spaces.observation, tree) for tree in observations), strict=True)
-            for leaf, column in zip(out, columns, strict=True):
+            for i, (leaf, dtype, column) in enumerate(zip(out, self._integers, columns, strict=True)):
+                if dtype is not None:
+                    for value in column:
+                        if getattr(value, "dtype", None) is not dtype and lost_value(self._leaves[i], value):
+                            raise ValueError(dtype)
                 leaf[:] = column
         except (ValueError, TypeError, KeyError, IndexError):
             for i, tree in enumerate(observations):
@@ -198,17 +212,19 @@ class LoopGroup:
         try:
             leaves = flatten(self.spaces.observation, tree)
         except (KeyError, IndexError, TypeError) as error:
+            found = missing_part(self.spaces.observation, tree) or f"{type(error).__name__}: {error}"
             raise EnvError(
-                f"{self._place(i)} returned the observation {tree!r:.200}, which lacks a part of its "
-                f"observation space {self.spaces.observation} ({type(error).__name__}: {error}). Correct its "
+                f"{self._place(i)} returned an observation that lacks a part of its space: {found}. Correct its "
                 "observation_space, or the observation."
             ) from error
-        for leaf, value in zip(self._leaves, leaves, strict=True):
+        for leaf, dtype, value in zip(self._leaves, self._integers, leaves, strict=True):
             if np.shape(value) != leaf.shape:
                 raise EnvError(
                     f"{self._place(i)} returned {leaf.path} of shape {np.shape(value)}; its "
                     f"space has {leaf.shape}. Correct its observation_space, or the observation."
                 )
+            if dtype is not None:
+                check_stored(self._place(i), leaf, value)
 
     def _check_rewards(self, rewards: list[Any]) -> None:
         for i, reward in enumerate(rewards):
@@ -216,20 +232,22 @@ class LoopGroup:
                 raise EnvError(f"{self._place(i)} returned the reward {reward!r}, not a number.")
 
     def _place(self, i: int) -> str:
-        """Returns environment `i`, its seed and its step, for an error."""
-        return f"environment {i} (seed {self.seeds[i]}) at its step {self._ticks - self._idle[i]}"
+        """Returns environment `i`, its seed and its step, for an error about what it has just returned."""
+        in_step = not self._ended[i]
+        when = place_text(self._ticks - self._idle[i] - in_step, in_step=in_step)
+        return f"environment {i} (seed {self.seeds[i]}) {when}"
 
-    def _recover(self, i: int, error: Exception) -> Tree:
+    def _recover(self, i: int, error: Exception, *, in_step: bool) -> Tree:
         """Replaces environment `i`, which raised `error`, by a new one; returns its first observation."""
         while True:
-            failure = describe_failure(i, self.seeds[i], self._ticks - self._idle[i], error)
+            failure = describe_failure(i, self.seeds[i], self._ticks - self._idle[i], error, in_step=in_step)
             self._streak[i] = 0 if failure.step else self._streak[i] + 1
             raise_unless_restartable(failure, self.num_envs, self._streak[i], self._on_error, error)
             self.failures.append(failure)
             with contextlib.suppress(Exception):  # it has failed and is being replaced
                 self._envs[i].close()
             self.seeds[i] = next_seed(self.seeds[i])
-            self._idle[i] = self._ticks
+            self._idle[i], in_step = self._ticks, False
             try:
                 env = self._make()
                 self._envs[i], self._steps[i] = env, env.step

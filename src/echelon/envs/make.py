@@ -28,13 +28,11 @@ from echelon.families import is_atari
 from echelon.names import UNNAMED, describe_callable, import_module, path_of, resolve, short_name, text_of
 from echelon.schema import Spaces
 
-__all__ = ["describe_callable", "env_seeds", "make_group", "probe_spaces", "resolve", "with_rendering"]
+__all__ = ["check_id", "describe_callable", "env_seeds", "make_group", "probe_spaces", "resolve", "with_rendering"]
 
 Wrapper = Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]
-PACKAGES = {  # modules that register environments, with their packages
-    "pybullet": "pybullet pybullet-envs-gymnasium",
-    "pybullet_envs_gymnasium": "pybullet pybullet-envs-gymnasium",
-}
+BULLET = ("pybullet", "pybullet_envs_gymnasium")  # modules of the extra "pybullet"
+EXTRAS = ("box2d", "mujoco")  # Echelon's extras that contain those of gymnasium
 GYM_ID = re.compile(r"([\w:-]+/)?[\w.:-]+-v\d+")
 
 
@@ -104,12 +102,21 @@ def actor_start(generation: int, incarnation: int = 0) -> int:
     return (generation << 16) + incarnation
 
 
+def check_id(id: str) -> None:
+    """Raises ConfigError if `id` looks like an id of gymnasium, but is not registered with it.
+
+    No other package is imported: ids of Atari games, and those that name a module, are not checked.
+    """
+    if GYM_ID.fullmatch(id) and ":" not in id and not is_atari(id):
+        _find_spec(id, "", id)
+
+
 def _find_spec(id: str, module: str, name: str) -> EnvSpec:
     if module:
         try:
             import_module(module)
         except ModuleNotFoundError as error:
-            command = f": pip install {PACKAGES[error.name]}" if error.name in PACKAGES else ""
+            command = ': pip install "echelon[pybullet]"' if error.name in BULLET else ""
             raise ConfigError(f'env.id="{id}" cannot import "{error.name}"; install its package{command}.') from error
     if is_atari(name):
         import_ale(id)
@@ -269,11 +276,11 @@ def _parameters(function: Callable[..., Any]) -> set[str]:
 
 
 def _missing_package(spec: EnvSpec, entry: object, error: Exception) -> ConfigError:
-    """Returns the ConfigError that names the package to install for `spec`; gymnasium's families are its extras."""
+    """Returns the ConfigError that names what to install for `spec`; families of gymnasium are extras."""
     family = re.match(r"gymnasium\.envs\.(\w+)", str(entry))
     if family:
         extra = {"phys2d": "jax", "tabular": "jax"}.get(family[1], family[1].replace("_", "-"))
-        remedy = f'pip install "gymnasium[{extra}]"'
+        remedy = f'pip install "{"echelon" if extra in EXTRAS else "gymnasium"}[{extra}]"'
     elif isinstance(error, ModuleNotFoundError):
         remedy = f'install the package of the module "{error.name}"'
     else:

@@ -46,7 +46,7 @@ def make_car_racing(**kwargs: Any) -> gym.Env[Any, Any]:
     try:
         return gym.make(CAR_RACING, disable_env_checker=True, **kwargs)
     except gym.error.DependencyNotInstalled as error:
-        raise ConfigError(f'{CAR_RACING} needs box2d ({error}): pip install "gymnasium[box2d]".') from error
+        raise ConfigError(f'{CAR_RACING} needs box2d ({error}): pip install "echelon[box2d]".') from error
 
 
 class Racing(gym.Env[Any, Any]):
@@ -154,7 +154,7 @@ class PixelPool(VectorEnv[Any, Any, Any]):
             self._envpool: Any = importlib.import_module("envpool")  # optional and untyped
         except ModuleNotFoundError as error:
             raise ConfigError(
-                "PixelPool needs the package envpool: pip install envpool. Pixels does not need it."
+                'PixelPool needs the package envpool: pip install "echelon[envpool]". Pixels does not need it.'
             ) from error
         self.num_envs = num_envs
         self._repeat, self._patience, self._num_threads = repeat, patience, num_threads

@@ -18,10 +18,10 @@ import numpy as np
 
 from echelon.envs.findings import Findings, definition
 from echelon.envs.loop import LoopGroup
-from echelon.envs.vector import Array, VectorGroup
+from echelon.envs.vector import Array, VectorGroup, first_number
 from echelon.errors import user_line
 from echelon.layout import Leaf
-from echelon.schema import MASK, Spaces, Tree, flatten, space_choices, space_leaves
+from echelon.schema import MASK, Spaces, Tree, flatten, missing_part, space_choices, space_leaves
 
 RECORDED = 60  # arrays of the first steps that are kept, to compare them with those of an equal environment
 RESET_REMEDY = "reset must return (observation, info); info is a dict and may be empty."
@@ -47,7 +47,8 @@ class RandomActions:
             return np.clip(chosen, low, high).astype(self.space.dtype)
         start: Any = self.space.start  # type: ignore[attr-defined]
         picks = np.array([self._pick(part) for part in parts_of(mask, self.num_choices)])
-        return int(picks[0] + start) if isinstance(self.space, gym.spaces.Discrete) else picks + start
+        chosen = picks + start
+        return chosen[0] if isinstance(self.space, gym.spaces.Discrete) else chosen  # np.int64, as gymnasium samples
 
     def _pick(self, allowed: Array) -> int:
         return int(self.rng.choice(np.flatnonzero(allowed) if allowed.any() else len(allowed)))
@@ -163,8 +164,8 @@ class Trial:
         try:
             values = flatten(space, tree)
         except (KeyError, IndexError, TypeError) as error:
-            missing = f"{type(error).__name__}: {error}"
-            text = f"{tree!r:.120} of {self._where} lacks a part of the space {space} ({missing})."
+            missing = missing_part(space, tree) or f"{type(error).__name__}: {error}"
+            text = f"the observation of {self._where} lacks a part of its space: {missing}."
             self._add("error", "observation", text, "Correct observation_space, or the observation.", key="tree")
             return False
         if isinstance(space, gym.spaces.Dict) and (extra := sorted(set(tree) - set(space.spaces))):
@@ -207,9 +208,8 @@ class Trial:
             choice = self.choices[i]
             outside = (array < choice.low) | (array > choice.high)
             if outside.any():
-                text = (
-                    f"{_first(leaf.path, array, outside)} at {self._where}; its space is {choice.low} to {choice.high}."
-                )
+                value = first_number(leaf.path, array, outside)
+                text = f"{value} at {self._where}; its space is {choice.low} to {choice.high}."
                 self._add("error", "observation", text, remedy, key=f"{leaf.path} bounds")
         if array.size:
             largest = float(np.abs(array.astype(np.float64)).max())
@@ -220,13 +220,13 @@ class Trial:
         """Checks the dtype of a leaf, and its values: finite, kept by the conversion, within their bounds."""
         is_finite = np.isfinite(array)
         if not is_finite.all():
-            text = f"{_first(leaf.path, array, ~is_finite)} at {self._where}."
+            text = f"{first_number(leaf.path, array, ~is_finite)} at {self._where}."
             self._add("error", "observation", text, "Observations must be finite.", key=f"{leaf.path} finite")
             return
         with np.errstate(over="ignore", invalid="ignore"):
             stored = array.astype(leaf.dtype)
         if (leaf.dtype.kind in "biu" and (stored != array).any()) or not np.isfinite(stored).all():
-            value = _first(leaf.path, array, stored != array)
+            value = first_number(leaf.path, array, stored != array)
             text = f"{value} at {self._where}, which does not fit the {leaf.dtype} of its space."
             remedy = f"Declare dtype={array.dtype} in observation_space, or convert the observation."
             self._add("error", "observation", text, remedy, key=f"{leaf.path} dtype")
@@ -240,7 +240,9 @@ class Trial:
             if outside.any():
                 index = np.argwhere(outside)[0][len(self.lead) :]
                 low, high = space.low[tuple(index)], space.high[tuple(index)]
-                text = f"{_first(leaf.path, array, outside)} at {self._where}; its bounds are {low:g} and {high:g}."
+                text = (
+                    f"{first_number(leaf.path, array, outside)} at {self._where}; its bounds are {low:g} and {high:g}."
+                )
                 remedy = "Training does not use the bounds, but correct them."
                 self._add("warning", "observation", text, remedy, key=f"{leaf.path} bounds")
 
@@ -335,10 +337,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, np.ndarray) and value.ndim:
         return f"an array of shape {value.shape}"
     return f"{value!r:.80} ({type(value).__name__})"
-
-
-def _first(path: str, array: Array, where: Array) -> str:
-    """Returns the first value of `array` that is selected by `where`: observation.x[2, 3] is 5."""
-    index = tuple(int(i) for i in np.argwhere(where)[0])
-    place = f"{path}[{', '.join(map(str, index))}]" if index else path
-    return f"{place} is {array[index]}"

@@ -21,6 +21,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from echelon.errors import ConfigError, EchelonError, EnvError, UnsuitableEnvError
+from echelon.layout import Leaf
 from echelon.schema import Spaces, Tree, action_leaf, flatten, space_leaves
 
 Array = np.ndarray[Any, Any]
@@ -49,6 +50,12 @@ class EnvFailure:
     step: int  # steps of this environment before it raised
     error: str
     traceback: str
+    in_step: bool = True  # whether a step raised, or else its creation or a reset
+
+    @property
+    def place(self) -> str:
+        """When it raised, for a message."""
+        return place_text(self.step, in_step=self.in_step)
 
 
 class EnvFailed(EnvError):
@@ -57,8 +64,7 @@ class EnvFailed(EnvError):
     def __init__(self, failure: EnvFailure, num_envs: int, remedy: str) -> None:
         who = f"environment {failure.index}" if failure.index >= 0 else f"one of {num_envs} vectorised environments"
         super().__init__(
-            f"{who} (seed {failure.seed}) raised {failure.error} at its step {failure.step}. {remedy}\n"
-            f"{failure.traceback}"
+            f"{who} (seed {failure.seed}) raised {failure.error} {failure.place}. {remedy}\n{failure.traceback}"
         )
         self.failure = failure
 
@@ -159,12 +165,14 @@ class VectorGroup:
             raise
         except Exception as error:
             remedy = "It could not be created: check env.id and env.kwargs."
-            raise EnvFailed(describe_failure(-1, self.seeds[0], 0, error), self.num_envs, remedy) from error
+            failure = describe_failure(-1, self.seeds[0], 0, error, in_step=False)
+            raise EnvFailed(failure, self.num_envs, remedy) from error
         try:
             _check_vector(self._env, self.num_envs)
             check_spaces(self._env, ("single_observation_space", "single_action_space", "action_space"))
             self.spaces = Spaces(self._env.single_observation_space, self._env.single_action_space)
-            space_leaves(self.spaces.observation)
+            self._leaves = space_leaves(self.spaces.observation)
+            self._integers = integer_dtypes(self.spaces.observation)
             action_leaf(self.spaces.action)
         except ConfigError:
             self.close()
@@ -176,7 +184,7 @@ class VectorGroup:
             seed = None if self._seeded else self._reset_seed(self._env, self.seeds)
             tree, self._infos = self._env.reset(seed=seed)
         except Exception as error:
-            tree = self._recover(error)
+            tree = self._recover(error, in_step=False)
         self._seeded = True
         self._ended[:] = False
         self._write(tree, observation)
@@ -185,7 +193,7 @@ class VectorGroup:
         try:
             tree, reward, terminated, truncated, self._infos = self._env.step(action)
         except Exception as error:
-            self._write(self._recover(error), rows.observation)
+            self._write(self._recover(error, in_step=True), rows.observation)
             rows.reward[:] = 0.0
             for flags in (rows.terminated, rows.truncated, rows.valid, self._ended):
                 flags[:] = False
@@ -246,24 +254,27 @@ class VectorGroup:
             self._env.close()
 
     def _write(self, tree: Tree, out: list[Array]) -> None:
-        for leaf, value in zip(out, flatten(self.spaces.observation, tree), strict=True):
+        values = flatten(self.spaces.observation, tree)
+        for i, (leaf, dtype, value) in enumerate(zip(out, self._integers, values, strict=True)):
             if np.shape(value) != leaf.shape:
                 raise EnvError(
                     f"{self._env} returned an observation of shape {np.shape(value)}; its space has {leaf.shape} for "
                     f"{self.num_envs} environments. Correct its single_observation_space, or the observation."
                 )
+            if dtype is not None and getattr(value, "dtype", None) is not dtype:
+                check_stored(f"{self._env}", self._leaves[i], value)
             leaf[:] = value
 
-    def _recover(self, error: Exception) -> Tree:
+    def _recover(self, error: Exception, *, in_step: bool) -> Tree:
         """Recreates the whole vector environment; returns its first observations."""
         while True:
-            failure = describe_failure(-1, self.seeds[0], self._ticks, error)
+            failure = describe_failure(-1, self.seeds[0], self._ticks, error, in_step=in_step)
             self._streak = 0 if failure.step else self._streak + 1
             raise_unless_restartable(failure, self.num_envs, self._streak, self._on_error, error)
             self.failures.append(failure)
             self.close()
             self.seeds = [next_seed(seed) for seed in self.seeds]
-            self._ticks = 0
+            self._ticks, in_step = 0, False
             try:
                 self._env = self._make(self.seeds)
                 self._env.action_space.seed(self.seeds[0])
@@ -301,10 +312,49 @@ def _check_vector(env: VectorEnv[Any, Any, Any], num_envs: int) -> None:
         )
 
 
-def describe_failure(index: int, seed: int, step: int, error: Exception) -> EnvFailure:
+def integer_dtypes(space: gym.Space[Any]) -> list[np.dtype[Any] | None]:
+    """Returns for each leaf of `space` the dtype that its space has if it is stored as integers, else None."""
+    pairs = zip(space_leaves(space), flatten(space, space), strict=True)
+    return [part.dtype if leaf.dtype.kind in "biu" else None for leaf, part in pairs]
+
+
+def lost_value(leaf: Leaf, value: Any) -> str:
+    """Returns the first number of `value` that changes when it is stored as `leaf`, of an integer type; else ""."""
+    array = np.asarray(value)
+    if array.dtype.kind not in "biuf" or np.can_cast(array.dtype, leaf.dtype):
+        return ""
+    with np.errstate(over="ignore", invalid="ignore"):
+        is_lost = array.astype(leaf.dtype) != array
+    return first_number(leaf.path, array, is_lost) if is_lost.any() else ""
+
+
+def check_stored(who: str, leaf: Leaf, value: Any) -> None:
+    """Raises EnvError if a number of `value`, which `who` returned, changes when it is stored as `leaf`."""
+    if lost := lost_value(leaf, value):
+        raise EnvError(
+            f"{who} returned an observation whose {lost}, which does not fit the {leaf.dtype} of its space. Declare "
+            f"dtype={np.asarray(value).dtype} in observation_space, or convert the observation."
+        )
+
+
+def first_number(path: str, array: Array, where: Array) -> str:
+    """Returns the first number of `array` that is selected by `where`: observation.x[2, 3] is 5."""
+    index = tuple(int(i) for i in np.argwhere(where)[0])
+    place = f"{path}[{', '.join(map(str, index))}]" if index else path
+    return f"{place} is {array[index]}"
+
+
+def place_text(num_steps: int, *, in_step: bool) -> str:
+    """Returns when something happened to an environment that had made `num_steps` steps; steps count from 1."""
+    if in_step:
+        return f"at its step {num_steps + 1}"
+    return f"in the reset after its step {num_steps}" if num_steps else "before its first step"
+
+
+def describe_failure(index: int, seed: int, step: int, error: Exception, *, in_step: bool) -> EnvFailure:
     """Returns `error` as an EnvFailure."""
     text = "".join(traceback.format_exception(error))
-    return EnvFailure(index, seed, step, f"{type(error).__name__}: {error}", text)
+    return EnvFailure(index, seed, step, f"{type(error).__name__}: {error}", text, in_step)
 
 
 def raise_unless_restartable(

@@ -283,8 +283,8 @@ class Actor:
     def _report_failures(self, team: Team) -> None:
         for failure in team.group.failures:
             env = team.columns.start + failure.index if failure.index >= 0 else failure.index
-            text = f"actor {self.index}: environment {env} (seed {failure.seed}) raised at its step "
-            self.station.report("env_restarted", f"{text}{failure.step} and was restarted: {failure.error}")
+            text = f"actor {self.index}: environment {env} (seed {failure.seed}) raised "
+            self.station.report("env_restarted", f"{text}{failure.place} and was restarted: {failure.error}")
             if not self.context.shares_process:
                 print(failure.traceback, flush=True)  # into the actor's log
         team.group.failures.clear()

@@ -125,8 +125,8 @@ class Coordinator:
         self._write(whole)
         self.callbacks.note("on_update", whole)
         self._send_changes()  # with every row: a message to a learner that dies is lost
-        if self.log is not None and (line := self.log.note(row)) is not None:
-            self.console.message(line.text())
+        if self.log is not None and (line := self.log.note(row)):
+            self.console.message(line)
 
     def _on_episodes(self, episodes: dict[str, Any]) -> None:
         """Writes the episodes that a learner counted since its last report, given as columns (`runs.episodes`)."""
@@ -212,8 +212,8 @@ class Coordinator:
     def evaluations_summary(self) -> dict[str, Any]:
         """Returns the figures of the final evaluation and of the best one, as far as there are any."""
         final, best = self.final or {}, self.best or {}
-        names = {"evaluation_return_mean": "return_mean", "evaluation_episodes": "episodes"}
-        found = {name: final.get(key) for name, key in names.items()}
+        names = {"return_mean": "return_mean", "return_std": "return_std", "episodes": "episodes"}
+        found = {f"evaluation_{name}": final.get(key) for name, key in names.items()}
         return {**found, "best_return_mean": best.get("return_mean"), "best_steps": best.get("env_steps")}
 
     @property
@@ -385,7 +385,7 @@ class Coordinator:
                 episodes=row.get("episodes", 0),
                 return_mean=row.get("return_mean"),
                 evaluation_return=self.evaluation_return,
-                lag_mean=row.get("lag_mean", 0.0),
+                lag_mean=row.get("lag_mean", 0.0) if self.config.experience != "replay" else None,
                 lag_max=row.get("lag_max", 0),
                 updates=row.get("updates", 0),
                 wall_s=wall_s,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,11 +108,17 @@ class Match:
         over = ~self.playing
         return EvaluationScore(self.returns[over].tolist(), self.lengths[over].tolist())
 
-    def play(self, seed: int) -> EvaluationScore:
-        """Plays a whole match and returns its score."""
+    def play(self, seed: int, max_steps: int, progress: Callable[[int, int], None]) -> EvaluationScore:
+        """Plays a whole match and returns its score; episodes are cut after `max_steps`, unless that is 0.
+
+        `progress` is called with the numbers of ended episodes and of steps so far.
+        """
         self.begin(seed)
         while (score := self.step()) is None:
-            pass
+            progress(int((~self.playing).sum()), int(self.lengths.sum()))
+            if self.lengths.max() == (max_steps or -1):  # of all that still play
+                self.playing[:] = False
+                return self.ended()
         return score
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ Array = np.ndarray[Any, Any]
 # The interval between rows of metrics is 2 % of the time so far, within these bounds: a run of seconds has a curve, and
 # a run of days has a file of reasonable size.
 MIN_REPORT_S, MAX_REPORT_S = 0.1, 2.0
+TOTALS = ("env_steps", "episodes", "updates", "dropped", "progress")  # a row with equal ones says nothing new
 FINAL_RETRY_S = 3.0  # how long the final checkpoint is tried in the run folder before it is written elsewhere
 
 
@@ -37,6 +38,7 @@ class LearnerRecord:
         self.interval_s = run.checkpoint_interval_s
         self.next_checkpoint = time.monotonic() + self.interval_s
         self.writing = ""  # the checkpoint that is being written
+        self.reported: dict[str, Any] = {}  # the totals of the newest row
         self.episodes: list[dict[str, Array]] = []  # columns of ended episodes that are not reported yet
         self.noted: dict[str, str] = {}  # by part of the run folder: the last reported error, or ""
 
@@ -74,8 +76,12 @@ class LearnerRecord:
             if self.learner.source.counts_episodes:  # workers send steps even when no batch is due
                 self.learner.rate.note(now, self.learner.counters.env_steps)
             self.report_episodes()
-            self.station.report("train", self.row())
+            self._report_row(self.row())
         self.report_news()
+
+    def _report_row(self, row: dict[str, Any]) -> None:
+        self.reported = {name: row[name] for name in TOTALS}
+        self.station.report("train", row)
 
     def _refresh(self) -> None:
         """Has a source that keeps its content read what actors have added."""
@@ -211,7 +217,8 @@ class LearnerRecord:
                 content.save(checkpoint.name)
                 content.finish(learner.tick)
         self.report_news()
-        self.station.report("train", row)
+        if any(self.reported.get(name) != row[name] for name in TOTALS):  # else the newest row is the last one already
+            self._report_row(row)
         self.station.report(
             "finished",
             {

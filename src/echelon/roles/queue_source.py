@@ -276,12 +276,14 @@ class Staging:
                     continue
             bad = np.argwhere(~np.isfinite(array))
             if len(bad):
-                step, column = int(bad[0][0]), int(bad[0][1])
+                row, column = int(bad[0][0]), int(bad[0][1])
                 actor, env = divmod(int(self.lanes[column]), self.num_envs)
+                rows = row + (name == "reward")  # observation 0 is that before the first step
+                step = int(self.arrays["valid"][:rows, column].sum())  # without resets
                 raise DivergedError(
-                    f"{name} is {array[tuple(bad[0])]} at step {step} of a trajectory of actor {actor}, environment "
-                    f"{env} ({self._seed(actor, env)}index {bad[0][2:].tolist()} of the value). The "
-                    "environment must return finite numbers: check it, or wrap it to clip them."
+                    f"{name}{bad[0][2:].tolist() or ''} is {array[tuple(bad[0])]} at step {step} of a trajectory of "
+                    f"actor {actor}, environment {env}{self._seed(actor, env)}. The environment must return finite "
+                    "numbers: check it, or wrap it to clip them."
                 )
 
     def _seed(self, actor: int, env: int) -> str:
@@ -291,7 +293,8 @@ class Staging:
         if self.start is None:
             return ""
         seed, generation = self.start
-        return f"seed {env_seeds(seed, actor, actor_start(generation), self.num_envs + 1)[env]} unless restarted, "
+        seeds = env_seeds(seed, actor, actor_start(generation), self.num_envs + 1)
+        return f" (seed {seeds[env]} unless restarted)"
 
     def wait(self) -> None:
         """Waits until the device has read the previous batch from this memory."""

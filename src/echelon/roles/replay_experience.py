@@ -161,11 +161,11 @@ class ReplayExperience:
             bad = np.argwhere(~np.isfinite(array))
             if len(bad):
                 env = int(bad[0][0])
-                seed = f"seed {seeds[env]}, " if seeds else ""
+                seed = f" (seed {seeds[env]})" if seeds else ""
                 raise DivergedError(
-                    f"{name} is {array[tuple(bad[0])]} after a step of actor {self.actor}, environment "
-                    f"{window.first_env + env} ({seed}index {bad[0][1:].tolist()} of the value). The environment must "
-                    "return finite numbers: check it, or wrap it to clip them."
+                    f"{name}{bad[0][1:].tolist() or ''} is {array[tuple(bad[0])]} after a step of actor {self.actor}, "
+                    f"environment {window.first_env + env}{seed}. The environment must return finite numbers: check "
+                    "it, or wrap it to clip them."
                 )
 
     def _check_sums(self, window: Window, done: Transitions) -> None:

@@ -55,6 +55,17 @@ def stop_text(stop: StopConfig) -> str:
     return ", ".join(f"--{name} {value:g}" for name, value in texts.items() if value is not None)
 
 
+def raised_rate(config: TrainConfig, before: float, now: float) -> str:
+    """Returns a sentence if the learning rate rises as the progress of a run falls from `before` to `now`, else ""."""
+    rate = config.optimizer.learning_rate
+    if config.optimizer.schedule != "linear" or now >= before or config.algorithm.is_users:
+        return ""
+    return (
+        f"The learning rate, which was down to {rate * (1.0 - before):.3g}, continues at {rate * (1.0 - now):.3g}: it "
+        "falls to 0 over the new total (optimizer.schedule=linear)"
+    )
+
+
 def constant_schedules(config: TrainConfig) -> list[str]:
     """Returns the schedules that stay constant because the length of the run is unknown."""
     stop, optimizer, replay = config.stop, config.optimizer, config.replay

@@ -17,11 +17,11 @@ _WORK = ("env", "act", "learn", "exchange", "transfer")
 _REMEDIES = {
     "env": "A vectorised environment would cost less per step (--env.vector vector_entry_point, or envpool:ID)",
     "act": "More environments per actor (--envs-per-actor) would share each forward pass",
-    "learn": "Fewer epochs, a smaller network or a GPU (--device cuda) would cost less per sample",
     "exchange": "One learner (--learners 1) would have nothing to exchange",
     "transfer": "Longer trajectories (--actor.trajectory) would transfer data less often",
 }
 
+_GPU = "a GPU (--device cuda)"
 _PARTS = {  # the phases of an actor
     "env": "stepping the environments",
     "act": "choosing actions",
@@ -38,16 +38,18 @@ def bottleneck(
     lag_bounded: bool = True,
     replayed: bool = False,
     on_gpu: bool = False,
+    has_gpu: bool = True,
     vectorised: bool = False,
     num_joined: int = 0,
 ) -> str:
     """Returns one sentence that names the bottleneck and one that names the remedy.
 
     `roles` maps names such as "actor-0", "inference-0" and "learner" to phase shares; `num_processes` run on
-    `num_cores`; `replayed`: a limiter paces actors and learner; `on_gpu`: the learner uses a GPU; `vectorised`: the
-    environments are; `num_joined`: actors that join a batch, if it grows with their number, else 0.
+    `num_cores`; `replayed`: a limiter paces actors and learner; `on_gpu`: the learner uses a GPU; `has_gpu`: there
+    is one to recommend; `vectorised`: the environments are; `num_joined`: actors that join a batch, if it grows with
+    their number, else 0.
     """
-    sentences = _bottleneck(roles, num_cores, num_processes, lag_bounded, replayed, on_gpu, vectorised)
+    sentences = _bottleneck(roles, num_cores, num_processes, lag_bounded, replayed, on_gpu, has_gpu, vectorised)
     learners = [shares for name, shares in roles.items() if name.startswith("learner")]
     if num_joined <= 2 or not learners or _mean(learners, "wait") <= IDLE:
         return sentences
@@ -65,6 +67,7 @@ def _bottleneck(
     lag_bounded: bool,
     replayed: bool,
     on_gpu: bool,
+    has_gpu: bool,
     vectorised: bool,
 ) -> str:
     actors, servers, learners = (
@@ -76,12 +79,12 @@ def _bottleneck(
     if _mean(actors, "hung") >= LARGE:
         return _hanging(roles)
     work = {phase: sum(shares.get(phase, 0.0) for shares in roles.values()) for phase in _WORK}
-    actors_learn = _mean(actors, "learn") > 0.0
+    actors_learn, gpu = _mean(actors, "learn") > 0.0, _GPU if has_gpu and not on_gpu else ""
     if _mean(learners, "exchange") >= LARGE and _busy(learners) >= max(_busy(actors), _busy(servers)):
         return _exchanging(learners, _mean(actors, "wait"), replayed, on_gpu)
     is_full = num_processes >= num_cores and sum(work.values()) >= BUSY * num_cores
     if num_processes == 1 or is_full:
-        remedy = _remedy(max(work, key=work.__getitem__), actors_learn, replayed, vectorised)
+        remedy = _remedy(max(work, key=work.__getitem__), actors_learn, replayed, gpu, vectorised)
         return _processor(work, _all(num_cores, num_processes), remedy)
     actors_busy, learner_busy = _busy(actors), _busy(learners)
     servers_busy, who = _busy(servers), "the learner" if len(learners) == 1 else f"the {len(learners)} learners"
@@ -96,11 +99,11 @@ def _bottleneck(
             more = f"`--acting auto` measures whether central acting is faster here. {more}"
         return f"bottleneck: none is busy; they wait for each other ({waits}). {more} would let them run concurrently."
     if servers_busy >= max(learner_busy, actors_busy):
-        return _inference(servers_busy, len(servers), _mean(actors, "wait"), num_cores - num_processes)
+        return _inference(servers_busy, len(servers), _mean(actors, "wait"), num_cores - num_processes, has_gpu)
     if learner_busy >= actors_busy:
-        less = _less_learning(replayed, on_gpu)
+        less = _less_learning(replayed, on_gpu, gpu)
         return f"bottleneck: {who} (busy {learner_busy:.0%}; actors wait {_mean(actors, 'wait'):.0%}). {less}"
-    return _acting(actors, learners, num_cores - num_processes, vectorised)
+    return _acting(actors, learners, num_cores - num_processes, gpu, vectorised)
 
 
 def _hanging(roles: Mapping[str, Shares]) -> str:
@@ -124,15 +127,23 @@ def _exchanging(learners: list[Shares], actors_wait: float, replayed: bool, on_g
     )
 
 
-def _less_learning(replayed: bool, on_gpu: bool) -> str:
+def _less_learning(replayed: bool, on_gpu: bool, gpu: str) -> str:
     if replayed:
-        first = "Smaller batches (--replay.batch)" if on_gpu else "A GPU (--device cuda)"
-        return f"{first}, a smaller network or a lower --replay.samples-per-insert would help."
-    gpu = "" if on_gpu else ", a GPU (--device cuda)"
-    return f"Larger batches (--learner.batch){gpu} or fewer epochs would help."
+        batches = "smaller batches (--replay.batch)" if on_gpu else ""
+        return f"{_any_of(batches, gpu, 'a smaller network', 'a lower --replay.samples-per-insert')} would help."
+    return f"{_any_of('larger batches (--learner.batch)', gpu, 'fewer epochs')} would help."
 
 
-def workers_bottleneck(learner: Shares, num_behind: int = 0, num_workers: int = 1) -> str:
+def _any_of(*remedies: str) -> str:
+    """Returns the remedies that are not empty as the beginning of a sentence: "One, another or a third"."""
+    *others, last = filter(None, remedies)
+    text = f"{', '.join(others)} or {last}" if others else last
+    return text[0].upper() + text[1:]
+
+
+def workers_bottleneck(
+    learner: Shares, num_behind: int = 0, num_workers: int = 1, *, on_gpu: bool = False, has_gpu: bool = True
+) -> str:
     """Returns the sentences for a run with workers, whose times are unknown: the learner is the limit, or they are.
 
     `num_behind` episodes have arrived whose updates have not been made. A learner that keeps up has at most a few per
@@ -141,26 +152,24 @@ def workers_bottleneck(learner: Shares, num_behind: int = 0, num_workers: int = 
     busy = 1.0 - learner.get("wait", 0.0)
     if busy >= BUSY or num_behind > LATE_EPISODES * max(1, num_workers):
         late = f"{num_behind:,} episodes wait" if num_behind > 1 else "episodes wait"
-        return (
-            f"bottleneck: the learner (busy {busy:.0%}); {late} for their updates. A GPU (--device cuda), a "
-            "smaller network, or fewer or smaller updates (--update-steps, --batch-size) would help."
-        )
+        gpu, fewer = _GPU if has_gpu and not on_gpu else "", "fewer or smaller updates (--update-steps, --batch-size)"
+        less = _any_of(gpu, "a smaller network", fewer)
+        return f"bottleneck: the learner (busy {busy:.0%}); {late} for their updates. {less} would help."
     return f"bottleneck: the workers (the learner is busy {busy:.0%}); more workers would send more episodes."
 
 
-def _inference(busy: float, num_servers: int, actors_wait: float, free_cores: int) -> str:
+def _inference(busy: float, num_servers: int, actors_wait: float, free_cores: int, has_gpu: bool) -> str:
     who = "the inference server" if num_servers == 1 else f"the {num_servers} inference servers"
-    more = f"More of them (--acting.servers, {free_cores} cores are free), a" if free_cores > 0 else "A"
-    return (
-        f"bottleneck: {who} (busy {busy:.0%}; actors wait {actors_wait:.0%}). {more} GPU (--acting.device cuda), a "
-        "smaller network or a policy in every actor (--acting local) would help."
-    )
+    more = f"more of them (--acting.servers, {free_cores} cores are free)" if free_cores > 0 else ""
+    gpu = "a GPU (--acting.device cuda)" if has_gpu else ""
+    less = _any_of(more, gpu, "a smaller network", "a policy in every actor (--acting local)")
+    return f"bottleneck: {who} (busy {busy:.0%}; actors wait {actors_wait:.0%}). {less} would help."
 
 
-def _acting(actors: list[Shares], learners: list[Shares], free_cores: int, vectorised: bool) -> str:
+def _acting(actors: list[Shares], learners: list[Shares], free_cores: int, gpu: str, vectorised: bool) -> str:
     shares = {phase: _mean(actors, phase) for phase in _PARTS}
     phase = max(shares, key=shares.__getitem__)
-    remedy = _remedy(phase, actors_learn=shares["learn"] > 0.0, replayed=False, vectorised=vectorised)
+    remedy = _remedy(phase, actors_learn=shares["learn"] > 0.0, replayed=False, gpu=gpu, vectorised=vectorised)
     more = f"More actors (--actor.num_actors, {free_cores} cores are free) would help" if free_cores > 0 else ""
     if remedy:
         remedy, more = f" {remedy}.", f" {more} too." if more else ""
@@ -173,16 +182,17 @@ def _acting(actors: list[Shares], learners: list[Shares], free_cores: int, vecto
     )
 
 
-def _remedy(phase: str, actors_learn: bool, replayed: bool, vectorised: bool) -> str:
+def _remedy(phase: str, actors_learn: bool, replayed: bool, gpu: str, vectorised: bool) -> str:
     """Returns what would make `phase` cheaper; "" if nothing is known."""
     if phase == "env" and vectorised:
         return ""
     if phase == "learn" and actors_learn:
-        return "A smaller network, or a preset that learns on a GPU, would cost less per sample"
+        other = "a preset that learns on a GPU" if gpu else ""
+        return f"{_any_of('a smaller network', other)} would cost less per sample"
     if phase == "learn" and replayed:
-        return (
-            "A lower --replay.samples-per-insert, a smaller network or a GPU (--device cuda) would cost less per step"
-        )
+        return f"{_any_of('a lower --replay.samples-per-insert', 'a smaller network', gpu)} would cost less per step"
+    if phase == "learn":
+        return f"{_any_of('fewer epochs', 'a smaller network', gpu)} would cost less per sample"
     return _REMEDIES[phase]
 
 

@@ -244,7 +244,8 @@ def weights_path(path: str, name: str = NEWEST) -> Path:
         found = {entry.name: entry for entry in [*_checkpoints(folder), *others]}
         if name not in found:
             has = ", ".join([*found, *([NEWEST] if found else [])]) or "none"
-            raise ConfigError(f"{path} has no checkpoint {name!r}. It has {has}.")
+            why = ", as no evaluation of the run has completed" if name == BEST else ""
+            raise ConfigError(f"{path} has no checkpoint {name!r}{why}. It has {has}.")
         return found[name]
     if (newest := newest_intact(folder)) is not None:
         return newest[0]

@@ -37,6 +37,7 @@ OF_A_RUN = ("seed", "shm_dir", "run.dir", "acting.mode", "learner.threads")
 NEVER_SHOWN = ("seed", "shm_dir", "run.dir")
 FORMATS = (".png", ".svg", ".pdf")
 NUM_GRID = 300  # points of a median line
+MIN_WIDTH = 0.01  # a shorter line, as a share of the longest in its panel, has a marker: it could not be seen
 COLORS = ("#1f5fa8", "#d9660f", "#3c8c5a", "#a03070", "#7a5fb5", "#8c6d31", "#3aa0a8", "#5f6670")
 
 
@@ -46,6 +47,10 @@ class Entry:
 
     label: str
     runs: list[RunRecord]
+
+    @property
+    def env(self) -> str:
+        return short_name(self.runs[0].env)
 
     @property
     def title(self) -> str:
@@ -120,7 +125,7 @@ def result_table(entries: Sequence[Entry]) -> list[str]:
     """Returns the lines of a table of results: figures of a run, or medians (first to third quartile) over seeds."""
     rows = []
     for entry in entries:
-        statuses = list(dict.fromkeys(record.status for record in entry.runs))
+        statuses = list(dict.fromkeys(record.outcome for record in entry.runs))
         cells = [
             _spread_text([getattr(record, name) for record in entry.runs], show) for name, show in COLUMNS.values()
         ]
@@ -178,42 +183,29 @@ def read_curves(entries: Sequence[Entry], progress: Callable[[int, int | None], 
 
 
 def draw_comparison(entries: Sequence[Entry], curves: Sequence[Sequence[Curve]], path: Path) -> None:
-    """Draws returns over steps to `path`: a line per run, or the median and the interquartile band of seeds.
+    """Draws returns over steps to `path`, a panel per environment: a line per run, or the median and band of seeds.
 
     The median is drawn over the steps that all seeds have: beyond them it would be that of fewer seeds. Thin lines show
     every seed to its end.
     """
     from matplotlib.figure import Figure  # imported here, as it takes half a second; Figure alone needs no display
-    from matplotlib.ticker import EngFormatter
 
-    figure = Figure(figsize=(9, 4.6 + 0.2 * len(entries)), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    for index, (entry, runs) in enumerate(zip(entries, curves, strict=True)):
-        color = COLORS[index % len(COLORS)]
-        style = "-" if index < len(COLORS) else "--"
-        known = [curve for curve in runs if curve[0]]
-        if len(known) == 1:
-            marker = "o" if len(known[0][0]) == 1 else None  # a line with one point is invisible
-            axes.plot(*known[0], color=color, linestyle=style, linewidth=1.8, marker=marker, label=entry.title)
-            continue
-        for curve in known:
-            axes.plot(*curve, color=color, linewidth=0.7, alpha=0.3, zorder=1)
-        if (grid := common_grid(known)) is not None:
-            values = np.array([np.interp(grid, *curve) for curve in known])
-            low, middle, high = np.percentile(values, [25, 50, 75], axis=0)
-            axes.fill_between(grid, low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
-            axes.plot(grid, middle, color=color, linestyle=style, linewidth=2.0, label=entry.title, zorder=3)
-    if not axes.lines:
-        axes.text(0.5, 0.5, "no episode ended", transform=axes.transAxes, ha="center", color=COLORS[-1])
-    has_band = any(len(entry.runs) > 1 for entry in entries)
-    envs = list(dict.fromkeys(short_name(record.env) for entry in entries for record in entry.runs))
-    note = ": median and interquartile range over seeds" if has_band else ""
-    axes.set_title(f"{', '.join(envs[:3])}{note}", loc="left", fontsize=12, fontweight="bold", parse_math=False)
-    axes.set_xlabel("environment steps")
-    axes.set_ylabel("return, mean of last 100 episodes")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    plain_frame(axes)
-    if axes.get_legend_handles_labels()[0]:
+    panels: dict[str, list[int]] = {}  # by environment: the entries, by their index
+    for index, entry in enumerate(entries):
+        panels.setdefault(entry.env, []).append(index)
+    num_columns = min(len(panels), 2)
+    num_rows = -(-len(panels) // num_columns)
+    size = (9.0, 4.6) if len(panels) == 1 else (6.0 * num_columns, 3.8 * num_rows)
+    figure = Figure(figsize=(size[0], size[1] + 0.2 * len(entries)), dpi=120, layout="constrained")
+    for place, (env, indices) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(num_rows, num_columns, place)
+        widest = max((curve[0][-1] for index in indices for curve in curves[index] if curve[0]), default=0.0)
+        for index in indices:
+            _draw_entry(axes, entries[index], index, [curve for curve in curves[index] if curve[0]], widest)
+        has_band = any(len(entries[index].runs) > 1 for index in indices)
+        note = ": median and interquartile range over seeds" if has_band else ""
+        _label(axes, f"{env}{note}", size=12 if len(panels) == 1 else 10)
+    if any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
         figure.legend(loc="outside lower left", frameon=False, fontsize=9)
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix[1:])
@@ -221,6 +213,35 @@ def draw_comparison(entries: Sequence[Entry], curves: Sequence[Sequence[Curve]],
         put_file(path, picture.getvalue())
     except OSError as error:
         raise ConfigError(f"the picture {path} cannot be written: {error}. Choose another file with -o.") from error
+
+
+def _draw_entry(axes: Any, entry: Entry, index: int, curves: Sequence[Curve], widest: float) -> None:
+    """Draws the curves of an entry. One that is too short to see, of `widest` steps in its panel, ends in a marker."""
+    color, style = COLORS[index % len(COLORS)], "-" if index < len(COLORS) else "--"
+    grid = common_grid(curves) if len(curves) > 1 else None
+    look = {"linewidth": 1.8, "linestyle": style} if grid is None else {"linewidth": 0.7, "alpha": 0.3, "zorder": 1}
+    for number, (steps, returns) in enumerate(curves):
+        marker = "o" if steps[-1] - steps[0] <= MIN_WIDTH * widest else None
+        label = entry.title if grid is None and number == 0 else None
+        axes.plot(steps, returns, color=color, marker=marker, markevery=[-1], label=label, **look)
+    if grid is not None:
+        values = np.array([np.interp(grid, *curve) for curve in curves])
+        low, middle, high = np.percentile(values, [25, 50, 75], axis=0)
+        axes.fill_between(grid, low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
+        axes.plot(grid, middle, color=color, linestyle=style, linewidth=2.0, label=entry.title, zorder=3)
+
+
+def _label(axes: Any, title: str, size: int) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    if not axes.lines:
+        axes.text(0.5, 0.5, "no episode ended", transform=axes.transAxes, ha="center", color=COLORS[-1])
+        axes.set(xticks=[], yticks=[])
+    axes.set_title(title, loc="left", fontsize=size, fontweight="bold", parse_math=False)
+    axes.set_xlabel("environment steps")
+    axes.set_ylabel("return, mean of last 100 episodes")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    plain_frame(axes)
 
 
 def common_grid(curves: Sequence[Curve]) -> np.ndarray[Any, Any] | None:

@@ -31,6 +31,10 @@ FIRST_LINE_S, LINE_INTERVAL_S = 1.0, 5.0  # of plain lines
 BAR_WIDTH = 40
 PROGRESS_WIDTH = BAR_WIDTH + 12  # as wide as a role's name and its bar
 MAX_ROWS = 6  # more roles of one kind are shown as one row with their mean
+NO_EPISODE = (  # the result of an evaluation
+    "no episode ended within the limit (--evaluation.limit-s). Does the environment truncate its episodes, as "
+    "gymnasium's TimeLimit does?"
+)
 COLOURS = {
     "env": "green",
     "act": "cyan",
@@ -53,7 +57,7 @@ class Status:
     episodes: int = 0
     return_mean: float | None = None
     evaluation_return: float | None = None
-    lag_mean: float = 0.0
+    lag_mean: float | None = 0.0  # versions; None with replay, where it is mostly the age of the replay
     lag_max: float = 0.0
     updates: int = 0
     dropped: int = 0  # trajectories (or `experience`) dropped because they arrived too late
@@ -167,8 +171,9 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
     """Prints the final summary of a run: its result, cost, folder and bottleneck.
 
     Reads status, goal_reached, env_steps, wall_s, env_steps_per_s, return_mean, evaluation_return,
-    evaluation_return_mean, evaluation_episodes, best_return_mean, best_steps, lag_mean, lag_max, hosts, checkpoint,
-    curve, run_dir, stop_reason, logged, bottleneck and advice; values that are missing or None are omitted.
+    evaluation_return_mean, evaluation_return_std, evaluation_episodes, best_return_mean, best_steps, lag_mean, lag_max,
+    hosts, checkpoint, curve, run_dir, stop_reason, restarts, logged, bottleneck and advice; values that are missing or
+    None are omitted.
     """
 
     def given(form: str, *keys: str, show: Callable[[Any], Any] = lambda value: value) -> str:
@@ -185,11 +190,17 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
         "steps/s": given("{:,.0f}", "env_steps_per_s"),
         "return": given("{}", "return_mean", show=number_text)
         + ("" if is_evaluated else given(" (evaluation {})", "evaluation_return", show=number_text)),
-        "evaluation": given("{}", "evaluation_return_mean", show=number_text)
-        + given(" mean of {} episodes with the final weights", "evaluation_episodes"),
+        "evaluation": NO_EPISODE
+        if summary.get("evaluation_episodes") == 0
+        else given("{}", "evaluation_return_mean", show=number_text)
+        + given(" ± {}", "evaluation_return_std", show=number_text)
+        + given(", mean of {} episodes with the final weights", "evaluation_episodes"),
         "best": given("{}", "best_return_mean", show=number_text)
         + given(" at {:,} steps (--checkpoint best)", "best_steps"),
-        "lag": given("{:.2f} mean, {:.0f} max", "lag_mean", "lag_max"),
+        "lag": ""
+        if "replay" in summary
+        else given("{:.2f} versions of the weights on average, {:.0f} at most", "lag_mean", "lag_max"),
+        "restarts": f"{restarts} (their errors are in logs/)" if (restarts := summary.get("restarts")) else "",
         "logged": ", ".join(f"{name} {value:.5g}" for name, value in summary.get("logged", {}).items()),
         "workers": workers_line(workers, summary.get("time", {}).get("learner", {})).removeprefix("workers ")
         if workers
@@ -265,7 +276,8 @@ def _figures(status: Status) -> list[tuple[str, str]]:
         figures.append(("green", f"evaluation {number_text(status.evaluation_return)}"))
     figures.append(("", f"episodes {status.episodes:,}"))
     figures.append(("", f"updates {status.updates:,}"))
-    figures.append(("", f"lag {status.lag_mean:.1f} (max {status.lag_max:.0f})"))
+    if status.lag_mean is not None:
+        figures.append(("", f"lag {status.lag_mean:.1f} (max {status.lag_max:.0f})"))
     if status.workers:
         figures.append(("", workers_line(status.workers, status.roles.get("learner", {}))))
     if status.dropped:

@@ -1,7 +1,8 @@
 """The log of a run by episodes: a line every `run.log_interval` episodes, a file of them, and a picture.
 
 A line has the number of the episode, counted from 0, and the means over the last 100 episodes; losses and action values
-are means over the updates during these episodes. The columns are those of the PyTorch tutorial on Super Mario Bros.
+are means over the updates during these episodes. The columns are those of the PyTorch tutorial on Super Mario Bros;
+presets that have no epsilon or no action values leave these out.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import collections
 import contextlib
 import io
 import time
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from echelon.config import TrainConfig
 from echelon.disk import AppendFile, put_file, read_regular
+from echelon.names import short_name
 
 LOG, PICTURE = "episodes.log", "episodes.png"
 MAX_BYTES = 1 << 26  # of the file, to be read as a whole
@@ -31,33 +34,41 @@ class LogLine:
 
     episode: int
     step: int
-    epsilon: float
+    epsilon: float = field(default=0.0, kw_only=True)
     mean_reward: float
     mean_length: float
     mean_loss: float
-    mean_q_value: float
+    mean_q_value: float = field(default=0.0, kw_only=True)
     time_delta: float  # seconds since the line before
     time: str
 
-    def text(self) -> str:
-        return " - ".join(f"{name} {value}" for name, value in zip(TITLES, astuple(self), strict=True))
+    def text(self, names: Sequence[str]) -> str:
+        return " - ".join(f"{TITLES[name]} {getattr(self, name)}" for name in names)
 
-    def record(self) -> str:
-        return "".join(map(_column, astuple(self), WIDTHS)) + "\n"
+    def record(self, names: Sequence[str]) -> str:
+        return "".join(_column(getattr(self, name), WIDTHS[name]) for name in names) + "\n"
 
     @classmethod
-    def parse(cls, record: str) -> LogLine | None:
-        """Returns the line of a record; None if it is not one."""
+    def parse(cls, record: str, names: Sequence[str]) -> LogLine | None:
+        """Returns the line of a record with these columns; None if it is not one."""
         try:
-            episode, step, *numbers, when = record.split()
-            epsilon, reward, length, loss, value, delta = map(float, numbers)
-            return cls(int(episode), int(step), epsilon, reward, length, loss, value, delta, when)
-        except ValueError:
+            words = dict(zip(names, record.split(), strict=True))
+            return cls(**{name: TYPES.get(name, float)(word) for name, word in words.items()})
+        except (ValueError, TypeError):
             return None
 
 
-TITLES = [field.name.replace("_", " ").title() for field in fields(LogLine)]
-WIDTHS = (8, 8, 10, 15, 15, 15, 15, 15, 20)
+NAMES = tuple(field.name for field in fields(LogLine))
+TITLES = {name: name.replace("_", " ").title() for name in NAMES}
+WIDTHS = dict(zip(NAMES, (8, 8, 10, 15, 15, 15, 15, 15, 20), strict=True))
+TYPES: dict[str, type] = {"episode": int, "step": int, "time": str}
+EPSILON, Q_VALUE = "epsilon", "mean_q_value"
+
+
+def names_for(config: TrainConfig) -> tuple[str, ...]:
+    """Returns the columns of the log of a run: without epsilon and action values, if its algorithm has none."""
+    has = {EPSILON: config.algorithm.distribution == "greedy", Q_VALUE: config.experience == "replay"}
+    return tuple(name for name in NAMES if has.get(name, True))
 
 
 def _column(value: int | float | str, width: int) -> str:
@@ -66,7 +77,8 @@ def _column(value: int | float | str, width: int) -> str:
     return f" {text:>{width - 1}}"
 
 
-HEADER = "".join(map(_column, (title.replace(" ", "") for title in TITLES), WIDTHS)) + "\n"
+def _header(names: Sequence[str]) -> str:
+    return "".join(_column(TITLES[name].replace(" ", ""), WIDTHS[name]) for name in names) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +94,27 @@ class Learned:
 class EpisodeLog:
     """Turns rows of metrics into lines of the log."""
 
-    def __init__(self, run_dir: Path, interval: int, past: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, config: TrainConfig, past: Mapping[str, Any]) -> None:
         """`past` is the row of metrics at which a resumed run continues; {} for a new run."""
-        self.run_dir, self.interval = run_dir, interval
-        self.newest = (past.get("episodes", 0) - 1) // interval  # the number of the newest line
+        self.run_dir, self.interval, self.names = run_dir, config.run.log_interval, names_for(config)
+        env = short_name(config.env.id)
+        self.title = f"{config.preset} · {env} · seed {config.seed}\nrun {run_dir.resolve().name}"
+        self.newest = (past.get("episodes", 0) - 1) // self.interval  # the number of the newest line
         self.updates = past.get("updates", 0)
         self.lines = [line for line in _read(run_dir / LOG) if line.episode < past.get("episodes", 0)]
         self.learned = collections.deque[Learned]()
         self.written_at, self.next_draw = time.monotonic(), 0.0
-        records = "".join([HEADER, *(line.record() for line in self.lines)])  # without those that a resume repeats
-        put_file(run_dir / LOG, records.encode())
+        records = [line.record(self.names) for line in self.lines]  # without those that a resume repeats
+        put_file(run_dir / LOG, "".join([_header(self.names), *records]).encode())
         self.file = AppendFile(run_dir / LOG, is_new=False)
 
-    def note(self, row: Mapping[str, Any]) -> LogLine | None:
-        """Notes a row of metrics; returns the line of the log that is due with it."""
+    def note(self, row: Mapping[str, Any]) -> str:
+        """Notes a row of metrics; returns the line of the log that is due with it, or ""."""
         episodes = row["episodes"]
         self._learn(row)
         number = (episodes - 1) // self.interval
         if number <= self.newest:
-            return None
+            return ""
         self.newest, now = number, time.monotonic()
         line = LogLine(
             episode=episodes - 1,
@@ -115,9 +129,9 @@ class EpisodeLog:
         )
         self.written_at = now
         self.lines.append(line)
-        self.file.append(line.record().encode())
+        self.file.append(line.record(self.names).encode())
         self._draw_if_due(now)
-        return line
+        return line.text(self.names)
 
     def _learn(self, row: Mapping[str, Any]) -> None:
         episodes, updates = row["episodes"], row["updates"] - self.updates
@@ -143,7 +157,7 @@ class EpisodeLog:
         with contextlib.suppress(
             ImportError, OSError
         ):  # no matplotlib, a full disk: the run goes on without the picture
-            put_file(self.run_dir / PICTURE, draw(self.lines), durable=False)
+            put_file(self.run_dir / PICTURE, draw(self.lines, self.names, self.title), durable=False)
 
     def close(self) -> None:
         if self.lines:
@@ -157,25 +171,30 @@ def _read(path: Path) -> list[LogLine]:
         text = read_regular(path, MAX_BYTES).decode("utf-8", "replace")
     except FileNotFoundError:
         return []
-    return [line for record in text.splitlines() if (line := LogLine.parse(record)) is not None]
+    header, *records = text.splitlines() or [""]
+    by_title = {title.replace(" ", ""): name for name, title in TITLES.items()}
+    names = [by_title.get(word, "") for word in header.split()]
+    return [line for record in records if (line := LogLine.parse(record, names)) is not None]
 
 
-def draw(lines: list[LogLine]) -> bytes:
-    """Returns a picture of reward, length, loss and Q value over the episodes, as PNG."""
+def draw(lines: list[LogLine], names: Sequence[str], title: str) -> bytes:
+    """Returns a picture of reward, length, loss and, if it is in `names`, Q value over the episodes, as PNG."""
     from matplotlib.figure import Figure  # imported here: it takes half a second
 
     figure = Figure(figsize=(9, 5.5), dpi=110, layout="constrained")
     episodes = [line.episode for line in lines]
-    panels = figure.subplots(2, 2, sharex=True)
-    for axes, name in zip(panels.flat, ("mean_reward", "mean_length", "mean_loss", "mean_q_value"), strict=True):
+    shown = [name for name in ("mean_reward", "mean_length", "mean_loss", Q_VALUE) if name in names]
+    layout: list[Any] = [shown[:2], shown[2:]] if Q_VALUE in names else [[shown[0]] * 2, shown[1:]]
+    panels = figure.subplot_mosaic(layout)
+    for name, axes in panels.items():
         marker = "o" if len(lines) == 1 else None  # a line with one point is invisible
         axes.plot(episodes, [getattr(line, name) for line in lines], color="#1f5fa8", linewidth=1.4, marker=marker)
         axes.set_title(name.replace("_", " ").replace("q v", "Q v"), fontsize=10)
+        axes.set_xlabel("episode")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(True, linewidth=0.5, alpha=0.3)
-    for axes in panels[1]:
-        axes.set_xlabel("episode")
-    figure.suptitle(f"means of the last {NUM_EPISODES} episodes, {lines[-1].step:,} steps", fontsize=9, color="#8a8f98")
+    means = f"means of the last {NUM_EPISODES} episodes, {lines[-1].step:,} steps"
+    figure.suptitle(f"{title}: {means}", fontsize=10, parse_math=False)
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     return picture.getvalue()

@@ -56,7 +56,10 @@ def check_new(path: Path) -> None:
     except OSError as error:
         raise _cannot_be_made(path, error) from error
     if taken:
-        how = "those runs with --auto-resume" if _runs_in(path) else f"that run with `echelon resume {path}`"
+        how = f"that run with `echelon resume {path}`"
+        if runs := _runs_in(path):
+            of_seeds = all(name.startswith("seed-") for name in runs)
+            how = "those runs with --seeds and --auto-resume" if of_seeds else "one of its runs with `echelon resume`"
         raise ConfigError(f"the run folder {path} is not empty. Continue {how}, or choose another --run-dir.")
 
 

@@ -41,8 +41,15 @@ class RunRecord:
     env_steps_per_s: float | None = None
     wall_s: float | None = None
     progress: float | None = None
+    goal_reached: bool | None = None  # None without a goal, and until the end
     error: str = ""
     written_at: float = 0.0  # time of its last change, in seconds since the epoch
+
+    @property
+    def outcome(self) -> str:
+        """The status, and whether a run that reached its end missed its goal."""
+        is_missed = self.status == "finished" and self.goal_reached is False
+        return f"{self.status} (goal missed)" if is_missed else self.status
 
     def to_json(self) -> dict[str, Any]:
         """Returns everything except the configuration, as plain JSON values."""
@@ -97,7 +104,7 @@ def read_run(path: Path) -> RunRecord:
     has_ended = bool(summary) and not is_held
     figures = {name: _number(summary, name) for name in FIGURES} if has_ended else _figures_so_far(path)
     status = (_text(summary.get("status")) if has_ended else RUNNING if is_held else "") or CRASHED
-    env, seed = config.get("env"), config.get("seed")
+    env, seed, goal = config.get("env"), config.get("seed"), summary.get("goal_reached")
     return RunRecord(
         path,
         status,
@@ -105,6 +112,7 @@ def read_run(path: Path) -> RunRecord:
         preset=_text(config.get("preset")),
         env=_text(env.get("id")) if isinstance(env, dict) else "",
         seed=seed if isinstance(seed, int) else None,
+        goal_reached=goal if has_ended and isinstance(goal, bool) else None,
         error=_text(summary.get("error")) if has_ended else "",
         written_at=written_at,
         **figures,

@@ -124,7 +124,7 @@ def _subtitle(rows: list[Row], num_learners: int = 1) -> str:
 def _draw_returns(axes: Any, train: list[Row], evaluations: list[Row], goal: float | None) -> None:
     steps, returns = points(train, "return_mean")
     if steps:
-        marker = "o" if len(steps) == 1 else None  # a line with one point is invisible
+        marker = "o" if steps[0] == steps[-1] else None  # a line with one point is invisible
         label = "training, mean of last 100 episodes"
         axes.plot(steps, returns, color=_BLUE, linewidth=1.6, marker=marker, label=label)
     steps, returns = points(evaluations, "return_mean")

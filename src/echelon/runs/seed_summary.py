@@ -39,7 +39,7 @@ def seed_table(outcomes: Outcomes, records: Records) -> list[str]:
     for seed, (status, _) in outcomes.items():
         record = records.get(seed)
         cells = [show(getattr(record, name)) if record else MISSING for name, show in FIGURES.items()]
-        rows.append([str(seed), status, *cells])
+        rows.append([str(seed), outcome_text(status, record), *cells])
     if len(ended := _ended(outcomes, records)) > 1:
         spread = {name: quartiles([getattr(record, name) for record in ended]) for name in FIGURES}
         for index, label in ((1, "median"), (0, "25 %"), (2, "75 %")):
@@ -48,12 +48,18 @@ def seed_table(outcomes: Outcomes, records: Records) -> list[str]:
     return text_table(HEADER, rows, left=("status",))
 
 
+def outcome_text(status: str, record: RunRecord | None) -> str:
+    """Returns the status of a training, with that of its goal if its run folder has the same status."""
+    return record.outcome if record is not None and record.status == status else status
+
+
 def write_seed_summary(group: Path, outcomes: Outcomes, records: Records) -> None:
     """Writes `summary.json` of all seeds to the folder `group`."""
     runs: list[dict[str, Any]] = []
     for seed, (status, error) in outcomes.items():
         record = records.get(seed)
         figures = {name: getattr(record, name) if record else None for name in FIGURES}
+        figures["goal_reached"] = record.goal_reached if record else None
         runs.append({"seed": seed, "status": status, "run_dir": str(group / f"seed-{seed}"), **figures, "error": error})
     ended = _ended(outcomes, records)
     spread = {name: quartiles([getattr(record, name) for record in ended]) for name in FIGURES}

@@ -177,7 +177,7 @@ def choose_acting(context: Context, engine: InlineEngine | LocalEngine, prepared
     if isinstance(engine, InlineEngine):
         return Choice("local", "all roles run in one process, so no forward pass can be shared")
     if config.learner.max_lag == 0 and prepared.on_cpu:
-        return Choice("local", "learner.max_lag=0 is reproducible, which central acting is not")
+        return Choice("local", "every actor chooses its own actions, which keeps the run reproducible")
     gone = _calibrate(context, engine, stages)
     if gone is None or gone.code or gone.signal:
         how = f"did not finish within {LIMIT_S:g} s" if gone is None else _first_line(gone.cause)

@@ -25,6 +25,7 @@ class Prepared:
     state_shapes: tuple[tuple[int, ...], ...] = ()
     weights_bytes: int = 0  # of the published weights
     slot_bytes: int = 0  # of the ring
+    warnings: tuple[str, ...] = ()  # of the check of the environment
 
     def write(self, path: Path) -> None:
         found = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -34,7 +35,8 @@ class Prepared:
     def read(cls, path: Path) -> Prepared:
         found: dict[str, Any] = json.loads(path.read_text())
         shapes = tuple(tuple(shape) for shape in found["state_shapes"])
-        return cls(**{**found, "spaces": Spaces.from_json(found["spaces"]), "state_shapes": shapes})
+        spaces, warnings = Spaces.from_json(found["spaces"]), tuple(found["warnings"])
+        return cls(**{**found, "spaces": spaces, "state_shapes": shapes, "warnings": warnings})
 
 
 @dataclass(frozen=True, slots=True)

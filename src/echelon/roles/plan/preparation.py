@@ -67,6 +67,8 @@ def prepare(
         )
     chosen = _describe_user_policy(config, session, user_objects)
     prepared = _find_out(config, session, engine, world, generation, stages, user_objects)
+    for warning in prepared.warnings:
+        stages.report(f"warning: {warning}")
     learner = replace(config.learner, threads=prepared.threads)
     config = replace(config, learner=learner, workers=replace(config.workers, address=prepared.address))
     context = Context(

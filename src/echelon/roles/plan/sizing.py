@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from echelon.algorithms.model import Model
 from echelon.config import TrainConfig
 from echelon.envs.check import quick_check
 from echelon.envs.make import probe_spaces
+from echelon.envs.vector import EnvGroup
 from echelon.roles.context import COORDINATOR
 from echelon.roles.gradient_slots import GradientSchema
 from echelon.roles.plan.choice import settled
@@ -50,11 +52,12 @@ class Preparation:
         """
         self.train, self.session, self.address, self.generation = train, session, address, generation
         self.spaces, self.shares_process, self.finished = spaces, shares_process, False
+        self.warnings: list[str] = []  # of the check of the environment
 
     def step(self, timeout_s: float) -> bool:
         del timeout_s
         found = self._for_user_policy() if self.train.algorithm.is_users else self._for_algorithm()
-        found.write(self.session / PREPARED)
+        replace(found, warnings=tuple(self.warnings)).write(self.session / PREPARED)
         self.finished = True
         return True
 
@@ -91,12 +94,14 @@ class Preparation:
         if self.spaces is not None:
             return self.spaces, workers.address
         if not (self.train.has_workers and workers.spaces == "worker"):
-            check = functools.partial(quick_check, config=self.train.env, may_interrupt=not self.shares_process)
-            return probe_spaces(self.train.env, check), workers.address
+            return probe_spaces(self.train.env, self._check), workers.address
         from echelon.roles.pending_workers import await_spaces
 
         with contextlib.closing(Node.join(self.address, "preparation")) as node:
             return await_spaces(self.train, layout, functools.partial(node.post, COORDINATOR, "message"))
+
+    def _check(self, group: EnvGroup) -> None:
+        self.warnings = quick_check(group, self.train.env, may_interrupt=not self.shares_process)
 
     def close(self) -> None:
         """Does nothing: the preparation keeps nothing open."""

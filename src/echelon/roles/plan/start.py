@@ -12,6 +12,7 @@ from echelon.control_groups import num_cores
 from echelon.engines.hosted import HostedEngine
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
+from echelon.engines.process import IDLE
 from echelon.errors import ConfigError
 from echelon.families import is_atari, is_mario
 from echelon.names import short_name
@@ -44,7 +45,6 @@ PRELOAD_WITH_WORKERS = (
 )
 
 EVALUATOR_NICE = 10
-YIELDING_NICE = 19  # of actors that share their cores with the threads of the learner; with 15 it has no effect
 NUM_EVALUATIONS = 10  # evaluations of workers in the shown mean, as each of them is a single episode
 
 
@@ -72,7 +72,7 @@ def roles_of(config: TrainConfig) -> list[RoleSpec]:
         roles.append(RoleSpec("shards-0", "shards"))
     if config.acting.mode == "central":
         roles += [RoleSpec(f"inference-{index}", "inference", index) for index in range(config.acting.servers)]
-    nice = YIELDING_NICE if _yields(config) else 0
+    nice = IDLE if _yields(config) else 0
     roles += [RoleSpec(f"actor-{index}", "actor", index, nice) for index in range(config.actor.num_actors)]
     if config.evaluation.interval_s > 0 and config.evaluation.episodes:
         roles.append(EVALUATOR)
@@ -184,9 +184,13 @@ def check_stop(config: TrainConfig) -> None:
     """Raises ConfigError if the run has no stop condition."""
     stop = config.stop
     if not (stop.steps or stop.minutes or stop.episodes or stop.until_return is not None):
+        from echelon.envs.make import check_id
+
+        if isinstance(config.env.id, str):
+            check_id(config.env.id)  # a typo there is reported first
         raise ConfigError(
-            "the run would never end: give --steps N, --minutes M, --episodes E or --until-return R. In Python: "
-            'replace(config, **{"stop.steps": N}).'
+            "the run would never end: give --steps N, --minutes M, --episodes E or --until-return R (in Python "
+            "stop.steps=N)."
         )
 
 
@@ -207,12 +211,14 @@ def find_bottleneck(config: TrainConfig, shares: dict[str, dict[str, float]], fi
     """
     from echelon.runs.bottleneck import bottleneck, workers_bottleneck
 
+    on_gpu = str(figures["device"]).startswith("cuda")
     if config.has_workers:
         if "learner" not in shares:
             return ""
         updates = figures["updates"]
         num_behind = figures["episodes"] - num_episodes(config, 0, updates) if updates else 0  # 0: the replay fills
-        return workers_bottleneck(shares["learner"], num_behind, int(figures["workers"].get("workers", 1)))
+        num_workers = int(figures["workers"].get("workers", 1))
+        return workers_bottleneck(shares["learner"], num_behind, num_workers, on_gpu=on_gpu, has_gpu=has_gpu())
     if not shares:
         return ""
     inline, is_queue, actor = is_one_process(config), config.algorithm.experience == "queue", config.actor
@@ -223,10 +229,16 @@ def find_bottleneck(config: TrainConfig, shares: dict[str, dict[str, float]], fi
         num_processes=1 if inline else len(shares),
         lag_bounded=config.learner.max_lag is not None,
         replayed=config.algorithm.experience == "replay",
-        on_gpu=str(figures["device"]).startswith("cuda"),
+        on_gpu=on_gpu,
+        has_gpu=has_gpu(),
         vectorised=_is_vectorised(config.env),
         num_joined=actor.num_actors if grows else 0,
     )
+
+
+def has_gpu() -> bool:
+    """Returns whether this machine has a GPU for torch, by the files of its driver: NVIDIA's, AMD's or that of WSL."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or any(Path(name).exists() for name in ("/dev/kfd", "/dev/dxg"))
 
 
 def _is_vectorised(env: EnvConfig) -> bool:
