@@ -142,7 +142,7 @@ class Training:
             self.step()
             if self.env_steps >= due:
                 due += every
-                greedy = float(np.mean(self.match.play(0).returns))
+                greedy = float(np.mean(self.match.play(0, 0, lambda *_: None).returns))
                 yield Point(self.env_steps, self.updates, greedy, time.perf_counter() - start)
                 if greedy >= target:
                     break
