@@ -93,6 +93,7 @@ def test_transitions_are_what_the_environments_did(
 @pytest.mark.parametrize("name", ["dqn", "apex-dqn"])
 def test_central_acting_brings_the_same_transitions(make_stage: MakeStage, name: str, groups: int) -> None:
     fields = {"acting.mode": "central", "acting.groups": groups, "actor.envs": 4, "replay.n_step": 3}
+    fields |= {"algorithm.epsilon_steps": 0}  # requests for random actions alone are not sent
     stage = make_open(make_stage, name=name, **fields, **{"env.kwargs": {"length": 5, "truncate": True}})
     play(stage.actor(), 24 * groups, stage.inference())
     check(items(stage), 5, 3, truncate=True)
@@ -341,3 +342,23 @@ def test_more_episodes_than_are_kept_are_counted_all_the_same() -> None:
     kept = tally.ended(1, 0)[:, 0].tolist()
     assert kept == list(range(count - len(kept), count)) and len(kept) >= NUM_KEPT - 1
     assert tally.ended(1, count - 2)[:, 0].tolist() == [count - 2, count - 1] and len(tally.ended(0, 0)) == 0
+
+
+@pytest.mark.parametrize(("epsilon", "asks"), [(1.0, False), (0.5, True), (0.0, True)])
+def test_an_inference_server_is_asked_only_for_what_the_policy_chooses(
+    make_stage: MakeStage, epsilon: float, asks: bool
+) -> None:
+    fields = {"algorithm.epsilon_start": epsilon, "algorithm.epsilon_end": epsilon, "acting.mode": "central"}
+    stage = make_open(make_stage, **fields, **{"actor.envs": 4, "acting.groups": 4})  # groups of one environment
+    actor, inference = stage.actor(), stage.inference()
+    steps = without = 0
+    for _ in range(400):
+        if actor.step(0.0):
+            steps += 1
+        else:
+            inference.step(0.0)
+    requests = inference.server.num_requests
+    assert steps > 50 and (requests > 0) == asks and (epsilon == 0.0 or requests < 0.8 * steps), (steps, requests)
+    while without < 50 and actor.step(0.0):
+        without += 1
+    assert (without == 50) == (not asks), "without an inference server"

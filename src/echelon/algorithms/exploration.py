@@ -62,18 +62,30 @@ class Exploration:
     noise: Tensor | None = None  # (K,) standard deviation of the noise added to a continuous action
     process: NoiseProcess | None = None  # of that noise; None: independent at every step
 
+    def draw_strays(self, rng: torch.Generator) -> Tensor | None:
+        """Draws the rows that take a random action, (K,) of bool; None: none of them can."""
+        if self.random is None:
+            return None
+        return torch.rand(self.random.shape, generator=rng, device=self.random.device) < self.random
+
     def apply(
-        self, distribution: Distribution, sample: Sample, rng: torch.Generator, mask: Tensor | None = None
+        self,
+        distribution: Distribution,
+        sample: Sample,
+        rng: torch.Generator,
+        mask: Tensor | None = None,
+        strays: Tensor | None = None,
     ) -> Sample:
-        """Returns the policy's actions with exploration applied per row."""
+        """Returns the policy's actions with exploration applied per row; draws `strays` if they are not given."""
         action, log_prob = sample
         if self.noise is not None:
             process = self.process
             noise = process.draw(action, rng) if process else torch.empty_like(action).normal_(generator=rng)
             action = torch.addcmul(action, self.noise.unsqueeze(-1), noise).clamp_(-1.0, 1.0)
-        if self.random is None:
+        if strays is None:
+            strays = self.draw_strays(rng)
+        if strays is None:
             return Sample(action, log_prob)
-        strays = torch.rand(self.random.shape, generator=rng, device=action.device) < self.random
         other = distribution.random(log_prob.new_zeros(len(log_prob), distribution.num_params), rng, mask)
         rows = strays if action.dim() == 1 else strays.unsqueeze(-1)
         return Sample(torch.where(rows, other, action), log_prob.masked_fill(strays, 0.0))

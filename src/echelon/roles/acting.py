@@ -96,16 +96,31 @@ class Exploring:
         """`explorers` has one entry for each group; `env_steps` returns the environment steps of the run so far."""
         self.explorers, self.env_steps, self.distribution = explorers, env_steps, distribution
         self.rng = torch.Generator().manual_seed(seed)
+        self._begun: dict[int, tuple[Exploration | None, torch.Tensor | None]] = {}  # by group, of its request
 
     def now(self, group: int) -> Exploration | None:
         return self.explorers[group].at(self.env_steps())
 
-    def change(self, group: int, request: ActRequest, reply: ActReply) -> ActReply:
-        """Applies exploration to a reply of an inference server, which replies without exploration."""
+    def begin(self, group: int, request: ActRequest, version: int) -> ActReply | None:
+        """Draws which rows of a request take random actions; returns the reply if all do, so that it needs no policy.
+
+        `version` is that of the reply.
+        """
         exploration = self.now(group)
+        strays = exploration.draw_strays(self.rng) if exploration is not None else None
+        self._begun[group] = exploration, strays
+        if strays is None or not strays.all():
+            return None
+        params = torch.zeros(len(strays), self.distribution.num_params)
+        action = self.distribution.random(params, self.rng, action_mask(request.observation))
+        return ActReply(action.numpy(), np.zeros(len(strays), np.float32), version)
+
+    def change(self, group: int, request: ActRequest, reply: ActReply) -> ActReply:
+        """Applies what `begin` has drawn to the reply of an inference server, which replies without exploration."""
+        exploration, strays = self._begun[group]
         if exploration is None:
             return reply
         sent = Sample(torch.tensor(reply.action), torch.tensor(reply.log_prob))
         with torch.inference_mode():
-            sample = exploration.apply(self.distribution, sent, self.rng, action_mask(request.observation))
+            sample = exploration.apply(self.distribution, sent, self.rng, action_mask(request.observation), strays)
         return ActReply(sample.action.numpy(), sample.log_prob.numpy(), reply.version)

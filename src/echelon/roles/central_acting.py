@@ -23,11 +23,15 @@ ADDRESS_POLL_S = 0.02
 
 
 class Seated(ABC):
-    """The common part of central acting over shared memory and over TCP: one seat for each group."""
+    """The common part of central acting over shared memory and over TCP: one seat for each group.
 
-    def __init__(self, num_groups: int, client: int, incarnation: int, exploring: Exploring | None) -> None:
-        self.client, self.incarnation, self.exploring = client, incarnation, exploring
-        self._seats: list[Seat | RemoteSeat | None] = [None] * num_groups
+    A request all of whose rows take random actions is not sent, unless the policy has a state that it advances.
+    """
+
+    def __init__(self, layout: ActLayout, client: int, incarnation: int, exploring: Exploring | None) -> None:
+        self.layout, self.client, self.incarnation, self.exploring = layout, client, incarnation, exploring
+        self._seats: list[Seat | RemoteSeat | None] = [None] * layout.num_groups
+        self._random: dict[int, ActReply] = {}  # replies to requests that were not sent
         self._asking: dict[int, None] = {}  # groups with an outstanding request, the oldest first
         self._requests: dict[int, ActRequest] = {}
 
@@ -39,6 +43,11 @@ class Seated(ABC):
 
     def submit(self, group: int, request: ActRequest) -> None:
         seat = self._seat(group)
+        if self.exploring is not None:
+            reply = self.exploring.begin(group, request, seat.version)
+            if reply is not None and not self.layout.state_shapes:
+                self._random[group] = reply
+                return
         for target, source in zip(seat.observation, request.leaves, strict=True):
             target[...] = source
         seat.first[...] = request.first
@@ -47,6 +56,8 @@ class Seated(ABC):
         seat.ask()
 
     def collect(self, group: int) -> ActReply | None:
+        if (random := self._random.pop(group, None)) is not None:
+            return random
         seat = self._seat(group)
         if not seat.answered:
             return None
@@ -81,7 +92,7 @@ class CentralActing(Seated):
     """
 
     def __init__(self, board: ActBoard, client: int, incarnation: int, exploring: Exploring | None = None) -> None:
-        super().__init__(board.layout.num_groups, client, incarnation, exploring)
+        super().__init__(board.layout, client, incarnation, exploring)
         self.board = board
         self._round = board.rounds[board.layout.server_of(client)]
 
@@ -129,8 +140,8 @@ class RemoteActing(Seated):
         incarnation: int,
         exploring: Exploring | None = None,
     ) -> None:
-        super().__init__(layout.num_groups, client, incarnation, exploring)
-        self.layout, self.address_file = layout, address_file
+        super().__init__(layout, client, incarnation, exploring)
+        self.address_file = address_file
         self._remote: dict[int, RemoteSeat] = {}  # by group
 
     def begin(self, group: int) -> bool:
