@@ -5,20 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from echelon.cli.main import Parser, add_actions, add_checkpoint, add_env, add_trust, parse_env_kwargs
+from echelon.cli.episode_options import add_options, arguments_of
+from echelon.cli.main import Parser
 from echelon.cli.output import progress_bar
 
 
 def run(arguments: Sequence[str]) -> int:
     parser = Parser(prog="echelon eval", description="Play episodes with the weights of a run.")
-    parser.add_argument("run", metavar="RUN", help="the run folder")
-    add_checkpoint(parser)
-    parser.add_argument("--episodes", type=int, default=10, metavar="N", help="number of episodes (default 10)")
-    parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of the environments (default 1)")
-    add_actions(parser)
-    parser.add_argument("--steps", type=int, default=0, metavar="N", help="cut episodes after N steps (default: never)")
-    add_env(parser)
-    add_trust(parser)
+    add_options(parser, episodes=10)
     parser.add_argument("--json", action="store_true", help="print JSON")
     known = parser.parse_args(list(arguments))
     from echelon.evaluation import evaluate
@@ -26,15 +20,7 @@ def run(arguments: Sequence[str]) -> int:
 
     with progress_bar("playing", "episodes") as show:
         score = evaluate(
-            known.run,
-            episodes=known.episodes,
-            seed=known.seed,
-            greedy=not known.sample,
-            steps=known.steps,
-            checkpoint=known.checkpoint,
-            env=known.env,
-            env_kwargs=parse_env_kwargs(known.env_kwargs),
-            trust=known.trust,
+            **arguments_of(known),
             progress=lambda num_ended, num_steps: show(num_ended, known.episodes, f"{num_steps:,} steps"),
         )
     if known.json:

@@ -72,31 +72,6 @@ def add_status_file(parser: Parser) -> None:
     )
 
 
-def add_checkpoint(parser: Parser) -> None:
-    parser.add_argument(
-        "--checkpoint", default="newest", metavar="NAME", help="newest (default), best, or another of RUN/checkpoints"
-    )
-
-
-def add_actions(parser: Parser) -> None:
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--greedy", action="store_true", help="play the most likely actions (default)")
-    choice.add_argument("--sample", action="store_true", help="sample actions and explore, as at the end of training")
-
-
-def add_env(parser: Parser) -> None:
-    parser.add_argument(
-        "--env", metavar="ENV", help="environment in place of the run's: an id, module:factory or envpool:ID"
-    )
-    parser.add_argument(
-        "--env-kwargs",
-        metavar="JSON",
-        default="{}",
-        help="keyword arguments for the environment; they are added to the run's, or replace them; an --env of another "
-        "name than the run's drops the run's",
-    )
-
-
 def parse_env_kwargs(text: str) -> dict[str, Any]:
     """Returns the value of --env-kwargs; raises ConfigError if it is no JSON object."""
     from echelon.config import TrainConfig

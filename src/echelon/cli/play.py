@@ -7,7 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from echelon.cli.main import Parser, add_actions, add_checkpoint, add_env, add_trust, parse_env_kwargs
+from echelon.cli.episode_options import add_options, arguments_of
+from echelon.cli.main import Parser
 from echelon.cli.output import progress_bar
 from echelon.errors import escaped_lines
 from echelon.video import VideoConfig
@@ -29,16 +30,8 @@ def run(arguments: Sequence[str]) -> int:
 
     with progress_bar("playing", "steps") as show:
         score = play(
-            known.run,
-            video,
-            episodes=known.episodes,
-            seed=known.seed,
-            greedy=not known.sample,
-            steps=known.steps,
-            checkpoint=known.checkpoint,
-            env=known.env,
-            env_kwargs=parse_env_kwargs(known.env_kwargs),
-            trust=known.trust,
+            **arguments_of(known),
+            video=video,
             report=report,
             progress=lambda num_steps: show(num_steps, None),
         )
@@ -49,13 +42,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def make_parser() -> Parser:
     parser = Parser(prog="echelon play", description="Watch episodes of a run: as mp4 and gif, or in a window.")
-    parser.add_argument("run", metavar="RUN", help="the run folder")
-    add_checkpoint(parser)
-    parser.add_argument("--episodes", type=int, default=1, metavar="N", help="number of episodes (default 1)")
-    parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of environment and sampling (default 1)")
-    add_actions(parser)
-    parser.add_argument("--steps", type=int, default=0, metavar="N", help="cut episodes after N steps (default: never)")
-    add_env(parser)
+    add_options(parser, episodes=1)
     parser.add_argument(
         "--output",
         default=DEFAULT.output,
@@ -73,6 +60,5 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--no-overlay", dest="overlay", action="store_false", help="no return, step, value, action below the picture"
     )
-    add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
