@@ -62,7 +62,7 @@ class Exploration:
     noise: Tensor | None = None  # (K,) standard deviation of the noise added to a continuous action
     process: NoiseProcess | None = None  # of that noise; None: independent at every step
 
-    def draw_strays(self, rng: torch.Generator) -> Tensor | None:
+    def draw_random_rows(self, rng: torch.Generator) -> Tensor | None:
         """Draws the rows that take a random action, (K,) of bool; None: none of them can."""
         if self.random is None:
             return None
@@ -74,21 +74,21 @@ class Exploration:
         sample: Sample,
         rng: torch.Generator,
         mask: Tensor | None = None,
-        strays: Tensor | None = None,
+        is_random: Tensor | None = None,
     ) -> Sample:
-        """Returns the policy's actions with exploration applied per row; draws `strays` if they are not given."""
+        """Returns the policy's actions with exploration applied per row; draws `is_random` if it is not given."""
         action, log_prob = sample
         if self.noise is not None:
             process = self.process
             noise = process.draw(action, rng) if process else torch.empty_like(action).normal_(generator=rng)
             action = torch.addcmul(action, self.noise.unsqueeze(-1), noise).clamp_(-1.0, 1.0)
-        if strays is None:
-            strays = self.draw_strays(rng)
-        if strays is None:
+        if is_random is None:
+            is_random = self.draw_random_rows(rng)
+        if is_random is None:
             return Sample(action, log_prob)
         other = distribution.random(log_prob.new_zeros(len(log_prob), distribution.num_params), rng, mask)
-        rows = strays if action.dim() == 1 else strays.unsqueeze(-1)
-        return Sample(torch.where(rows, other, action), log_prob.masked_fill(strays, 0.0))
+        rows = is_random if action.dim() == 1 else is_random.unsqueeze(-1)
+        return Sample(torch.where(rows, other, action), log_prob.masked_fill(is_random, 0.0))
 
 
 def epsilon_ladder(num_envs: int) -> Tensor:

@@ -107,20 +107,20 @@ class Exploring:
         `version` is that of the reply.
         """
         exploration = self.now(group)
-        strays = exploration.draw_strays(self.rng) if exploration is not None else None
-        self._begun[group] = exploration, strays
-        if strays is None or not strays.all():
+        is_random = exploration.draw_random_rows(self.rng) if exploration is not None else None
+        self._begun[group] = exploration, is_random
+        if is_random is None or not is_random.all():
             return None
-        params = torch.zeros(len(strays), self.distribution.num_params)
+        params = torch.zeros(len(is_random), self.distribution.num_params)
         action = self.distribution.random(params, self.rng, action_mask(request.observation))
-        return ActReply(action.numpy(), np.zeros(len(strays), np.float32), version)
+        return ActReply(action.numpy(), np.zeros(len(is_random), np.float32), version)
 
     def change(self, group: int, request: ActRequest, reply: ActReply) -> ActReply:
         """Applies what `begin` has drawn to the reply of an inference server, which replies without exploration."""
-        exploration, strays = self._begun[group]
+        exploration, is_random = self._begun[group]
         if exploration is None:
             return reply
         sent = Sample(torch.tensor(reply.action), torch.tensor(reply.log_prob))
         with torch.inference_mode():
-            sample = exploration.apply(self.distribution, sent, self.rng, action_mask(request.observation), strays)
+            sample = exploration.apply(self.distribution, sent, self.rng, action_mask(request.observation), is_random)
         return ActReply(sample.action.numpy(), sample.log_prob.numpy(), reply.version)
