@@ -115,15 +115,15 @@ def _load_module(target: str | Callable[..., Any], spaces: Spaces, num_params: i
     return module
 
 
-def _sample(space: gym.Space[Any], leading: tuple[int, ...], rng: np.random.Generator) -> Tree:
+def sample_observation(space: gym.Space[Any], leading: tuple[int, ...], rng: np.random.Generator) -> Tree:
     """Returns an observation of `space`: random numbers, a mask that allows all, the first choice of other leaves."""
     match space:
         case gym.spaces.Dict():
-            found = {key: _sample(space[key], leading, rng) for key in sorted(space.spaces)}
+            found = {key: sample_observation(space[key], leading, rng) for key in sorted(space.spaces)}
             mask = found.get(MASK)
             return {**found, MASK: torch.ones_like(mask)} if isinstance(mask, torch.Tensor) else found
         case gym.spaces.Tuple():
-            return tuple(_sample(sub, leading, rng) for sub in space.spaces)
+            return tuple(sample_observation(sub, leading, rng) for sub in space.spaces)
     leaf = space_leaves(space)[0]
     array = np.zeros((*leading, *leaf.shape), leaf.dtype) + getattr(space, "start", 0)
     if isinstance(space, gym.spaces.Box):
@@ -138,11 +138,11 @@ def _outputs(network: CustomNetwork, spaces: Spaces) -> list[tuple[tuple[int, ..
     if not network.is_sequence:
         rows = {n: torch.ones(n, dtype=torch.bool) for n in (T * B, 1)}
         return [
-            ((n,), network.act(_sample(spaces.observation, (n,), rng), (), first, with_value=True))
+            ((n,), network.act(sample_observation(spaces.observation, (n,), rng), (), first, with_value=True))
             for n, first in rows.items()
         ]
     state, first = network.initial_state(B, "cpu"), torch.ones(T, B, dtype=torch.bool)
-    steps = _sample(spaces.observation, (T, B), rng)
+    steps = sample_observation(spaces.observation, (T, B), rng)
     row = map_tree(lambda leaf: leaf[0], steps)
     acts = [((B,), network.act(row, state, first[0], with_value=with_value)) for with_value in (False, True)]
     return [((T, B), network(steps, state, first)), *acts]

@@ -22,8 +22,14 @@ from echelon.errors import RunError
 from echelon.transport.session import is_running, start_ticks
 from echelon.transport.store_order import check_platform
 
-# Threads that wait by spinning would take the cores that other roles need.
-ROLE_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+ROLE_ENVIRONMENT = {
+    # Threads that wait by spinning would take the cores that other roles need.
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "KMP_BLOCKTIME": "0",
+    # Asking the driver for GPUs would initialize CUDA, which takes seconds, in a process that does not use it.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
 
 # The first of torch's optimizers that a process creates imports torch's compiler (1.3 s): preloaded for user programs.
 COMPILER = "torch._dynamo"

@@ -95,8 +95,6 @@ def _bottleneck(
         more = "Allowing lag (--learner.max-lag 1)" if lag_bounded else "More --actor.slots"
         if replayed:
             more = "Another --replay.samples-per-insert (0: no limit), or more actors or environments,"
-        if servers:
-            more = f"`--acting auto` measures whether central acting is faster here. {more}"
         return f"bottleneck: none is busy; they wait for each other ({waits}). {more} would let them run concurrently."
     if servers_busy >= max(learner_busy, actors_busy):
         return _inference(servers_busy, len(servers), _mean(actors, "wait"), num_cores - num_processes, has_gpu)

@@ -76,16 +76,6 @@ def num_groups(config: TrainConfig) -> int:
     return groups
 
 
-def round_rows(config: TrainConfig) -> int:
-    """Returns the rows of a round in which every actor of a server requests actions for one group."""
-    acting, actor = config.acting, config.actor
-    rows = actor.envs_per_actor // num_groups(config)
-    if not acting.batch:
-        return rows
-    most = rows * -(-config.actors_per_host // acting.servers)
-    return max(rows, min(most, acting.max_batch // rows * rows)) if acting.max_batch else most
-
-
 def noise_shapes(config: TrainConfig, spaces: Spaces) -> tuple[tuple[int, ...], ...]:
     """Returns the shape of the last noise of an environment, if the policy samples with correlated noise."""
     algorithm, is_continuous = config.algorithm, isinstance(spaces.action, gym.spaces.Box)

@@ -89,7 +89,7 @@ def prepare(
     )
     if config.experience == "replay":
         ReplayPlan(context).check()
-    choice = chosen or _choose(context, engine, prepared, stages)
+    choice = chosen or _choose(context, prepared, stages)
     context = replace_fields(context, train=replace(config, acting=replace(config.acting, mode=choice.mode)))
     memory = PreparedMemory(context, prepared)
     stages.begin("memory", "creating the shared memory")
@@ -170,10 +170,10 @@ def _find_out(
     return Prepared.read(session / PREPARED)
 
 
-def _choose(context: Context, engine: AnyEngine, prepared: Prepared, stages: Stages) -> Choice:
+def _choose(context: Context, prepared: Prepared, stages: Stages) -> Choice:
     """Chooses the acting mode and makes the checks that depend on it."""
     config = context.train
-    choice = choose_acting(context, engine, prepared, stages)
+    choice = choose_acting(context, prepared)
     if choice.mode != config.acting.mode and not config.has_workers:
         stages.report(f"acting: {choice.mode} ({choice.reason})")
     if choice.mode == "central" and config.acting.transport == "tcp":

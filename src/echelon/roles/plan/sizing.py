@@ -11,13 +11,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from echelon import config_io
 from echelon.algorithms.model import Model
 from echelon.config import TrainConfig
+from echelon.custom_network import sample_observation
 from echelon.envs.check import quick_check
 from echelon.envs.make import probe_spaces
 from echelon.envs.vector import EnvGroup
@@ -31,6 +36,8 @@ from echelon.roles.user_policy import StateLayout
 from echelon.runs.checkpoint import find_weights
 from echelon.schema import Spaces, TrajectorySchema
 from echelon.world.node import Node
+
+NUM_TIMED = 5  # forward passes of which the fastest counts: the first ones allocate
 
 
 class Preparation:
@@ -74,11 +81,11 @@ class Preparation:
         model = Model(train.network, spaces, train.algorithm, seed=train.seed)
         num_parameters, shapes = model.parameters.numel(), model.network.state_shapes
         threads = learner_threads(train, num_parameters, minibatch_samples(train))
-        device = learner_device(train, num_parameters)
-        devices = {device}
-        choice = settled(train)
+        device, choice, act_s = learner_device(train, num_parameters), settled(train), None
         if choice is None or choice.mode == "central":
-            devices |= {server_device(train, num_parameters, index) for index in range(train.acting.servers)}
+            servers = {server_device(train, num_parameters, index) for index in range(train.acting.servers)}
+            if choice is None and "cpu" not in servers:
+                act_s = _time_acting(model, spaces, train.actor.envs_per_actor)
         if train.run.init_from and self.generation == 0:
             model.load_weights(find_weights(train.run.init_from), train.run.init_from)
         slots: TrajectorySchema | GradientSchema = TrajectorySchema(
@@ -86,7 +93,7 @@ class Preparation:
         )
         if train.algorithm.slots == "gradients":
             slots = GradientSchema.of(train.actor, num_gradients(train), model)
-        return Prepared(spaces, address, threads, device, devices == {"cpu"}, shapes, model.nbytes, slots.nbytes)
+        return Prepared(spaces, address, threads, device, act_s, shapes, model.nbytes, slots.nbytes)
 
     def _find_spaces(self, layout: StateLayout | None) -> tuple[Spaces, str]:
         """Returns the spaces, and the address to which workers connect."""
@@ -105,6 +112,21 @@ class Preparation:
 
     def close(self) -> None:
         """Does nothing: the preparation keeps nothing open."""
+
+
+def _time_acting(model: Model, spaces: Spaces, num_rows: int) -> float:
+    """Returns the seconds of a forward pass over `num_rows` observations on one core."""
+    torch.set_num_threads(1)
+    model.network.eval()
+    observation = sample_observation(spaces.observation, (num_rows,), np.random.default_rng(0))
+    state = model.network.initial_state(num_rows, "cpu")
+    seconds, first = [], torch.ones(num_rows, dtype=torch.bool)
+    with torch.inference_mode():
+        for _ in range(NUM_TIMED):
+            begun = time.perf_counter()
+            model.network.act(observation, state, first)
+            seconds.append(time.perf_counter() - begun)
+    return min(seconds)
 
 
 def preparation(config: dict[str, Any]) -> Preparation:
