@@ -77,20 +77,6 @@ def vtrace(
     return VTrace(correction_TB + value_XB[:-1], advantage_TB)
 
 
-@torch.no_grad()
-def n_step_returns(reward_TB: Tensor, discount_TB: Tensor, value_XB: Tensor, valid_TB: Tensor, n: int) -> Tensor:
-    """Returns bootstrapped n-step returns, shorter where episode or trajectory end; the value at invalid steps."""
-    assert n >= 1, f"n_step_returns needs n >= 1, got {n}"
-    base_TB = torch.where(valid_TB, reward_TB, value_XB[:-1])
-    discount_TB = discount_TB.masked_fill(~valid_TB, 0.0)
-    # The k-step return at t is one reward plus the discounted (k-1)-step return at t+1; the 0-step return is the value.
-    return_XB, next_XB = value_XB.clone(), value_XB.clone()
-    for _ in range(min(n, len(reward_TB))):
-        torch.addcmul(base_TB, discount_TB, return_XB[1:], out=next_XB[:-1])
-        return_XB, next_XB = next_XB, return_XB
-    return return_XB[:-1]
-
-
 def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
     """Returns the mean of the valid entries of `x`; 0 if there is none."""
     return torch.where(valid, x, 0.0).sum() / valid.sum().clamp(min=1)
