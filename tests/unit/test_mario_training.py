@@ -192,7 +192,8 @@ def test_a_line_every_few_episodes_is_printed_and_kept(
     train = ["train", "mario", "CartPole-v1", *ranks, *where, "--log-interval", "5", "--run-dir", str(run)]
     assert main([*train, "--episodes", "22"]) == 0
     out = capsys.readouterr().out
-    assert {*re.findall(r"Rank (\d) start", out)} == {str(rank) for rank in range(2 if "3" not in ranks else 3)}
+    before = out.partition("\nEpisode ")[0]
+    assert re.findall(r"Rank (\d) start", before) == [str(rank) for rank in range(2 if "3" not in ranks else 3)]
     assert not re.search(r"\d steps/s \|", out), "the log takes the place of the status lines"
     lines = [match for line in out.splitlines() if (match := LINE.fullmatch(line))]
     first = [int(line[1]) for line in lines]
@@ -211,3 +212,13 @@ def test_a_line_every_few_episodes_is_printed_and_kept(
     assert main(["resume", str(run), "--episodes", "40"]) == 0
     after = [int(record.split()[0]) for record in (run / LOG).read_text().splitlines()[1:]]
     assert after[:5] == first and after[5] // 5 == 5 and all(a < b for a, b in pairwise(after)) and after[-1] < 45
+
+
+def test_a_short_run_prints_every_rank_before_its_first_episode(
+    tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--shm-dir", str(shm_dir), "--run-dir", str(tmp_path / "run"), "--evaluation.episodes", "0"]
+    words = ["--single-process", "--steps", "60", "--replay.min-size", "40", "--network.hidden", "8", *where]
+    assert main(["train", "mario", "CartPole-v1", *words]) == 0
+    before, found, after = capsys.readouterr().out.partition("Episode 0 - ")
+    assert found and re.findall(r"Rank (\d) start", before) == ["0", "1"] and "Rank" not in after

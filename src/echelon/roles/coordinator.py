@@ -69,7 +69,7 @@ class Coordinator:
     ) -> None:
         self.context, self.config, self.interrupts = context, context.train, interrupts
         self.engine, self.world, self.console, self.metrics = engine, world, console, metrics
-        self.log, self.ranks = log, ranks_of(context.train)  # ranks of the roles that have not started yet
+        self.log, self.ranks = log, ranks_of(context.train)
         self.supervisor = Supervisor(context, engine, world, console.message)
         self.stages = stages or Stages(console.message)
         self.outage = Outage(context.run_dir, console.message)
@@ -285,6 +285,8 @@ class Coordinator:
     def _start(self, roles: Sequence[RoleSpec]) -> None:
         for role in roles:
             self.supervisor.start(role.name, role.kind, role.index, nice=role.nice)
+            if role.name in self.ranks:
+                self.console.message(f"Rank {self.ranks[role.name]} start")
 
     def _loop(self) -> None:
         while self.summary is None:
@@ -294,8 +296,6 @@ class Coordinator:
             self.callbacks.run()
             if self._is_interrupted or self.training.stop_reason:
                 self._ask_to_stop()
-            if self.ranks:
-                self._show_started()
         self._show(force=True)
 
     def _turn(self, is_replaced: Callable[[Exit], bool]) -> None:
@@ -312,11 +312,6 @@ class Coordinator:
             if self.stages.name == "roles" and not self.supervisor.starting():
                 self.stages.begin("first update")
         self._show()
-
-    def _show_started(self) -> None:
-        members = self.world.members
-        for name in [name for name in self.ranks if name in members]:
-            self.console.message(f"Rank {self.ranks.pop(name)} start")
 
     def _ask_to_stop(self) -> None:
         """Asks the learner to stop; called repeatedly, so that a learner that is being replaced receives it, too."""
