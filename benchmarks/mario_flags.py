@@ -24,7 +24,7 @@ from echelon.envs.make import env_seeds, probe_spaces
 from echelon.envs.mario import NAME, MarioPool
 from echelon.errors import ConfigError
 from echelon.roles.evaluator import EVALUATION_SEED, Match
-from echelon.runs.checkpoint import read_weights, weights_path
+from echelon.runs.checkpoint import NEWEST, read_weights, weights_path
 from echelon.runs.folder import RunFolder
 
 PROGRESS_S = 10.0
@@ -80,7 +80,7 @@ def count_flags(run: str, options: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="the run folder")
-    parser.add_argument("--checkpoint", help="one of RUN/checkpoints (default: the newest)")
+    parser.add_argument("--checkpoint", default=NEWEST, help="one of RUN/checkpoints (default: %(default)s)")
     for name, default in (("episodes", 10), ("noop-max", 30), ("seed", 1), ("steps", 1500)):
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
     parser.add_argument("--sample", action="store_true", help="sample actions (default: the most likely ones)")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import sys
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -14,8 +16,9 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
+import echelon
 from echelon.cli.main import main
-from echelon.config import EnvConfig
+from echelon.config import EnvConfig, replace
 from echelon.envs.make import make_group, probe_spaces, with_rendering
 from echelon.envs.mario import STAGES, Mario, MarioPool, grey
 from echelon.envs.mario_game import LIVES, MODE, TIME, WORLD
@@ -23,6 +26,11 @@ from echelon.envs.nes import INSTALL
 from echelon.envs.vector import StepRows
 from echelon.errors import ConfigError
 from echelon.evaluation import info_texts
+from echelon.runs.checkpoint import FINAL
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import mario_flags
 
 is_installed = all(map(importlib.util.find_spec, ("nes_py", "gym_super_mario_bros")))
 needs_emulator = pytest.mark.skipif(not is_installed, reason=f"nes-py or gym-super-mario-bros is missing: {INSTALL}")
@@ -267,6 +275,25 @@ def test_an_actor_steps_them_as_a_vector_environment() -> None:
         group.step(np.array([3]), rows)
     assert rows.reward[0] > 0.0 and rows.valid.all()
     group.close()
+
+
+@needs_emulator
+def test_the_benchmark_plays_the_newest_weights_of_a_run(
+    tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = {"engine": "inline", "actor.num_actors": 1, "network.hidden": (8,), "evaluation.episodes": 0}
+    tiny |= {"replay.min_size": 8, "replay.capacity": 100, "replay.batch": 4, "stop.steps": 20}
+    places = {"run.dir": str(tmp_path / "run"), "shm_dir": str(shm_dir)}
+    config = replace(echelon.preset("mario", "SuperMarioBros-1-1"), **{**tiny, **places})
+    assert echelon.train(config, output=io.StringIO()).summary["updates"] > 0
+    words = ["mario_flags", str(tmp_path / "run"), "--episodes", "1", "--noop-max", "0"]
+    outputs = []
+    for more in (["--steps", "3"], ["--steps", "3", "--checkpoint", FINAL]):
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        assert mario_flags.main() == 0
+        outputs.append(capsys.readouterr().out.splitlines())
+    assert outputs[0] == outputs[1] and outputs[0][-1] == "0 of 1 episodes reach the flag"
+    assert outputs[0][0].startswith("episode 1: stuck, return ") and outputs[0][0].endswith(", 3 steps")
 
 
 @pytest.mark.full
