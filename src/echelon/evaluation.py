@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -102,7 +103,8 @@ def play(
     _check_counts(episodes, steps)
     config = _load_config(run_dir, env, env_kwargs, network, trust)
     source = weights_path(str(run_dir), checkpoint)
-    files = video_files(video, Path(run_dir) / "videos" / f"{source.stem}-{seed}")
+    name = f"{source.stem}-{seed}" + (f"-{short_name(env)}" if env is not None else "")
+    files = video_files(video, Path(run_dir) / "videos" / re.sub(r"[^\w.-]+", "-", name))  # ALE/Pong-v5 has a slash
     score = EvaluationScore([], [])
     with _one_thread(), contextlib.ExitStack() as stack:
         model = _load_model(run_dir, config, source)

@@ -119,6 +119,11 @@ def test_the_options_of_the_picture(painted: Path, tmp_path: Path, capsys: pytes
     assert imageio_ffmpeg.count_frames_and_secs(str(tmp_path / "both.mp4"))[1] == pytest.approx(0.4, abs=0.03)
 
 
+def test_a_video_of_another_environment_has_its_name(painted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own, other = (Path(played(capsys, painted, *words)["files"][0]) for words in ([], ["--env", "toy_envs:PaintedEnv"]))
+    assert other.name == f"{own.stem}-toy_envs-PaintedEnv.mp4" and own.exists() and other.exists()
+
+
 def test_a_recurrent_policy_with_a_tree_is_played_as_it_is_evaluated(
     painted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
