@@ -67,7 +67,7 @@ def evaluate(
     config = _load_config(run_dir, env, env_kwargs, network, trust)
     source = weights_path(str(run_dir), checkpoint)
     with _one_thread():
-        model = _load_model(run_dir, config, source)
+        model = _load_model(run_dir, config, source, env_kwargs)
         seeds, rules = env_seeds(seed, EVALUATION_SEED + 1, 0, episodes), _exploration(config, greedy)
         match = Match(config.env, model, episodes, seeds, greedy=greedy, exploration=rules)
         with contextlib.closing(match):
@@ -107,7 +107,7 @@ def play(
     files = video_files(video, Path(run_dir) / "videos" / re.sub(r"[^\w.-]+", "-", name))  # ALE/Pong-v5 has a slash
     score = EvaluationScore([], [])
     with _one_thread(), contextlib.ExitStack() as stack:
-        model = _load_model(run_dir, config, source)
+        model = _load_model(run_dir, config, source, env_kwargs)
         seeds, rules = env_seeds(seed, EVALUATION_SEED + 1, 0, 1), _exploration(config, greedy)
         env_config = with_rendering(config.env)
         match = Match(env_config, model, 1, seeds, greedy=greedy, exploration=rules, with_values=True)
@@ -252,8 +252,11 @@ def _same_kind(env: EnvId, other: EnvId) -> bool:
     return name_of(env) == name_of(other) and env.rpartition(":")[0] == other.rpartition(":")[0]
 
 
-def _load_model(run_dir: str | Path, config: TrainConfig, source: Path) -> Model:
-    """Returns the model for the environment of `config`; raises ConfigError if it has other spaces than the run's."""
+def _load_model(run_dir: str | Path, config: TrainConfig, source: Path, env_kwargs: Mapping[str, Any]) -> Model:
+    """Returns the model for the environment of `config`; raises ConfigError if it has other spaces than the run's.
+
+    `env_kwargs` are those that the caller gave, for the message.
+    """
     from echelon.envs.make import probe_spaces
     from echelon.policy import TrainedPolicy
     from echelon.runs.checkpoint import read_weights
@@ -272,9 +275,11 @@ def _load_model(run_dir: str | Path, config: TrainConfig, source: Path) -> Model
             if not same_layout(other, own)
         ]
         if differing:
+            name = short_name(config.env.id) + (f" with {dict(env_kwargs)}" if env_kwargs else "")
+            options = "--env and --env-kwargs, or env= and env_kwargs=" if env_kwargs else "--env, or env="
             raise ConfigError(
-                f"the weights of {run_dir} do not fit {short_name(config.env.id)}, which {' and '.join(differing)}. "
-                "Give an environment with the spaces of the run (--env, or env=)."
+                f"the weights of {run_dir} do not fit {name}, which {' and '.join(differing)}. "
+                f"Give an environment with the spaces of the run ({options})."
             )
     return TrainedPolicy(PolicySpec.of(config, spaces), read_weights(source), source).model
 
