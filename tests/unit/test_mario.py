@@ -139,6 +139,10 @@ def test_a_pipe_an_area_and_the_flag(stage: Mario) -> None:
     with pytest.raises(gym.error.ResetNeeded):
         stage.step(0)
     _, info = stage.reset()
+    for action in (-1, 12):
+        with pytest.raises(gym.error.InvalidAction, match=f"action {action} is not one of 0 to 11 .none, right, "):
+            stage.step(action)
+    assert stage.get_state()["buttons"] == [], "nothing was emulated"
     assert info["x_pos"] == 40 and not info["flag_get"]
 
 
@@ -157,6 +161,7 @@ def test_the_whole_game_goes_on_until_the_last_life_or_the_last_castle() -> None
     env.game.ram[LIVES] = 0
     steps = play(env, "1" * 22)
     assert [ended for _, ended, _ in steps] == [False] * 21 + [True] and steps[-1][0] < -8.0
+    assert [info["life"] for _, _, info in steps] == [0] * 21 + [255], "game over"
     env.reset()
     env.game.ram[WORLD], env.game.ram[MODE] = 7, 2  # world 8, end of the world
     assert env.step(0)[2] and env.game.info()["flag_get"]
@@ -233,6 +238,8 @@ def test_an_episode_continues_from_its_state(pool: MarioPool) -> None:
     assert pool.get_state() == states
     with pytest.raises(ConfigError, match=r"state is of stage 1-1 with skip=4.*stage 1-1 with skip=2"):
         Mario("1-1", skip=2).set_state(states[0])
+    with pytest.raises(ValueError, match="the state lacks buttons and rng: give one that get_state"):
+        env.set_state({"stage": "1-1", "skip": 4})
     with pytest.raises(ConfigError, match="after the end of its episode"):
         env.set_state({**states[0], "buttons": states[0]["buttons"] + [0x80] * 99})
     env.close()

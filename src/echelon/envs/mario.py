@@ -31,6 +31,7 @@ from echelon.errors import ConfigError
 NAME = "SuperMarioBros"
 SIDE = 84  # pixels
 FRAMES_PER_SECOND = 60
+STATE = frozenset(("stage", "skip", "buttons", "rng"))  # what a saved state has
 
 A, B, UP, DOWN, LEFT, RIGHT = 0x01, 0x02, 0x10, 0x20, 0x40, 0x80
 BUTTON_NAMES = {LEFT: "left", RIGHT: "right", UP: "up", DOWN: "down", A: "A", B: "B"}
@@ -118,7 +119,10 @@ class Mario(gym.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self.game.ended:
             raise gym.error.ResetNeeded("no episode is in play: call reset() before step().")
-        reward = self._advance(self._actions[int(action)])
+        if not 0 <= (index := int(action)) < len(self._actions):
+            names = ", ".join(self.metadata["action_names"])
+            raise gym.error.InvalidAction(f"action {index} is not one of 0 to {len(self._actions) - 1} ({names}).")
+        reward = self._advance(self._actions[index])
         return self._images.copy(), reward, self.game.ended, False, self.game.info()
 
     def get_state(self) -> dict[str, Any]:
@@ -132,6 +136,8 @@ class Mario(gym.Env[Any, Any]):
 
     def set_state(self, state: Mapping[str, Any]) -> Any:
         """Replays the steps of a state of `get_state`, as fast as the emulator can; returns the observation."""
+        if missing := STATE - state.keys():
+            raise ValueError(f"the state lacks {' and '.join(sorted(missing))}: give one that get_state() returned.")
         if (state["stage"], state["skip"]) != (self.stage, self._skip):
             raise ConfigError(
                 f"the state is of stage {state['stage']} with skip={state['skip']}, the environment has stage "
