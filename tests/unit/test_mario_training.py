@@ -50,6 +50,7 @@ def test_the_world_has_one_learner_and_the_other_ranks_are_actors() -> None:
     assert plain == five and plain.env.id == "SuperMarioBros-1-1" and plain.env.kwargs == {"actions": "two"}
     assert (five.actor.num_actors, five.actor.envs, five.acting.mode, five.engine) == (4, 1, "central", "local")
     assert three == replace(plain, **{"actor.num_actors": 2})
+    assert plain.evaluation.episodes == 1 and options("mario", "CartPole-v1").evaluation.episodes == 10
     alone = options("mario", "SuperMarioBros-1-2", "--single-process", "--log_interval", "5")
     assert (alone.engine, alone.actor.num_actors, alone.run.log_interval) == ("inline", 1, 5)
     assert alone.env.id == "SuperMarioBros-1-2" and alone.algorithm == plain.algorithm and alone.replay == plain.replay
