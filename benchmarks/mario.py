@@ -1,7 +1,7 @@
 """Measures the environments of Super Mario Bros: what a step costs, and what threads gain.
 
-    python3 benchmarks/mario.py                       # about half a minute
-    python3 benchmarks/mario.py --seconds 2 --envs 8 --threads 1 2 4
+    python benchmarks/mario.py                        # about half a minute
+    python benchmarks/mario.py --seconds 2 --envs 8 --threads 1 2 4
 
 A row is K games of `SuperMarioBros-1-1` with random actions of the set "right", preprocessed, resets included. The
 limit is the emulator alone: four frames per step, without pictures, rewards or infos. Rates per CPU second do not
