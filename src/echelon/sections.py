@@ -71,7 +71,10 @@ class ActingConfig(Section, frozen=True):
 
     mode: Annotated[
         Literal["auto", "local", "central"],
-        doc("local: every actor computes its actions; central: inference servers do; auto: central if a GPU serves and acting would keep an actor busy"),
+        doc(
+            "local: every actor computes its actions; central: inference servers do; auto: central if a GPU serves and "
+            "acting would keep an actor busy"
+        ),
     ] = "auto"
     servers: Annotated[int, doc("number of inference servers; each serves a part of the actors", ge=1)] = 1
     groups: Annotated[

@@ -39,8 +39,6 @@ def settled(config: TrainConfig) -> Choice | None:
         return Choice(config.acting.mode, "as configured")
     if config.experience == "replay" and config.replay.prioritized:
         return Choice("local", "actors need the policy's values for the initial priorities of their transitions")
-    if config.engine == "inline":
-        return Choice("local", "all roles run in one process, so no forward pass can be shared")
     return None
 
 
@@ -55,12 +53,12 @@ def choose_acting(context: Context, prepared: Prepared) -> Choice:
             f"acting.value=true, but the networks of {config.preset} have action values and no state value. Leave it "
             "at false."
         )
-    if config.acting.mode == "auto" and not config.has_workers:
-        central = replace(config, acting=replace(config.acting, mode="central"))
-        act_layout(dataclasses.replace(context, train=central))
     choice = settled(config)
     if choice is not None:
         return choice
+    act_layout(dataclasses.replace(context, train=replace(config, acting=replace(config.acting, mode="central"))))
+    if config.engine == "inline":
+        return Choice("local", "all roles run in one process, so no forward pass can be shared")
     if prepared.act_s is None:
         return Choice("local", "an inference server would compute on the CPU, too")
     mode: Literal["local", "central"] = "central" if prepared.act_s > GPU_ROUND_S else "local"

@@ -84,7 +84,7 @@ class Preparation:
         device, choice, act_s = learner_device(train, num_parameters), settled(train), None
         if choice is None or choice.mode == "central":
             servers = {server_device(train, num_parameters, index) for index in range(train.acting.servers)}
-            if choice is None and "cpu" not in servers:
+            if choice is None and "cpu" not in servers and not self.shares_process:
                 act_s = _time_acting(model, spaces, train.actor.envs_per_actor)
         if train.run.init_from and self.generation == 0:
             model.load_weights(find_weights(train.run.init_from), train.run.init_from)
