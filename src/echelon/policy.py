@@ -113,7 +113,7 @@ class TrainedPolicy:
         return leaves
 
 
-class Rows(NamedTuple):
+class ObservationBatch(NamedTuple):
     """An observation as a batch of tensors."""
 
     observation: Tree  # leaves (K, ...)
@@ -134,7 +134,7 @@ class ObservationReader:
         self.mask_index = [leaf.path for leaf in self.leaves].index(f"observation.{MASK}") if has_mask else None
         self.parts = _num_choices(spaces.action)
 
-    def read(self, observation: Tree, mask: Any = None) -> Rows:
+    def read(self, observation: Tree, mask: Any = None) -> ObservationBatch:
         is_pair = isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], dict)
         if is_pair and not isinstance(self.space, gym.spaces.Tuple):
             raise ConfigError("the observation is what reset() returns, (observation, info): give its first item.")
@@ -161,7 +161,7 @@ class ObservationReader:
             self._check_allowed(allowed)
         elif self.mask_index is not None:
             self._check_allowed(rows[self.mask_index] != 0)
-        return Rows(unflatten(self.space, iter(rows)), allowed, count, not lead)
+        return ObservationBatch(unflatten(self.space, iter(rows)), allowed, count, not lead)
 
     def _leading(self, index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the dimensions before those of the leaf: none, or the number of rows."""

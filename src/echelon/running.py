@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from echelon.callbacks.calls import Calls
+from echelon.callbacks.calls import CallbackList
 from echelon.config import HostsConfig, TrainConfig, replace
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
@@ -76,7 +76,7 @@ def run(
     from echelon.runs.nonblocking import nonblocking_output
 
     check_not_loading("train()")
-    calls = Calls(callbacks)
+    calls = CallbackList(callbacks)
     with Interrupts() as interrupts, nonblocking_output(output) as stream:
         return _run(config, past, stream, user_objects, interrupts, calls)
 
@@ -87,7 +87,7 @@ def _run(
     output: TextIO,
     user_objects: UserObjects | None,
     interrupts: Interrupts,
-    calls: Calls,
+    calls: CallbackList,
 ) -> RunResult:
     from echelon.roles.outcome import num_first_steps
     from echelon.roles.stopping import constant_schedules
@@ -151,7 +151,7 @@ class _Run:
     output: TextIO
     stages: Stages
     interrupts: Interrupts
-    callbacks: Calls
+    callbacks: CallbackList
 
 
 def _train_in(run: _Run, hosts: HostsConfig) -> RunResult:

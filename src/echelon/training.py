@@ -30,7 +30,7 @@ NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
 
 def train(config: TrainConfig, *, callbacks: Sequence[object] = (), output: TextIO | None = None) -> RunResult:
-    """Trains with `config` until a stop condition holds or the user interrupts; for `callbacks` see `Calls`."""
+    """Trains with `config` until a stop condition holds or the user interrupts; for `callbacks` see `CallbackList`."""
     if not isinstance(config, TrainConfig):
         raise ConfigError(f'train() takes a configuration, not {config!r:.80}: echelon.preset("ppo", "CartPole-v1").')
     return run(config, output=output, callbacks=callbacks)

@@ -112,7 +112,7 @@ def video_files(config: VideoConfig, default: Path) -> list[Path]:
 def make_screens(config: VideoConfig, files: Sequence[Path], fps: float, title: str) -> list[Screen]:
     """Returns a window and writers of `files`, as `config` asks; `fps` is that of the environment, 0 if unknown."""
     fps = config.fps or fps or DEFAULT_FPS
-    screens: list[Screen] = [Window(title, fps, config.width)] if config.window else []
+    screens: list[Screen] = [VideoWindow(title, fps, config.width)] if config.window else []
     for path in files:
         is_gif = path.suffix == ".gif"
         screens.append(GifFile(path, fps, config) if is_gif else Mp4File(path, fps, config))
@@ -255,7 +255,7 @@ class GifFile(_File):
             raise _failed(self.path, done.stderr)
 
 
-class Window:
+class VideoWindow:
     """A window on this machine's display; closing it, Escape or Q end the episodes."""
 
     def __init__(self, title: str, fps: float, width: int) -> None:

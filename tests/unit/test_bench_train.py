@@ -15,7 +15,7 @@ import pytest
 import toy_envs as toy
 from echelon.bench import load
 from echelon.bench.processes import one_thread
-from echelon.bench.stages import Stage, Stages, StepCost, measure
+from echelon.bench.stages import Stage, StepCost, TrainingStages, measure
 from echelon.bench.train import bench_train, limit, table
 from echelon.bench.watch import UsageSample, UsageWatch, busy_seconds, cpu_seconds, usage
 from echelon.cli.main import main
@@ -60,7 +60,7 @@ def test_every_stage_of_every_kind_of_training_is_measured(name: str, shm_dir: P
         "Pendulum-v1" if name == "sac" else "CartPole-v1",
         **(REPLAY if name in ("apex-dqn", "mario", "sac") else {}),
     )
-    found = Stages(config, shm_dir, "cpu", samples_per_step=8.0)
+    found = TrainingStages(config, shm_dir, "cpu", samples_per_step=8.0)
     version = found.learning.board.version
     weights = found.learning.model.parameters.clone()
     with one_thread():
@@ -75,7 +75,7 @@ def test_every_stage_of_every_kind_of_training_is_measured(name: str, shm_dir: P
 @pytest.mark.parametrize("name", ["impala", "dqn"])
 def test_environments_that_mask_actions_get_allowed_ones(name: str, shm_dir: Path) -> None:
     config = replace(tiny(name, **(REPLAY if name == "dqn" else {})), env=EnvConfig(id=toy.MaskedEnv))
-    found = Stages(config, shm_dir, "cpu", samples_per_step=8.0)
+    found = TrainingStages(config, shm_dir, "cpu", samples_per_step=8.0)
     with one_thread():
         costs = measure(found.by_name(), num_chunks=2, chunk_s=0.01)
     assert all(cost.cpu_us > 0 for cost in costs.values()) and costs.keys() == {"env", "act", "learn"}
@@ -84,7 +84,7 @@ def test_environments_that_mask_actions_get_allowed_ones(name: str, shm_dir: Pat
 
 def test_a_batch_of_replay_stands_for_the_steps_that_it_is_drawn_for(shm_dir: Path) -> None:
     changes = {"actor.envs": 2, "replay.batch": 4, "replay.min_size": 30, "replay.capacity": 400}
-    found = Stages(replace(preset("apex-dqn", "ALE/Pong-v5"), **changes), shm_dir, "cpu", samples_per_step=8.0)
+    found = TrainingStages(replace(preset("apex-dqn", "ALE/Pong-v5"), **changes), shm_dir, "cpu", samples_per_step=8.0)
     assert found.by_name()["learn"].num_steps == 0.5
     with one_thread():
         found.learning.learn()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import echelon
+
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from mapping.switches import repeated_classes, switches
 
@@ -63,3 +65,7 @@ def test_repeated_classes(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("class A: pass\nclass B: pass\n")
     (tmp_path / "two.py").write_text("\nclass A: pass\n")
     assert repeated_classes(tmp_path) == {"A": ["one.py:1", "two.py:2"]}
+
+
+def test_every_class_of_echelon_has_its_own_name() -> None:
+    assert repeated_classes(Path(echelon.__file__).parent) == {}

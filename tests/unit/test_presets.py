@@ -22,7 +22,7 @@ from echelon.families import ATARI, FAMILIES, FAMILY_OF, family_of
 from echelon.names import resolve
 from echelon.presets import DEFAULT_ENVS, PRESETS, preset
 from echelon.presets.ddpg import DdpgConfig
-from echelon.presets.zoo import Row, all_results, all_rows
+from echelon.presets.zoo import ZooRow, all_results, all_rows
 from echelon.roles.plan.layouts import window
 
 ENVS = ["CartPole-v1", "ALE/Pong-v5", "SuperMarioBros-1-1", "Pendulum-v1", "module:factory"]
@@ -247,7 +247,7 @@ def test_a_preset_has_the_rows_of_the_one_that_it_builds_on() -> None:
 
 
 @pytest.mark.parametrize("row", all_rows(), ids=lambda row: f"{row.preset}-{row.targets[0]}")
-def test_every_row_of_the_zoo_names_a_preset_and_changes_it(row: Row) -> None:
+def test_every_row_of_the_zoo_names_a_preset_and_changes_it(row: ZooRow) -> None:
     assert row.preset in PRESETS and row.values
     for target in row.targets:
         assert target in FAMILIES or target in FAMILY_OF or target in ATARI, target

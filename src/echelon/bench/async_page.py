@@ -25,7 +25,7 @@ class Trained:
     share_of_bound: Figure
 
 
-class Row(msgspec.Struct, frozen=True, rename={"asynchronous": "async"}):
+class ReportRow(msgspec.Struct, frozen=True, rename={"asynchronous": "async"}):
     """One K of a report."""
 
     envs: int
@@ -42,7 +42,7 @@ class AsyncReport(msgspec.Struct, frozen=True):
     num_actors: int
     num_cores: int
     minibatch: int
-    rows: Annotated[tuple[Row, ...], msgspec.Meta(min_length=1)]
+    rows: Annotated[tuple[ReportRow, ...], msgspec.Meta(min_length=1)]
     timelines: tuple[Panel, ...]
     config: dict[str, Any]
 

@@ -20,7 +20,7 @@ LEARNER = "learner"
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class TimeToScore:
     """When the mean return reached the score: since the first trajectory began."""
 
     seconds: float
@@ -101,7 +101,7 @@ class Ran:
     lag_mean: float
     used: Used | None  # None if the run was too short to tell
     rollout: Cost  # with the final policy
-    score: Score | None
+    score: TimeToScore | None
 
     def figures(self) -> dict[str, Any]:
         """Returns the run for the report."""
@@ -162,7 +162,7 @@ def run_training(config: TrainConfig, count: int | None, num_cores: int, progres
         rollout = measure_rollout(config, result.run_dir)
     used, summary = usage(watched.samples, num_cores, whole_machine=True), result.summary
     begin_s = min((spans[0][0] for spans in timelines.values()), default=0.0)
-    score = Score(timelines[LEARNER][-1][1] - begin_s, summary["env_steps"])
+    score = TimeToScore(timelines[LEARNER][-1][1] - begin_s, summary["env_steps"])
     return Ran(
         iterations=Iterations.of(timelines, config.actor.num_actors),
         work_s=work_of(work),

@@ -80,7 +80,7 @@ def measure(stages: Mapping[str, Stage], *, num_chunks: int, chunk_s: float) -> 
     }
 
 
-class Stages:
+class TrainingStages:
     """The stages of `config`, in the memory of `session`; the learner runs on `device`.
 
     With replay, `samples_per_step` transitions are sampled per environment step; the rate limiter does not block.

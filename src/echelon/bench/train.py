@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from echelon.bench.harness import machine
 from echelon.bench.load import loaded_cores
 from echelon.bench.processes import one_thread, session_in
-from echelon.bench.stages import Stages, StepCost, measure
+from echelon.bench.stages import StepCost, TrainingStages, measure
 from echelon.bench.watch import OWN, Usage, usage, watched_training
 from echelon.config import HostsConfig, TrainConfig, replace
 from echelon.errors import ConfigError
@@ -129,7 +129,7 @@ def _costs(
     if config.has_hosts:  # the stages of one host are those of a run on it alone
         config = replace(config, engine="local", hosts=HostsConfig())
     with session_in(config.shm_dir) as session, one_thread():
-        stages = Stages(config, session, str(result.summary["device"]), _samples_per_step(result))
+        stages = TrainingStages(config, session, str(result.summary["device"]), _samples_per_step(result))
         with contextlib.closing(stages):
             report(f"measuring env, act and learn alone, about {duration_s:.0f} s")
             alone = measure(stages.by_name(), **chunks)

@@ -18,7 +18,7 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 SLOW_S = 5.0  # a call that takes longer is reported: meanwhile, nothing that died is replaced
 
 
-class Calls:
+class CallbackList:
     """Calls the methods of callbacks. `note` says what happened; `run` makes the calls, outside of any handler."""
 
     def __init__(self, callbacks: Sequence[object] = ()) -> None:

@@ -29,6 +29,6 @@ def take_callbacks(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def check_callbacks(names: Sequence[str]) -> None:
     """Raises ConfigError if a callback cannot be made."""
-    from echelon.callbacks.calls import Calls
+    from echelon.callbacks.calls import CallbackList
 
-    Calls(names)
+    CallbackList(names)

@@ -10,7 +10,7 @@ from echelon.cli.main import Parser
 from echelon.config_io import fields_of
 from echelon.families import FAMILIES, family_of, name_of
 from echelon.presets import PRESETS, check_preset, preset
-from echelon.presets.zoo import Result, all_results, all_rows
+from echelon.presets.zoo import ZooResult, all_results, all_rows
 
 UNKNOWN = "an environment that nobody has seen"
 SHOWN = ("actor.", "learner.", "network.", "optimizer.", "algorithm.", "replay.", "env.kwargs")
@@ -103,12 +103,12 @@ def _changed(name: str, env: str, family: str) -> dict[str, str]:
     }
 
 
-def _line(result: Result) -> str:
+def _line(result: ZooResult) -> str:
     shown = ", ".join(f"{value:g}" for value in result.returns)
     return f"  {result.env:<26} {result.steps:>10,} steps   median {_median(result.returns):g} ({shown})"
 
 
-def _name_and_median(result: Result) -> str:
+def _name_and_median(result: ZooResult) -> str:
     return f"{name_of(result.env)} {_median(result.returns):g}"
 
 

@@ -43,7 +43,7 @@ class Unusable(Exception):
 
 
 @dataclass(slots=True)
-class Node:
+class RayNode:
     """Another node of the cluster."""
 
     name: str
@@ -58,7 +58,7 @@ class Driver:
 
     def __init__(self, ray: Any, output: TextIO) -> None:
         self._ray, self._output = ray, output
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, RayNode] = {}
         self._task: dict[str, Any] | None = None  # what every other node runs
         self._own_id = ray.get_runtime_context().get_node_id()
 
@@ -85,7 +85,7 @@ class Driver:
                 self._end(node)
         for node_id, found in living.items():
             if node_id not in self._nodes and node_id != self._own_id:
-                self._nodes[node_id] = Node(self._name(found["NodeManagerAddress"], node_id), node_id)
+                self._nodes[node_id] = RayNode(self._name(found["NodeManagerAddress"], node_id), node_id)
         if self._task is not None:
             for node in self._nodes.values():
                 if node.result is None and time.monotonic() >= node.start_at:
@@ -100,7 +100,7 @@ class Driver:
         """Returns the address of a node, with its id where Ray still knows, or has, another node of that address."""
         return ip if all(node.name != ip for node in self._nodes.values()) else f"{ip}-{node_id[:6]}"
 
-    def _start(self, node: Node, task: dict[str, Any]) -> None:
+    def _start(self, node: RayNode, task: dict[str, Any]) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
@@ -110,7 +110,7 @@ class Driver:
         arguments = {**task["arguments"], "name": node.name}
         node.result = node.actor.run.remote(task["entry"], arguments, task["environment"])
 
-    def _end(self, node: Node) -> None:
+    def _end(self, node: RayNode) -> None:
         try:
             answer = self._ray.get(node.result)
         except self._ray.exceptions.RayActorError:

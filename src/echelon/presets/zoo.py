@@ -19,7 +19,7 @@ from echelon.families import FAMILIES, family_of, name_of
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ZooRow:
     """The values of one preset for environments or families."""
 
     preset: str
@@ -28,7 +28,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ZooResult:
     """Greedy returns that a preset reached in an environment, one per seed."""
 
     preset: str
@@ -45,7 +45,7 @@ def tuned(config: TrainConfig, preset: str, family: str = "") -> TrainConfig:
     return config
 
 
-def rows_for(preset: str, env: Any, family: str = "") -> list[Row]:
+def rows_for(preset: str, env: Any, family: str = "") -> list[ZooRow]:
     """Returns the rows of `preset` for `env`, those of its family first; `family` is the one of an unknown `env`."""
     if family not in ("", *FAMILIES):
         raise ConfigError(f"there is no family {family!r} of environments. Families: {', '.join(FAMILIES)}.")
@@ -54,23 +54,23 @@ def rows_for(preset: str, env: Any, family: str = "") -> list[Row]:
 
 
 @functools.cache
-def all_rows() -> tuple[Row, ...]:
+def all_rows() -> tuple[ZooRow, ...]:
     """Returns all rows, in the order of zoo.toml."""
     found = []
     for preset, rows in tomllib.loads(_text("zoo.toml")).items():
         for row in rows:
             targets = row.pop("for")
             sections = {f"{section}.{field}": _value(value) for section in row for field, value in row[section].items()}
-            found.append(Row(preset, (targets,) if isinstance(targets, str) else tuple(targets), sections))
+            found.append(ZooRow(preset, (targets,) if isinstance(targets, str) else tuple(targets), sections))
     return tuple(found)
 
 
 @functools.cache
-def all_results() -> tuple[Result, ...]:
+def all_results() -> tuple[ZooResult, ...]:
     """Returns all results, in the order of results.json."""
     rows = json.loads(_text("results.json"))
     return tuple(
-        Result(row["preset"], row["env"], row["steps"], tuple(row["seeds"]), tuple(row["returns"])) for row in rows
+        ZooResult(row["preset"], row["env"], row["steps"], tuple(row["seeds"]), tuple(row["returns"])) for row in rows
     )
 
 

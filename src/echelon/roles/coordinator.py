@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from echelon.callbacks.callback import Training
-from echelon.callbacks.calls import Calls
+from echelon.callbacks.calls import CallbackList
 from echelon.engines.inline import InlineEngine
 from echelon.engines.local import LocalEngine
 from echelon.engines.process import Exit
@@ -64,7 +64,7 @@ class Coordinator:
         metrics: MetricsWriter,
         interrupts: Interrupts,
         log: EpisodeLog | None = None,
-        callbacks: Calls | None = None,
+        callbacks: CallbackList | None = None,
         stages: Stages | None = None,
     ) -> None:
         self.context, self.config, self.interrupts = context, context.train, interrupts
@@ -74,7 +74,7 @@ class Coordinator:
         self.stages = stages or Stages(console.message)
         self.outage = Outage(context.run_dir, console.message)
         self.first = self.config.learner_names[0]  # the learner that reports
-        self.callbacks = callbacks or Calls()
+        self.callbacks = callbacks or CallbackList()
         self.training = Training(
             self.config, context.run_dir, context.started_at, self._write, console.message, self._send_changes
         )

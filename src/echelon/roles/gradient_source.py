@@ -16,7 +16,7 @@ from echelon.config import TrainConfig
 from echelon.errors import diverged
 from echelon.roles.gradient_slots import GradientSchema
 from echelon.roles.queue_source import RingSource
-from echelon.roles.source import Ended
+from echelon.roles.source import EndedEpisodes
 from echelon.schema import GradientBatch
 from echelon.transport.shared_memory import SlotRing
 
@@ -101,4 +101,4 @@ class GradientSource(RingSource[GradientStaging]):
                 returns, lengths, envs = episodes.T
                 self.counters.episodes += len(episodes)
                 self.counters.note_episodes(returns.tolist(), lengths.astype(int).tolist())
-                self.ended.append(Ended(returns, lengths, np.full(len(episodes), stream), envs))
+                self.ended.append(EndedEpisodes(returns, lengths, np.full(len(episodes), stream), envs))

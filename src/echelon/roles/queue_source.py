@@ -19,7 +19,7 @@ import torch
 from echelon.config import TrainConfig
 from echelon.errors import DivergedError
 from echelon.roles.context import Station
-from echelon.roles.source import Ended, Offer, SharedSource
+from echelon.roles.source import EndedEpisodes, Offer, SharedSource
 from echelon.roles.staging import BatchMemory, FieldPlan
 from echelon.schema import Batch, TrajectorySchema, unflatten
 from echelon.transport.shared_memory import SlotRing
@@ -348,4 +348,4 @@ class QueueSource(RingSource[Staging]):
             returns, lengths = arrays["episode_return"][ended], length[ended]
             counters.note_episodes(returns.tolist(), lengths.tolist())
             lanes = staging.lanes.numpy()[ended[1]]
-            self.ended.append(Ended(returns, lengths, *np.divmod(lanes, staging.num_envs)))
+            self.ended.append(EndedEpisodes(returns, lengths, *np.divmod(lanes, staging.num_envs)))

@@ -29,7 +29,7 @@ from echelon.replay.sharded import Replay
 from echelon.replay.sum_tree import MAX_PRIORITY
 from echelon.roles.context import Station
 from echelon.roles.loss_account import Reading
-from echelon.roles.source import Ended, Source
+from echelon.roles.source import EndedEpisodes, Source
 from echelon.roles.staging import BatchMemory, TransitionStaging, transition_fields
 from echelon.roles.tally import UNKNOWN
 from echelon.schema import TransitionBatch, Tree, space_leaves, unflatten
@@ -232,7 +232,7 @@ class ReplaySource(Source):
             returns, lengths, envs = tally.ended(actor, seen).T
             counters.note_episodes(returns.tolist(), lengths.astype(int).tolist())
             actors = np.full(len(returns), UNKNOWN if self.has_workers else actor)
-            self.ended.append(Ended(returns, lengths, actors, envs))
+            self.ended.append(EndedEpisodes(returns, lengths, actors, envs))
             self.seen[actor] = now
 
     def _count_lag(self, lag: Array) -> None:

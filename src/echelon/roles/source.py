@@ -68,7 +68,7 @@ class Counters:
             setattr(self, name, collections.deque(value, maxlen=RETURN_WINDOW) if isinstance(value, list) else value)
 
 
-class Ended(NamedTuple):
+class EndedEpisodes(NamedTuple):
     """Episodes that ended together, as arrays; an actor or environment that is not known is -1."""
 
     returns: Array
@@ -139,7 +139,7 @@ class Source(ABC):
     def __init__(self) -> None:
         self.counters = Counters()
         self.fresh_lag: list[tuple[float, int]] = []  # lag mean and max of batches since the last report
-        self.ended: list[Ended] = []  # the counted episodes; the learner takes them out
+        self.ended: list[EndedEpisodes] = []  # the counted episodes; the learner takes them out
 
     @abstractmethod
     def take(self, version: int) -> Any | None:

@@ -42,7 +42,7 @@ COLORS = ("#1f5fa8", "#d9660f", "#3c8c5a", "#a03070", "#7a5fb5", "#8c6d31", "#3a
 
 
 @dataclass(slots=True)
-class Entry:
+class ComparisonEntry:
     """One run, or several seeds of one configuration."""
 
     label: str
@@ -57,13 +57,13 @@ class Entry:
         return self.label if len(self.runs) == 1 else f"{self.label} ({len(self.runs)} seeds)"
 
 
-def find_entries(paths: Sequence[Path]) -> list[Entry]:
+def find_entries(paths: Sequence[Path]) -> list[ComparisonEntry]:
     """Returns the entries for run folders and groups; raises ConfigError for a folder that is neither.
 
     A group is one entry if its runs have one configuration. Runs that are given by themselves are one entry if they
     have one configuration and different seeds.
     """
-    entries: list[Entry] = []
+    entries: list[ComparisonEntry] = []
     single: dict[str, list[RunRecord]] = {}
     for path in paths:
         records = [read_run(run) for run in _runs_at(path)]
@@ -76,12 +76,12 @@ def find_entries(paths: Sequence[Path]) -> list[Entry]:
         for record in records:
             parts.setdefault(_key(record), []).append(record)
         for index, runs in enumerate(parts.values(), 1):
-            entries.append(Entry(_name(path) if len(parts) == 1 else f"{_name(path)} #{index}", runs))
+            entries.append(ComparisonEntry(_name(path) if len(parts) == 1 else f"{_name(path)} #{index}", runs))
     for runs in single.values():
         if len({record.seed for record in runs}) == len(runs):
-            entries.append(Entry(_name(runs[0].path), runs))
+            entries.append(ComparisonEntry(_name(runs[0].path), runs))
         else:  # repetitions of a seed are compared
-            entries += [Entry(_name(record.path), [record]) for record in runs]
+            entries += [ComparisonEntry(_name(record.path), [record]) for record in runs]
     labels = [entry.label for entry in entries]
     for entry in entries:
         if labels.count(entry.label) > 1:
@@ -121,7 +121,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def result_table(entries: Sequence[Entry]) -> list[str]:
+def result_table(entries: Sequence[ComparisonEntry]) -> list[str]:
     """Returns the lines of a table of results: figures of a run, or medians (first to third quartile) over seeds."""
     rows = []
     for entry in entries:
@@ -141,7 +141,7 @@ def _spread_text(values: Sequence[float | None], show: Callable[[float | None], 
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def difference_table(entries: Sequence[Entry]) -> list[str]:
+def difference_table(entries: Sequence[ComparisonEntry]) -> list[str]:
     """Returns the lines of a table of the fields whose values differ between the entries; [] if none do.
 
     A row per field, a column per entry; several values of one entry are listed.
@@ -169,7 +169,7 @@ def _value_text(flat: Mapping[str, Any], path: str) -> str:
     return value or '""' if isinstance(value, str) else json.dumps(value)
 
 
-def read_curves(entries: Sequence[Entry], progress: Callable[[int, int | None], None]) -> list[list[Curve]]:
+def read_curves(entries: Sequence[ComparisonEntry], progress: Callable[[int, int | None], None]) -> list[list[Curve]]:
     """Returns the returns over steps of every run, by entry; a run without an episode has an empty curve."""
     total, done = sum(len(entry.runs) for entry in entries), 0
     curves: list[list[Curve]] = []
@@ -182,7 +182,7 @@ def read_curves(entries: Sequence[Entry], progress: Callable[[int, int | None], 
     return curves
 
 
-def draw_comparison(entries: Sequence[Entry], curves: Sequence[Sequence[Curve]], path: Path) -> None:
+def draw_comparison(entries: Sequence[ComparisonEntry], curves: Sequence[Sequence[Curve]], path: Path) -> None:
     """Draws returns over steps to `path`, a panel per environment: a line per run, or the median and band of seeds.
 
     The median is drawn over the steps that all seeds have: beyond them it would be that of fewer seeds. Thin lines show
@@ -215,7 +215,7 @@ def draw_comparison(entries: Sequence[Entry], curves: Sequence[Sequence[Curve]],
         raise ConfigError(f"the picture {path} cannot be written: {error}. Choose another file with -o.") from error
 
 
-def _draw_entry(axes: Any, entry: Entry, index: int, curves: Sequence[Curve], widest: float) -> None:
+def _draw_entry(axes: Any, entry: ComparisonEntry, index: int, curves: Sequence[Curve], widest: float) -> None:
     """Draws the curves of an entry. One that is too short to see, of `widest` steps in its panel, ends in a marker."""
     color, style = COLORS[index % len(COLORS)], "-" if index < len(COLORS) else "--"
     grid = common_grid(curves) if len(curves) > 1 else None
