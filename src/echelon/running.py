@@ -20,7 +20,7 @@ from echelon.engines.local import LocalEngine
 from echelon.errors import ConfigError, EchelonError, RunError, escaped_lines
 from echelon.interrupts import Interrupts
 from echelon.names import check_not_loading
-from echelon.roles.plan.start import check_stop, find_bottleneck, make_engine, title
+from echelon.roles.plan.start import check_stop, find_bottleneck, make_engine, preparation_text, title
 from echelon.transport.session import create_session
 
 if TYPE_CHECKING:
@@ -89,7 +89,6 @@ def _run(
     interrupts: Interrupts,
     calls: CallbackList,
 ) -> RunResult:
-    from echelon.roles.outcome import num_first_steps
     from echelon.roles.stopping import constant_schedules
 
     began = time.monotonic()
@@ -98,8 +97,7 @@ def _run(
     def report(text: str) -> None:
         print(escaped_lines(text), file=output, flush=True)
 
-    in_batches = config.stop.steps and config.experience == "queue" and config.algorithm.slots == "trajectories"
-    report(f"preparing {title(config)}{f', batches of {num_first_steps(config):,} steps' if in_batches else ''}")
+    report(preparation_text(config))
     if past.place:
         report(past.place)
     if constant := constant_schedules(config):

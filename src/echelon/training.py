@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from echelon.config import EnvId, StopConfig, TrainConfig, replace
 from echelon.errors import ConfigError, escaped_lines
-from echelon.roles.plan.start import check_stop
+from echelon.roles.plan.start import check_stop, num_episodes
 from echelon.running import Past, RunResult, run
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def resume(
     names. `callbacks` are those of `train`: the run does not remember them.
     """
     from echelon.config_io import set_fields
-    from echelon.roles.stopping import num_episodes, progress, raised_rate, stop_reason, stop_text
+    from echelon.roles.stopping import progress, raised_rate, stop_reason, stop_text
     from echelon.runs.checkpoint import load_parts, newest_intact
     from echelon.runs.folder import RunFolder
     from echelon.runs.outage import newer_fallback

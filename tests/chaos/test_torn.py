@@ -81,7 +81,7 @@ class Bench:
         self.world = Node.host(address)
         self.plan = Plan(self.context)
         self.ring, self.board = self.plan.ring(), self.plan.board()
-        self.source = QueueSource(config, self.context.schema, self.ring, torch.device("cpu"))
+        self.source = QueueSource(config, self.plan.schema, self.ring, torch.device("cpu"))
         self.last: list[dict[str, Array] | None] = [None] * NUM_ACTORS
         self.lives, self.num_read, self.deaths = [0] * NUM_ACTORS, [0] * NUM_ACTORS, 0
         self.board.publish(self.plan.model.parts(), 1)

@@ -19,7 +19,7 @@ from echelon.roles.gauge import PHASES, Gauge
 from echelon.roles.user_objects import UserObjects
 from echelon.runs.outage import Fallback
 from echelon.runs.timeline import Timeline
-from echelon.schema import Spaces, TrajectorySchema
+from echelon.schema import Spaces
 from echelon.world.node import Node
 
 COORDINATOR = "coordinator"
@@ -105,14 +105,6 @@ class Context:
     def fallback(self) -> Fallback:
         """Writes to the run folder at the end of the run, or to another place if that is not possible."""
         return Fallback(self.run_dir, self.train.run.fallback_dir, self.session.name[-8:])
-
-    @property
-    def schema(self) -> TrajectorySchema:
-        train, actor = self.train, self.train.actor
-        is_replayed = train.has_hosts and train.experience == "replay"
-        # The head computes the priorities of other hosts from the values of actors that act by themselves.
-        with_values = is_replayed and train.replay.prioritized and train.acting.mode != "central"
-        return TrajectorySchema(self.spaces, actor.trajectory, actor.envs_per_actor, self.state_shapes, with_values)
 
 
 class Station:

@@ -20,13 +20,15 @@ from echelon.engines.process import Exit
 from echelon.errors import EchelonError
 from echelon.interrupts import Interrupts
 from echelon.roles.context import Context
-from echelon.roles.outcome import CALLBACK, num_first_steps
+from echelon.roles.outcome import CALLBACK
 from echelon.roles.plan.stages import Stages
 from echelon.roles.plan.start import (
     EVALUATOR,
     RoleSpec,
     is_evaluated_at_end,
+    loses_steps,
     num_evaluations,
+    num_first_steps,
     ranks_of,
     restored_text,
     roles_of,
@@ -172,7 +174,7 @@ class Coordinator:
     def _on_restored(self, checkpoint: str, env_steps: int, updates: int) -> None:
         """Reports from where a restarted learner resumes, and how much was lost."""
         place = f"{checkpoint} ({env_steps:,} steps)" if checkpoint else "the beginning (no checkpoint yet)"
-        if self.config.experience != "replay":  # otherwise the actors' counts go on from where they are
+        if loses_steps(self.config):
             try:
                 self.metrics.episodes.drop_after(env_steps)
             except OSError as error:  # the run does not end because of its record
@@ -355,9 +357,9 @@ class Coordinator:
             return f"starting {starting}"
         if (filling := self._filling(self.row)) is not None:
             return f"filling the replay: {filling[0]:,} of {filling[1]:,} transitions"
-        if self.config.has_workers or self.config.experience == "replay":
+        if not (needed := num_first_steps(self.config)):
             return ""
-        num_steps, needed = self.supervisor.num_steps(), num_first_steps(self.config)
+        num_steps = self.supervisor.num_steps()
         if num_steps < needed:
             return f"collecting {num_steps:,} of {needed:,} steps"
         return "learning from the first batch"
@@ -380,7 +382,7 @@ class Coordinator:
                 episodes=row.get("episodes", 0),
                 return_mean=row.get("return_mean"),
                 evaluation_return=self.evaluation_return,
-                lag_mean=row.get("lag_mean", 0.0) if self.config.experience != "replay" else None,
+                lag_mean=None if "replay.inserted" in row else row.get("lag_mean"),
                 lag_max=row.get("lag_max", 0),
                 updates=row.get("updates", 0),
                 wall_s=wall_s,

@@ -25,8 +25,9 @@ from echelon.roles.learner_record import LearnerRecord
 from echelon.roles.loss_account import LossAccount
 from echelon.roles.meeting import Meeting
 from echelon.roles.plan.parts import Plan
+from echelon.roles.plan.start import num_episodes
 from echelon.roles.source import Counters, Offer, SharedSource
-from echelon.roles.stopping import num_episodes, progress, stop_reason
+from echelon.roles.stopping import progress, stop_reason
 from echelon.roles.update import AnyBatch
 from echelon.runs.checkpoint import UNDECODABLE, find_weights, load_checkpoint, newest_intact
 from echelon.runs.packing import decode, encode

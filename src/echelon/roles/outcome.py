@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.config import TrainConfig
+from echelon.roles.plan.start import num_first_steps
 from echelon.roles.stopping import RETURN_WINDOW
 from echelon.runs.report import number_text
 
@@ -31,11 +32,6 @@ def outcome(config: TrainConfig, figures: Mapping[str, Any], run_dir: str) -> di
     can_resume = figures["checkpoint"] is not None and not config.algorithm.is_users  # the latter by its own program
     advice = {"advice": f"To continue: echelon resume {run_dir}"} if status == "stopped" and can_resume else {}
     return {"status": status, **advice}
-
-
-def num_first_steps(config: TrainConfig) -> int:
-    """Returns the environment steps that the first update needs, without replay."""
-    return config.batch_trajectories * config.actor.trajectory * config.actor.envs_per_actor
 
 
 def _no_update(config: TrainConfig, figures: Mapping[str, Any]) -> str:

@@ -50,7 +50,7 @@ class ReplaySource(Source):
         config: ReplayConfig = plan.config.replay
         self.config, self.device, self.space = config, device, plan.context.spaces.observation
         self.batch_size, self.publish_every = config.batch, config.publish_every
-        self.learner, self.has_workers = plan.context.index, plan.config.has_workers
+        self.learner = plan.context.index
         side, self.tally = plan.learner_side(), plan.tally()
         self.limiter, self.links, self.inserted = side.limiter, side.links, side.limiter.inserted
         self.remote_wait = RemoteWait(side.links, side.limiter.listen(self.learner)) if side.links else None
@@ -231,7 +231,7 @@ class ReplaySource(Source):
                 continue
             returns, lengths, envs = tally.ended(actor, seen).T
             counters.note_episodes(returns.tolist(), lengths.astype(int).tolist())
-            actors = np.full(len(returns), UNKNOWN if self.has_workers else actor)
+            actors = np.full(len(returns), UNKNOWN if self.counts_episodes else actor)
             self.ended.append(EndedEpisodes(returns, lengths, actors, envs))
             self.seen[actor] = now
 

@@ -28,14 +28,6 @@ def is_goal_reached(stop: StopConfig, returns: Collection[float]) -> bool:
     return goal is not None and len(returns) >= RETURN_WINDOW and sum(returns) / len(returns) >= goal
 
 
-def num_episodes(config: TrainConfig, episodes: int, updates: int) -> int:
-    """Returns the number of episodes by which a run may be stopped, given how many ended and the number of updates.
-
-    With workers these are the episodes for which all updates have been made.
-    """
-    return updates // config.workers.updates if config.has_workers else episodes
-
-
 def progress(stop: StopConfig, env_steps: int, elapsed_s: float, episodes: int = 0) -> float:
     """Returns the completed fraction (0 to 1) of the run, by the stop condition that is closest to being met."""
     fractions = [0.0]

@@ -7,7 +7,7 @@ import gymnasium as gym
 from echelon.config import TrainConfig
 from echelon.errors import ConfigError
 from echelon.roles.context import Context
-from echelon.schema import Spaces, action_leaf, space_leaves
+from echelon.schema import Spaces, TrajectorySchema, action_leaf, space_leaves
 from echelon.transport.act_board import ActLayout
 
 
@@ -81,6 +81,15 @@ def noise_shapes(config: TrainConfig, spaces: Spaces) -> tuple[tuple[int, ...], 
     algorithm, is_continuous = config.algorithm, isinstance(spaces.action, gym.spaces.Box)
     is_sampled = is_continuous and algorithm.distribution in ("stochastic", "squashed")
     return (action_leaf(spaces.action).shape,) if algorithm.noise_correlation and is_sampled else ()
+
+
+def trajectory_schema(context: Context) -> TrajectorySchema:
+    """Returns the layout of a trajectory."""
+    train, actor = context.train, context.train.actor
+    is_replayed = train.has_hosts and train.experience == "replay"
+    # The head computes the priorities of other hosts from the values of actors that act by themselves.
+    with_values = is_replayed and train.replay.prioritized and train.acting.mode != "central"
+    return TrajectorySchema(context.spaces, actor.trajectory, actor.envs_per_actor, context.state_shapes, with_values)
 
 
 def act_layout(context: Context) -> ActLayout:

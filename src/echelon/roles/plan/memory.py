@@ -17,7 +17,7 @@ from echelon.roles.context import Context
 from echelon.roles.frame_stacks import image_stacks
 from echelon.roles.journal import Journal
 from echelon.roles.plan.findings import USER_LAYOUT, Prepared
-from echelon.roles.plan.layouts import act_layout, window
+from echelon.roles.plan.layouts import act_layout, trajectory_schema, window
 from echelon.roles.plan.replay import ReplayPlan
 from echelon.roles.plan.start import PRELOAD
 from echelon.transport.act_board import ActBoard
@@ -29,7 +29,7 @@ class Memory(ABC):
     """The shared memory of a run; each part is created or opened on first use."""
 
     def __init__(self, context: Context) -> None:
-        self.context, self.schema = context, context.schema
+        self.context, self.schema = context, trajectory_schema(context)
 
     @property
     @abstractmethod

@@ -16,7 +16,6 @@ from echelon.engines.process import IDLE
 from echelon.errors import ConfigError
 from echelon.families import is_atari, is_mario
 from echelon.names import short_name
-from echelon.roles.stopping import num_episodes
 
 if TYPE_CHECKING:
     from echelon.hosts.engine import HostsEngine
@@ -120,11 +119,30 @@ def num_evaluations(config: TrainConfig) -> int:
     return NUM_EVALUATIONS if config.has_workers else 1
 
 
+def num_episodes(config: TrainConfig, episodes: int, updates: int) -> int:
+    """Returns the number of episodes by which a run may be stopped, given how many ended and the number of updates.
+
+    With workers these are the episodes for which all updates have been made.
+    """
+    return updates // config.workers.updates if config.has_workers else episodes
+
+
+def num_first_steps(config: TrainConfig) -> int:
+    """Returns the environment steps that the first update needs; 0 with replay, which needs transitions instead."""
+    steps = config.batch_trajectories * config.actor.trajectory * config.actor.envs_per_actor
+    return 0 if config.experience == "replay" else steps
+
+
+def loses_steps(config: TrainConfig) -> bool:
+    """Returns whether a restart of the learners loses steps. With replay the actors count them, so none are lost."""
+    return config.experience != "replay"
+
+
 def restored_text(config: TrainConfig, place: str, steps: int, updates: int) -> str:
     """Returns the message about learners that restart from `place`, having lost `steps` and `updates`."""
     who = "the learners resume" if config.learner.num_learners > 1 else "the learner resumes"
     lost = f"{updates:,} updates"
-    if config.algorithm.experience != "replay":  # with replay, actors count the steps, so none are lost
+    if loses_steps(config):
         lost = f"{max(steps, 0):,} steps and {lost}"
     return f"{who} from {place}" + (f"; {lost} since then are lost" if updates > 0 else "")
 
@@ -178,6 +196,12 @@ def with_nodes(config: TrainConfig, engine: InlineEngine | LocalEngine) -> Train
 def title(config: TrainConfig) -> str:
     learners = f" with {config.learner.num_learners} learners" if config.learner.num_learners > 1 else ""
     return f"{config.preset} on {short_name(config.env.id) or 'workers'}{learners}"
+
+
+def preparation_text(config: TrainConfig) -> str:
+    """Returns the first message of a run, which may end up to one batch after `stop.steps`."""
+    in_batches = config.stop.steps and config.experience == "queue"
+    return f"preparing {title(config)}{f', batches of {num_first_steps(config):,} steps' if in_batches else ''}"
 
 
 def check_stop(config: TrainConfig) -> None:
