@@ -100,8 +100,7 @@ def resume(
     if stray := next((path for path in fields if path != WORKERS and not path.startswith("hosts.")), None):
         raise ConfigError(f"--{stray} cannot change when a run is resumed. `echelon resume --help` shows what can.")
     if WORKERS in fields and not config.has_workers:
-        given = address or fields[WORKERS]
-        raise ConfigError(f"--address {given} has no effect: {run_dir} has no workers and no Ray cluster. Remove it.")
+        raise ConfigError(f"--address has no effect: {run_dir} has no workers and no Ray cluster. Remove it.")
     config = set_fields(config, fields)
     if not config.has_hosts and (stray := next((path for path in fields if path != WORKERS), None)):
         raise ConfigError(f"--{stray} has no effect: {run_dir} runs on one host. Add --hosts N.")
