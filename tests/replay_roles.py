@@ -65,7 +65,7 @@ def write(folder: Path, index: int, head: int) -> None:
     writer, limiter = ShardWriter(Shard.at(folder, index, layout())), Limiter.at(folder, RULE)
     rng = np.random.default_rng([index, writer.head])
     while writer.head < head or not head:
-        if not limiter.wait_to_insert(CHUNK, 5.0):
+        if not limiter.wait_to_insert(5.0):
             continue
         count = int(rng.integers(1, CHUNK + 1))
         number = writer.head + np.arange(count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import ConfigError
-from echelon.replay.layout import ReplayError
 from echelon.replay.limiter import Limiter, LimiterRule
 from echelon.transport.futex import Word
 from running import wait_until
@@ -154,7 +154,7 @@ class TestWaiting:
         limiter = Limiter.at(shm_dir, rule())
         limiter.note_inserted(0, 26)  # the balance is 24, the room is 24
         peer = Limiter.at(shm_dir, rule())
-        actor = start_waiting(peer, lambda: peer.wait_to_insert(2, 60.0))
+        actor = start_waiting(peer, lambda: peer.wait_to_insert(60.0))
         limiter.note_sampled(0, 7)
         assert actor.is_alive()
         limiter.note_sampled(0, 1)
@@ -164,7 +164,7 @@ class TestWaiting:
     def test_waiting_costs_no_processor_time(self) -> None:
         """Both sides wait for half a second each: a busy loop would use all of that processor time."""
         limiter = Limiter(rule())
-        for wait in (lambda: wait_to_sample(limiter, 0.5), lambda: limiter.wait_to_insert(2, 0.5)):
+        for wait in (lambda: wait_to_sample(limiter, 0.5), lambda: limiter.wait_to_insert(0.5)):
             start_s, spent_s = time.monotonic(), time.thread_time()
             assert not wait()
             assert time.monotonic() - start_s >= 0.5 and time.thread_time() - spent_s < 0.1
@@ -172,14 +172,26 @@ class TestWaiting:
 
     def test_a_wait_ends_with_its_time(self) -> None:
         limiter = Limiter(rule())
-        assert not wait_to_sample(limiter, 0.01) and limiter.wait_to_insert(2, 0.0)
+        assert not wait_to_sample(limiter, 0.01) and limiter.wait_to_insert(0.0)
         limiter.note_inserted(0, 1000)
-        assert not limiter.wait_to_insert(2, 0.01) and wait_to_sample(limiter, 0.0)
+        assert not limiter.wait_to_insert(0.01) and wait_to_sample(limiter, 0.0)
 
-    def test_more_than_was_declared_is_refused(self) -> None:
-        limiter = Limiter(rule())
-        with pytest.raises(ReplayError, match=r"3 items .* at most 2 were declared"):
-            limiter.wait_to_insert(3, 0.0)
+    def test_samples_that_make_no_room_do_not_wake_actors(self, shm_dir: Path) -> None:
+        limiter, peer, switches = Limiter.at(shm_dir, rule()), Limiter.at(shm_dir, rule()), list[int]()
+        limiter.note_inserted(0, 76)  # 208 samples before the next append
+
+        def wait() -> None:
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+            assert peer.wait_to_insert(60.0)
+            switches.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
+
+        actor = start_waiting(peer, wait)
+        for _ in range(208):
+            assert not limiter.may_insert(2)
+            limiter.note_sampled(0, 1)
+            time.sleep(2e-4)
+        actor.join(30.0)
+        assert switches[0] < 20
 
 
 @pytest.mark.parametrize(

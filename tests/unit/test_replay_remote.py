@@ -308,7 +308,7 @@ class TestLimiter:
         scene.fill(np.random.default_rng(0))
         far = scene.far.limiter
         assert not far.may_insert(16)
-        woken = threading.Thread(target=lambda: far.wait_to_insert(16, 60.0))
+        woken = threading.Thread(target=lambda: far.wait_to_insert(60.0))
         woken.start()
         link = scene.link()
         scene.near.limiter.note_sampled(0, 600)

@@ -7,12 +7,12 @@ Shared words, one cache line each: `inserted` of a shard is its head, written by
 counts the items it sampled, and `written_off` the samples that were due for evicted items, both written by that
 learner.
 
-Who waits: an actor waits on the futex word `insert`, which `note_sampled` wakes; a learner waits on the futex word
-`sample`, which `note_inserted` wakes. Both waits have a timeout, so that a role keeps its heartbeat. If an actor dies,
-its count stays and the other actors append in its place; if a learner dies, the actors append up to the end of the band
-and wait for its successor. Several processes may pass a check simultaneously: the band is then exceeded by at most one
-append per actor, or one batch per learner. The carrier, which grants slots to actors of other hosts, sleeps on messages
-too, so while it lacks room (`watch_samples`) every sample rings its doorbell.
+Who waits: an actor waits on the futex word `insert`, which `note_sampled` wakes when an append fits; a learner waits on
+the futex word `sample`, which `note_inserted` wakes. Both waits have a timeout, so that a role keeps its heartbeat. If
+an actor dies, its count stays and the other actors append in its place; if a learner dies, the actors append up to the
+end of the band and wait for its successor. Several processes may pass a check simultaneously: the band is then exceeded
+by at most one append per actor, or one batch per learner. The carrier, which grants slots to actors of other hosts,
+sleeps on messages too, so while it lacks room (`watch_samples`) every sample rings its doorbell.
 
 With shard servers (replay.transport=tcp), the learner's side and the actors' side each have a copy of these words. The
 counts of the other side arrive with the messages between learner and shard server, and the receiver writes them
@@ -35,9 +35,8 @@ import numpy as np
 
 from echelon.errors import ConfigError
 from echelon.layout import ALIGNMENT
-from echelon.replay.layout import ReplayError
 from echelon.replay.shard import join
-from echelon.transport.futex import Word
+from echelon.transport.futex import Word, fence
 from echelon.transport.shared_memory import Doorbell
 
 Array = np.ndarray[Any, Any]
@@ -150,14 +149,9 @@ class Limiter:
             return True
         return self.balance + rule.samples_per_insert * count <= rule.room
 
-    def wait_to_insert(self, count: int, timeout_s: float) -> bool:
-        """Waits up to `timeout_s` until `count` items may be appended; returns whether they may."""
-        if count > self.rule.chunk:
-            raise ReplayError(
-                f"replay limiter: an append of {count} items could wait forever, because at most {self.rule.chunk} "
-                "were declared. Append fewer items per call."
-            )
-        return self._wait(self._insert_bell, lambda: self.may_insert(count), timeout_s)
+    def wait_to_insert(self, timeout_s: float) -> bool:
+        """Waits up to `timeout_s` until a whole append may be made; returns whether it may."""
+        return self._wait(self._insert_bell, lambda: self.may_insert(self.rule.chunk), timeout_s)
 
     def note_inserted(self, shard: int, head: int) -> None:
         """Records that the actor of `shard` appended items up to `head`, and wakes the learners."""
@@ -194,13 +188,15 @@ class Limiter:
             self.note_spent(self.rule.num_learners + learner, total)
 
     def note_spent(self, place: int, total: int) -> None:
-        """Sets the count at `place` to `total`, and wakes the actors.
+        """Sets the count at `place` to `total`, and wakes the actors if an append fits now.
 
         Places number the samples of every learner first, then the write-offs of every learner.
         """
         self._spent[place] = total
         self._insert_bell.value = (total * len(self._spent) + place) & 0x7FFFFFFF
-        self._insert_bell.wake()
+        fence()  # of two learners that make the room together, at least one sees it
+        if self.may_insert(self.rule.chunk):  # most updates leave no room, and to wake every actor takes time
+            self._insert_bell.wake()
         if self._watched[0]:
             self.sampled_bell.ring()
 

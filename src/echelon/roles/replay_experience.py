@@ -198,7 +198,7 @@ class ReplayExperience:
             self.station.wait(min(timeout_s, START_POLL_S), [])
             return
         start = time.perf_counter()
-        self.limiter.wait_to_insert(self.chunk, timeout_s)
+        self.limiter.wait_to_insert(timeout_s)
         self.station.waited(start)
 
     def close(self) -> None:
