@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import os
@@ -54,8 +55,29 @@ def test_what_is_no_device_is_refused(monkeypatch: pytest.MonkeyPatch, name: str
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"device=cuda, but torch .* finds no GPU\. Use --acting\.device cpu"):
+    with pytest.raises(ConfigError, match=r"device=cuda, but torch .* finds no GPU .*\. Use --acting\.device cpu"):
         pick_device("cuda", 1, "--acting.device")
+
+
+@pytest.mark.parametrize(("driver", "found"), [(None, "cpu"), (12080, "cpu"), (13000, "cuda"), (14010, "cuda")])
+def test_auto_takes_no_gpu_whose_driver_is_missing_or_too_old_for_torch(
+    monkeypatch: pytest.MonkeyPatch, driver: int | None, found: str
+) -> None:
+    class Driver:
+        def __init__(self, name: str) -> None:
+            if driver is None:
+                raise OSError(f"{name}: cannot open shared object file")
+
+        def cuDriverGetVersion(self, version: Any) -> None:
+            version._obj.value = driver
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # NVML sees a GPU
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", Driver)
+    assert pick_device("auto", MIN_GPU_PARAMETERS) == found
+    if found == "cpu":
+        with pytest.raises(ConfigError, match="finds no GPU"):
+            pick_device("cuda", 1)
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 3])

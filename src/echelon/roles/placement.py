@@ -16,6 +16,23 @@ MIN_GPU_PARAMETERS = 200_000  # a network of at least this size is worth a GPU, 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 
 
+def has_gpu() -> bool:
+    """Returns whether torch can use a GPU of this host.
+
+    Roles ask NVML (`engines.local`), which also counts GPUs whose driver is too old for torch, or is not visible in a
+    container. To ask CUDA itself takes seconds. The version of its driver is known without them.
+    """
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return torch.cuda.is_available()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    version = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    return version.value // 1000 >= int(torch.version.cuda.partition(".")[0])
+
+
 def pick_device(name: str, num_parameters: int, option: str = "--device", *, least: int = MIN_GPU_PARAMETERS) -> str:
     """Returns the device for `name`, the value of `option`. Raises ConfigError if it does not exist.
 
@@ -23,9 +40,11 @@ def pick_device(name: str, num_parameters: int, option: str = "--device", *, lea
     their data is.
     """
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() and num_parameters >= least else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device={name}, but torch {torch.__version__} finds no GPU. Use {option} cpu or auto.")
+        return "cuda" if num_parameters >= least and has_gpu() else "cpu"
+    if name.startswith("cuda") and not has_gpu():
+        raise ConfigError(
+            f"device={name}, but torch {torch.__version__} finds no GPU that it can use. Use {option} cpu or auto."
+        )
     if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
         raise ConfigError(f"device={name} is not a device: use auto, cpu, cuda or cuda:N.")
     _, _, index = name.partition(":")
