@@ -73,6 +73,12 @@ def test_without_a_gpu_actors_act_locally(make_stage: Callable[..., Stage]) -> N
     assert choose_acting(stage.context, found).mode == "local"
 
 
+def test_a_reproducible_run_acts_locally_whatever_a_gpu_would_gain(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage("CartPole-v1", **AUTO, **{"learner.max_lag": 0, "learner.device": "cpu"})
+    found = choose_acting(stage.context, replace(prepared(stage), act_s=1.0))
+    assert found.mode == "local" and "reproducible" in found.reason
+
+
 @pytest.mark.parametrize("core", ["none", "gru"])
 @pytest.mark.parametrize("env", [toy.CounterEnv, toy.TreeEnv, toy.make_tree_vector, toy.MaskedEnv])
 def test_acting_is_timed_for_any_observation_if_a_gpu_could_serve(

@@ -45,7 +45,8 @@ def settled(config: TrainConfig) -> Choice | None:
 def choose_acting(context: Context, prepared: Prepared) -> Choice:
     """Returns the acting mode: the configured one or, for `auto`, the one that suits the run, or its head.
 
-    With `auto`, raises ConfigError if the settings of central acting are invalid, even if local acting would be chosen.
+    Where `auto` has a choice, raises ConfigError if the settings of central acting are invalid, even if local acting is
+    chosen.
     """
     config = context.train
     if config.experience == "replay" and config.acting.value:
@@ -59,6 +60,8 @@ def choose_acting(context: Context, prepared: Prepared) -> Choice:
     act_layout(dataclasses.replace(context, train=replace(config, acting=replace(config.acting, mode="central"))))
     if config.engine == "inline":
         return Choice("local", "all roles run in one process, so no forward pass can be shared")
+    if config.learner.max_lag == 0 and prepared.device == "cpu":
+        return Choice("local", "every actor chooses its own actions, which keeps the run reproducible")
     if prepared.act_s is None:
         return Choice("local", "an inference server would compute on the CPU, too")
     mode: Literal["local", "central"] = "central" if prepared.act_s > GPU_ROUND_S else "local"
