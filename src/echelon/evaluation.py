@@ -103,8 +103,10 @@ def play(
     _check_counts(episodes, steps)
     config = _load_config(run_dir, env, env_kwargs, network, trust)
     source = weights_path(str(run_dir), checkpoint)
-    name = f"{source.stem}-{seed}" + (f"-{short_name(env)}" if env is not None else "")
-    files = video_files(video, Path(run_dir) / "videos" / re.sub(r"[^\w.-]+", "-", name))  # ALE/Pong-v5 has a slash
+    changes = [short_name(env)] if env is not None else []
+    changes += [f"{key}-{value}" for key, value in (env_kwargs or {}).items()]
+    name = re.sub(r"[^\w.-]+", "-", "-".join([source.stem, str(seed), *changes]))  # ALE/Pong-v5 has a slash
+    files = video_files(video, Path(run_dir) / "videos" / name[:150])
     score = EvaluationScore([], [])
     with _one_thread(), contextlib.ExitStack() as stack:
         model = _load_model(run_dir, config, source, env_kwargs)

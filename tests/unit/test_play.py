@@ -120,8 +120,10 @@ def test_the_options_of_the_picture(painted: Path, tmp_path: Path, capsys: pytes
 
 
 def test_a_video_of_another_environment_has_its_name(painted: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own, other = (Path(played(capsys, painted, *words)["files"][0]) for words in ([], ["--env", "toy_envs:PaintedEnv"]))
-    assert other.name == f"{own.stem}-toy_envs-PaintedEnv.mp4" and own.exists() and other.exists()
+    changes = [], ["--env", "toy_envs:PaintedEnv"], ["--env-kwargs", '{"length": 3}']
+    own, other, short = (Path(played(capsys, painted, *words)["files"][0]) for words in changes)
+    assert own.exists() and other.exists() and short.exists()
+    assert [other.name, short.name] == [f"{own.stem}-{change}.mp4" for change in ("toy_envs-PaintedEnv", "length-3")]
 
 
 def test_a_recurrent_policy_with_a_tree_is_played_as_it_is_evaluated(

@@ -47,7 +47,7 @@ def make_parser() -> Parser:
         "--output",
         default=DEFAULT.output,
         metavar="FILE",
-        help="FILE.mp4, FILE.gif, or FILE for both (default: RUN/videos/CHECKPOINT-SEED[-ENV])",
+        help="FILE.mp4, FILE.gif, or FILE for both (default: RUN/videos/CHECKPOINT-SEED[-CHANGES])",
     )
     parser.add_argument("--window", action="store_true", help="show a window; writes files only with --output")
     parser.add_argument("--fps", type=float, default=DEFAULT.fps, help="steps per second (default: the environment's)")
