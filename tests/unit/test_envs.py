@@ -290,11 +290,6 @@ def test_atari_refuses_to_step_a_part_of_its_group() -> None:
         make_group(EnvConfig(id="ALE/Pong-v5", kwargs={"batch_size": 2}), [1, 2, 3])
 
 
-def test_atari_games_are_stepped_in_turn_unless_they_have_threads() -> None:
-    found = [make_group(EnvConfig(id="ALE/Pong-v5", kwargs={"num_threads": n}), [1]).in_turn for n in (1, 2)]
-    assert found == [True, False]
-
-
 @pytest.mark.parametrize("id", [f"{TOYS}:make_counter", "toy_envs:make_counter", toy.make_counter])
 def test_factories_are_found_in_files_and_modules_and_get_their_kwargs(id: Any) -> None:
     config = EnvConfig(id=id, kwargs={"length": 1}, wrappers=("toy_envs:Doubled",))

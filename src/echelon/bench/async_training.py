@@ -30,7 +30,6 @@ from echelon.bench.harness import Spread, columns, in_turns, machine
 from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError
 from echelon.names import text_of
-from echelon.roles.plan.layouts import num_passes
 from echelon.roles.plan.start import num_cores_of
 from echelon.runs.timeline import Span
 
@@ -184,7 +183,7 @@ class AsyncBench:
     def complete_timelines(self) -> None:
         """Trains once more, with another number of passes, so that there is a timeline bound by the other side."""
         assert self.first is not None, "a K was measured"
-        bound, passes = self.first, num_passes(self.config)
+        bound, passes = self.first, config_io.to_json(self.config)["algorithm"]["epochs"]
         others = 1.0
         if not self.newest[ASYNC].iterations.is_learning_bound:
             rollouts_s = bound.terms(self.setting.num_actors)["rollouts"]

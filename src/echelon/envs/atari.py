@@ -111,5 +111,4 @@ def atari_group(config: EnvConfig, spec: EnvSpec, seeds: list[int]) -> VectorGro
             return AtariScreens(env, AtariVectorEnv(game, len(seeds), **{**kwargs, **SCREEN}), kwargs["frameskip"])
         return env
 
-    in_turn = kwargs["num_threads"] == 1
-    return VectorGroup(make, seeds, config.on_error, lambda env, seeds: np.array(seeds), in_turn=in_turn)
+    return VectorGroup(make, seeds, config.on_error, lambda env, seeds: np.array(seeds))

@@ -36,8 +36,6 @@ SLOW_S = 1.0  # if a step of all environments takes longer, `tick` is called aft
 class LoopGroup:
     """K single environments, stepped one after the other in this process."""
 
-    in_turn = True
-
     def __init__(self, make: Callable[[], gym.Env[Any, Any]], seeds: list[int], on_error: OnError = "stop") -> None:
         self.num_envs = len(seeds)
         self.seeds = list(seeds)

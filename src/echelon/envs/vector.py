@@ -75,7 +75,6 @@ class EnvGroup(Protocol):
     spaces: Spaces
     num_envs: int
     seeds: list[int]  # of the current environments: a restarted environment has a new seed
-    in_turn: bool  # whether a step steps one environment after the other
     failures: list[EnvFailure]  # environments restarted since the caller last cleared it
     tick: Callable[[], None] | None  # called during a long step, so that a slow group does not count as hung
 
@@ -144,10 +143,8 @@ class VectorGroup:
         seeds: list[int],
         on_error: OnError = "stop",
         reset_seed: Callable[[VectorEnv[Any, Any, Any], list[int]], Any] = reset_seed,
-        *,
-        in_turn: bool = False,
     ) -> None:
-        self.num_envs, self.in_turn = len(seeds), in_turn
+        self.num_envs = len(seeds)
         self.seeds = list(seeds)
         self.failures: list[EnvFailure] = []
         self.tick: Callable[[], None] | None = None  # never called: one call steps all environments

@@ -111,10 +111,3 @@ def act_layout(context: Context) -> ActLayout:
         num_groups=groups,
         num_servers=servers,
     )
-
-
-def num_passes(config: TrainConfig) -> float:
-    """Returns how often each environment step is learned from."""
-    if config.algorithm.experience == "replay":
-        return config.replay.samples_per_insert
-    return getattr(config.algorithm, "epochs", 1)
