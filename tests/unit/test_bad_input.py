@@ -390,7 +390,7 @@ def test_a_run_that_reached_its_end_is_not_resumed_without_a_new_one(run: Path, 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "nowhere", "host:99999"])
 def test_an_address_is_refused_where_no_workers_are_or_none_is_meant(run: Path, address: str, command: Command) -> None:
     told = command("resume", str(run), "--steps", "100000", "--address", address)
-    assert told.code == 2 and f"--address {address}" in told.err
+    assert told.code == 2 and "--address has no effect" in told.err
 
 
 def test_resume_accepts_the_old_name_of_the_episodes_and_warns(run: Path) -> None:
