@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ import echelon
 from echelon.cli.main import main
 from echelon.config import replace
 from echelon.errors import ConfigError, EnvError
-from echelon.roles.evaluator import Match
+from echelon.roles.evaluator import Evaluator, Match
+from echelon.roles.gauge import Gauge
 from echelon.runs.best import Best, read_best, save_best
 from echelon.runs.checkpoint import load_weights, read_weights, weights_path
 from echelon.runs.metrics import read_rows
 from echelon.runs.report import number_text
+from stage import Stage
 
 TINY = {"actor.num_actors": 1, "actor.envs": 2, "actor.trajectory": 8, "network.hidden": (8,), "learner.threads": 1}
 TINY |= {"engine": "inline", "stop.steps": 100, "algorithm.minibatches": 2, "algorithm.epochs": 1}
@@ -61,6 +65,24 @@ def test_the_final_weights_are_evaluated_in_processes(tmp_path: Path, shm_dir: P
     assert local["weights_sha256"] == inline["weights_sha256"]
     assert local["evaluation_return_mean"] == inline["evaluation_return_mean"]
     assert local["restarts"] == 0 and not list(shm_dir.iterdir())
+
+
+def test_a_request_that_comes_while_the_evaluator_starts_is_served(
+    make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_stage(**{"evaluation.episodes": 1})
+    begin = Gauge.begin
+
+    def ask(gauge: Gauge, incarnation: int) -> None:
+        """The role has joined; it does not serve its own functions yet."""
+        stage.world.post("evaluator", "evaluate", "checkpoint", 0, 1, 10.0)
+        begin(gauge, incarnation)
+
+    monkeypatch.setattr(Gauge, "begin", ask)
+    evaluator = Evaluator(dataclasses.replace(stage.context, name="evaluator"))
+    stage.roles.append(evaluator)
+    evaluator.step(0.1)
+    assert evaluator.final is not None
 
 
 def test_episodes_that_never_end_do_not_hold_up_the_end(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ class Station:
         self.timeline = Timeline(context.run_dir, context.name, context.started_at) if records else None
         self._next_tick, self._has_begun = 0.0, False
         self.world.serve("stop", self._stop)
-        self.tick(time.perf_counter())
+        self.gauge.show(0, self.phases, 0)  # calls are handled from the first tick on, when the role serves its own
 
     def _stop(self) -> None:
         self.stop_requested = True
