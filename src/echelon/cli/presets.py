@@ -13,7 +13,7 @@ from echelon.presets import PRESETS, check_preset, preset
 from echelon.presets.zoo import ZooResult, all_results, all_rows
 
 UNKNOWN = "an environment that nobody has seen"
-SHOWN = ("actor.", "learner.", "network.", "optimizer.", "algorithm.", "replay.", "env.kwargs")
+SHOWN = ("actor.", "learner.", "network.", "optimizer.", "algorithm.", "replay.", "env.kwargs", "evaluation.", "stop.")
 NOTHING = ["no result is recorded for this environment"]
 
 
@@ -68,6 +68,8 @@ def _environments(name: str) -> list[str]:
             changed = {path: value for path, value in changed.items() if of_family.get(path) != value}
         if changed:
             lines.append(f"  {target:<24} {', '.join(f'{path} {value}' for path, value in changed.items())}")
+    if len(lines) == 1:
+        lines = [f"{name} has no tuned values for environments or families."]
     results = [result for result in all_results() if result.preset == name]
     if results:
         lines += ["", "mean return of greedy episodes, per seed:", *map(_line, results)]
@@ -85,7 +87,7 @@ def _values(name: str, env: str, family: str) -> list[str]:
     ]
     for info in fields_of(config):
         is_used = not info.path.startswith("replay.") or config.experience == "replay"
-        if info.path.startswith(SHOWN) and is_used:
+        if (info.path.startswith(SHOWN) or info.path in changed) and is_used:
             mark = "*" if info.path in changed else " "
             lines.append(f"{mark} --{info.path.replace('_', '-'):<38} {_text(info.value)}")
     results = [r for r in all_results() if r.preset == name and name_of(r.env) == name_of(env)]
