@@ -194,7 +194,7 @@ def test_final_summary() -> None:
         "status      finished",
         "steps       1,000,000",
         "time        1 min 40 s",
-        "steps/s     10,000",
+        "steps/s     10,000 since the first updates",
         "return      499.5 (evaluation 500.0)",
         "lag         1.50 versions of the weights on average, 4 at most",
         "run         runs/x",

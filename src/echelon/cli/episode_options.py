@@ -29,8 +29,8 @@ def add_options(parser: Parser, episodes: int) -> None:
         "--env-kwargs",
         metavar="JSON",
         default="{}",
-        help="keyword arguments for the environment; they are added to the run's, or replace them; an --env of another "
-        "name than the run's drops the run's",
+        help="keyword arguments for the environment; they are added to the run's, or replace them; an --env other than "
+        "a stage or version of the run's drops the run's",
     )
     add_trust(parser)
 

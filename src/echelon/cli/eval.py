@@ -31,6 +31,6 @@ def run(arguments: Sequence[str]) -> int:
         print(
             f"{score['checkpoint']}{steps}, {'sampled' if known.sample else 'greedy'} actions: "
             f"return {shown['mean']} ± {shown['std']} (min {shown['min']}, max {shown['max']}) over "
-            f"{score['episodes']} episodes, {score['length_mean']:,.1f} steps each"
+            f"{score['episodes']} episodes, {score['length_mean']:,.1f} steps on average"
         )
     return 0

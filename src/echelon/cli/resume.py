@@ -26,7 +26,10 @@ def whole(text: str) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="echelon resume", description="Resume a run from its newest checkpoint.")
+    parser = Parser(
+        prog="echelon resume",
+        description="Resume a run from its newest checkpoint. New totals replace all limits of the run.",
+    )
     parser.add_argument("run", metavar="RUN", help="the run folder")
     parser.add_argument("--steps", type=whole, default=0, metavar="TOTAL", help="new total of environment steps")
     parser.add_argument("--minutes", type=float, default=0.0, metavar="TOTAL", help="new total of minutes")

@@ -187,7 +187,7 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
         "goal": given("{}", "goal_reached", show=lambda reached: "reached" if reached else "missed"),
         "steps": given("{:,}", "env_steps"),
         "time": duration(wall_s) if wall_s is not None else "",
-        "steps/s": given("{:,.0f}", "env_steps_per_s"),
+        "steps/s": given("{:,.0f} since the first updates", "env_steps_per_s"),
         "return": given("{}", "return_mean", show=number_text)
         + ("" if is_evaluated else given(" (evaluation {})", "evaluation_return", show=number_text)),
         "evaluation": NO_EPISODE
