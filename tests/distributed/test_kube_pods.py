@@ -108,7 +108,7 @@ def test_a_learner_and_a_worker_run_as_their_pods(
         wait_until(lambda: not worker.is_ready(), "the worker is no longer ready")
     assert "resuming from" in lives[1].text()
     working.process.terminate()
-    assert working.code() == 130, working.text()
+    assert working.code() == 143, working.text()
 
 
 @pytest.mark.full

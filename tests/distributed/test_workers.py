@@ -57,7 +57,7 @@ class Worker:
         """Ends a worker that waits for a stopped run to be resumed; returns the number of episodes it sent."""
         wait_until(lambda: "was stopped; retrying until it is resumed" in self.text(), "the worker waits")
         self.process.terminate()
-        assert self.code() == 130, self.text()
+        assert self.code() == 143, self.text()
         return self.num_sent("leaving")
 
     def lost_and_found(self) -> tuple[int, int]:
@@ -302,7 +302,7 @@ def test_probes_see_whether_a_worker_has_joined(site: Site) -> None:
         wait_until(lambda: status.read_text() == "waiting\n", "it has lost the learner")
     assert "resuming from" in run.text()
     worker.process.terminate()
-    assert worker.code() == 130 and not status.exists()
+    assert worker.code() == 143 and not status.exists()
 
 
 def test_a_resume_whose_port_is_taken_keeps_the_run(site: Site) -> None:

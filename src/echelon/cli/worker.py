@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from typing import NoReturn
 
 from echelon.cli.main import Parser, add_status_file
 from echelon.errors import ConfigError
@@ -65,6 +66,10 @@ def run(arguments: Sequence[str]) -> int:
         status_file=known.status_file,
     )
     for number in (signal.SIGTERM, signal.SIGHUP):  # sign off from the learner on these, too
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, _leave)
     worker.work(known.episodes)
     return 0
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt(number)
