@@ -118,7 +118,9 @@ class SupervisionConfig(Section, frozen=True):
     hang_timeout_s: Annotated[
         float,
         doc(
-            "a role that makes no progress for this long counts as hung; four times as long while it starts", "s", gt=0
+            "a role that makes no progress for this long counts as hung; four times as long to start or compile",
+            "s",
+            gt=0,
         ),
     ] = 30.0
     max_same_failures: Annotated[

@@ -33,7 +33,10 @@ class EnvConfig(Section, frozen=True):
     ] = ()
     vector: Annotated[
         Literal["auto", "loop", "vector_entry_point"],
-        doc("how an actor steps its environments; auto: vectorised for Atari and Mario, else in a loop"),
+        doc(
+            "how an actor steps its environments; auto: vectorised for Atari, Mario, envpool: and factories with "
+            "num_envs, else in a loop"
+        ),
     ] = "auto"
     on_error: Annotated[
         Literal["stop", "restart"], doc("when an environment raises: stop the run, or restart the environment")
@@ -52,7 +55,13 @@ class ActorConfig(Section, frozen=True):
     ] = 32
     trajectory: Annotated[int, doc("steps per trajectory, T", "steps", ge=1)] = 20
     slots: Annotated[
-        int, doc("written trajectories per actor that the learner has not read yet, at most", "trajectories", ge=1)
+        int,
+        doc(
+            "written trajectories per actor that the learner has not read yet, at most; a learner.max_lag decides "
+            "instead",
+            "trajectories",
+            ge=1,
+        ),
     ] = 4
 
     @property

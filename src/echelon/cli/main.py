@@ -148,7 +148,8 @@ def _overview() -> str:
     head = "Echelon trains reinforcement-learning policies with many processes, on PyTorch.\n\ncommands:"
     codes = (
         "exit codes: 0 done, 1 failed, 2 a mistake in the command or configuration, or NaN, 130 stopped by\n"
-        "Ctrl-C, 143 stopped by SIGTERM. A training that is stopped saves a checkpoint first: `echelon resume RUN`."
+        "Ctrl-C, 143 by SIGTERM, 129 by SIGHUP (`host`: 0). A training that is stopped saves a checkpoint first:\n"
+        "`echelon resume RUN`."
     )
     tail = "`echelon COMMAND --help` lists the options of a command."
     return "\n".join([head, *lines, "", codes, "", tail])
