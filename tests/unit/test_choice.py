@@ -89,12 +89,10 @@ def test_acting_is_timed_for_any_observation_if_a_gpu_could_serve(
     assert found.act_s is not None and 0.0 < found.act_s < 1.0
 
 
-@pytest.mark.parametrize(("hidden", "mode"), [("8", "local"), ("4096,4096", "central")])
+@pytest.mark.parametrize(("act_s", "mode"), [(0.5e-3, "local"), (2e-3, "central")])
 def test_a_server_on_a_gpu_is_for_networks_that_keep_an_actor_busy(
-    make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, hidden: str, mode: str
+    make_stage: Callable[..., Stage], act_s: float, mode: str
 ) -> None:
-    monkeypatch.setattr(sizing, "server_device", lambda train, num_parameters, index: "cuda:0")
-    sizes = tuple(map(int, hidden.split(",")))
-    stage = make_stage("CartPole-v1", **AUTO, **{"network.hidden": sizes})
-    found = choose_acting(stage.context, prepared(stage))
+    stage = make_stage("CartPole-v1", **AUTO)
+    found = choose_acting(stage.context, replace(prepared(stage), act_s=act_s))
     assert found.mode == mode and "4 environments" in found.reason

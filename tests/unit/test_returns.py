@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from echelon.objectives.policy_gradient import gae, n_step_returns, vtrace
+from echelon.objectives.policy_gradient import gae, vtrace
 
 GAMMA = 0.9
 ENDS = ("goes on", "goes on", "terminated", "truncated")
@@ -96,19 +96,17 @@ def test_vtrace_is_equation_1(case: Case, rho_clip: float, c_clip: float, trace_
             assert got.advantage_TB[t, b].item() == pytest.approx(advantage, abs=1e-9)
 
 
-@settings(deadline=None)
-@given(cases(), st.integers(1, 12))
-def test_n_step_returns_stop_at_ends(case: Case, n: int) -> None:
-    got = n_step_returns(case.reward, case.discount, case.value, case.valid, n)
+def longest_returns(case: Case) -> Tensor:
+    """The discounted rewards of every step until its episode or the trajectory ends, and the value there."""
+    returns = case.value[:-1].clone()  # of steps that only reset
     for b in range(case.B):
         for t in range(case.T):
-            expected = float(case.value[t, b])
             if case.valid[t, b]:
-                stop = min(t + n, case.ends_at(t, b))
-                expected = sum(GAMMA ** (s - t) * float(case.reward[s, b]) for s in range(t, stop))
+                stop = min(case.T, case.ends_at(t, b))
+                returns[t, b] = sum(GAMMA ** (s - t) * float(case.reward[s, b]) for s in range(t, stop))
                 if not case.terminated[stop - 1, b]:
-                    expected += GAMMA ** (stop - t) * float(case.value[stop, b])
-            assert got[t, b].item() == pytest.approx(expected, abs=1e-9)
+                    returns[t, b] += GAMMA ** (stop - t) * float(case.value[stop, b])
+    return returns
 
 
 @settings(deadline=None)
@@ -118,7 +116,7 @@ def test_on_policy_vtrace_is_the_longest_n_step_return(case: Case) -> None:
     got = vtrace(
         on_policy, case.reward, case.discount, case.value, case.valid, rho_clip=1.0, c_clip=1.0, trace_lambda=1.0
     )
-    returns = n_step_returns(case.reward, case.discount, case.value, case.valid, case.T)
+    returns = longest_returns(case)
     torch.testing.assert_close(got.target_TB, returns)
     torch.testing.assert_close(got.advantage_TB, returns - case.value[:-1])
 
@@ -140,9 +138,8 @@ def test_only_truncation_bootstraps_from_the_last_observation(end: str) -> None:
     bootstrap = 100.0 if end == "truncated" else 0.0
     after = case.reward[1, 0].item() + GAMMA * bootstrap
     expected = [case.reward[0, 0].item() + GAMMA * after, after, 100.0]
-    returns = n_step_returns(case.reward, case.discount, case.value, case.valid, 4)
     advantage = gae(case.reward, case.discount, case.value, case.valid, 1.0)
-    assert returns[:3, 0].tolist() == pytest.approx(expected)
+    assert longest_returns(case)[:3, 0].tolist() == pytest.approx(expected)
     assert (advantage + case.value[:-1])[:3, 0].tolist() == pytest.approx(expected)
 
 
@@ -154,7 +151,6 @@ def test_no_gradient_flows_and_no_input_changes() -> None:
         x.requires_grad_()
     got = vtrace(*inputs, case.valid, rho_clip=1.0, c_clip=1.0, trace_lambda=0.9)
     results = [got.target_TB, got.advantage_TB, gae(*inputs[1:], case.valid, 0.9)]
-    results.append(n_step_returns(*inputs[1:], case.valid, 2))
     assert not any(result.requires_grad for result in results)
     for x, old in zip(inputs, before, strict=True):
         assert torch.equal(x.detach(), old)
