@@ -23,12 +23,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from echelon.engines.local import ROLE_ENVIRONMENT
+
 MARK = "ECHELON_TEST_RUN"  # in the environment of every process of one scene: so those left behind are found
 SESSION = "ECHELON_TEST_SESSION"  # in that of every process of a test run: the folder of the run
 PLACE_FOR_MARK = "." * 64
-THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 READ_ON_IMPORT = ("CUDA", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_")
-MAY_DIFFER = {"PYTHONPATH", "PYTHONUNBUFFERED", *THREADS}  # where the threads are one
+MAY_DIFFER = {"PYTHONPATH", "PYTHONUNBUFFERED", *ROLE_ENVIRONMENT}  # where the threads are one
 GUARD = Path(__file__).with_name("warm_guard.py")
 INTO_HOST = ["-U", "--preserve-credentials", "-n"]  # of nsenter: into the network of another host, see hosts.py
 TEMPORARY = "/dev/shm"  # short, as sockets lie below it
@@ -145,7 +146,7 @@ def namespace(start: Callable[..., Popen]) -> types.SimpleNamespace:
 
 def popen(words: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> Popen:
     """Starts a process with one thread of torch, as those that are forked have."""
-    return Popen(words, env={**(os.environ if env is None else env), **THREADS}, **options)
+    return Popen(words, env={**(os.environ if env is None else env), **ROLE_ENVIRONMENT}, **options)
 
 
 def skip_curves() -> None:
@@ -168,7 +169,7 @@ class Guard:
         os.environ.pop("ECHELON_SECRET", None)
         tests = Path(__file__).parent
         path = os.pathsep.join([str(tests.parent / "src"), str(tests), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, **THREADS, "PYTHONPATH": path, MARK: PLACE_FOR_MARK}
+        environment = {**os.environ, **ROLE_ENVIRONMENT, "PYTHONPATH": path, MARK: PLACE_FOR_MARK}
         listener = socket.socket(socket.AF_UNIX)  # asked before it has imported everything, it answers later
         listener.bind(f"{folder}/warm")
         listener.listen(64)
