@@ -274,7 +274,8 @@ def test_prometheus_reads_the_metrics_of_a_run(tmp_path: Path) -> None:
     found = scrapes.found
     assert found['echelon_env_steps_total{run="run"}'] == summary["env_steps"] > 0
     assert found['echelon_evaluation_return_mean{run="run"}'] == summary["evaluation_return_mean"]
-    assert 0 < found['echelon_time_share{run="run",role="learner",phase="learn"}'] <= 1
+    shares = [share for name, share in found.items() if name.startswith('echelon_time_share{run="run",role="learner"')]
+    assert len(shares) > 1 and 0 < sum(shares) < 1.1  # one phase of a run this short may round to 0
     assert found['echelon_callback_own_number{run="run"}'] == 3
     with pytest.raises(OSError):  # it is closed
         metrics_of(prometheus.url)
