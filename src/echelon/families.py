@@ -6,19 +6,22 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-GAMES = """
-    Adventure AirRaid Alien Amidar Assault Asterix Asteroids Atlantis Atlantis2 Backgammon BankHeist BasicMath
-    BattleZone BeamRider Berzerk Blackjack Bowling Boxing Breakout Carnival Casino Centipede ChopperCommand CrazyClimber
-    Crossbow Darkchambers Defender DemonAttack DonkeyKong DoubleDunk Earthworld ElevatorAction Enduro Entombed Et
-    FishingDerby FlagCapture Freeway Frogger Frostbite Galaxian Gopher Gravitar Hangman HauntedHouse Hero
-    HumanCannonball IceHockey Jamesbond JourneyEscape Kaboom Kangaroo KeystoneKapers KingKong Klax Koolaid Krull
-    KungFuMaster LaserGates LostLuggage MarioBros MiniatureGolf MontezumaRevenge MrDo MsPacman NameThisGame Othello
-    Pacman Phoenix Pitfall Pitfall2 Pong Pooyan PrivateEye Qbert Riverraid RoadRunner Robotank Seaquest SirLancelot
-    Skiing Solaris SpaceInvaders SpaceWar StarGunner Superman Surround Tennis Tetris TicTacToe3D TimePilot Trondead
-    Turmoil Tutankham UpNDown Venture VideoCheckers VideoChess VideoCube VideoPinball WizardOfWor WordZapper YarsRevenge
-    Zaxxon
+OLD_GAMES = """
+    Adventure AirRaid Alien Amidar Assault Asterix Asteroids Atlantis BankHeist BattleZone BeamRider Berzerk Bowling
+    Boxing Breakout Carnival Centipede ChopperCommand CrazyClimber Defender DemonAttack DoubleDunk ElevatorAction Enduro
+    FishingDerby Freeway Frostbite Gopher Gravitar Hero IceHockey Jamesbond JourneyEscape Kangaroo Krull KungFuMaster
+    MontezumaRevenge MsPacman NameThisGame Phoenix Pitfall Pong Pooyan PrivateEye Qbert Riverraid RoadRunner Robotank
+    Seaquest Skiing Solaris SpaceInvaders StarGunner Tennis TimePilot Tutankham UpNDown Venture VideoPinball WizardOfWor
+    YarsRevenge Zaxxon
 """
-ATARI = frozenset(GAMES.split())
+NEW_GAMES = """
+    Atlantis2 Backgammon BasicMath Blackjack Casino Crossbow Darkchambers DonkeyKong Earthworld Entombed Et FlagCapture
+    Frogger Galaxian Hangman HauntedHouse HumanCannonball Kaboom KeystoneKapers KingKong Klax Koolaid LaserGates
+    LostLuggage MarioBros MiniatureGolf MrDo Othello Pacman Pitfall2 SirLancelot SpaceWar Superman Surround Tetris
+    TicTacToe3D Trondead Turmoil VideoCheckers VideoChess VideoCube WordZapper
+"""
+OLD_ATARI = frozenset(OLD_GAMES.split())  # have ids of the versions 0 and 4, too
+ATARI = OLD_ATARI.union(NEW_GAMES.split())
 MEMBERS = {  # other families with ids of their own; ids of Atari games overlap with them
     "classic-control": "CartPole MountainCar MountainCarContinuous Acrobot Pendulum",
     "toy-text": "Blackjack FrozenLake FrozenLake8x8 CliffWalking CliffWalkingSlippery Taxi",
@@ -71,5 +74,10 @@ def _game_of(env: str) -> str | None:
     module, _, name = env.rpartition(":")
     if ale := ALE_ID.fullmatch(name):
         return ale[1]
-    found = (ENVPOOL_ID if module == "envpool" else OLD_ID).fullmatch(name)
-    return found[1] if found is not None and found[1] in ATARI else None
+    if module == "envpool":
+        found, games = ENVPOOL_ID.fullmatch(name), ATARI
+    elif module in ("", "ale_py", "gymnasium"):
+        found, games = OLD_ID.fullmatch(name), OLD_ATARI
+    else:
+        return None  # an environment of the user's own
+    return found[1] if found is not None and found[1] in games else None

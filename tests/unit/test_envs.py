@@ -297,6 +297,18 @@ def test_factories_are_found_in_files_and_modules_and_get_their_kwargs(id: Any) 
     assert stream["reward"][:, 0].tolist() == [202, 0, 402]
 
 
+@pytest.mark.parametrize("name", ["Tetris-v0", "Othello-v4"])
+def test_an_own_environment_may_have_the_name_of_an_atari_game(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = "gymnasium.envs.classic_control:CartPoleEnv"
+    (tmp_path / f"my_{name[:6]}.py").write_text(f"import gymnasium\ngymnasium.register({name!r}, {entry!r})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "ale_py", None)
+    assert probe_spaces(EnvConfig(id=f"my_{name[:6]}:{name}")).action == gym.spaces.Discrete(2)
+    assert probe_spaces(EnvConfig(id=name)).action == gym.spaces.Discrete(2)
+
+
 def test_an_id_may_name_the_module_that_registers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "toy_registration.py").write_text(
         'import gymnasium\n\ngymnasium.register("Toys/Counter-v3", entry_point="toy_envs:CounterEnv")\n'

@@ -51,7 +51,7 @@ def make_group(config: EnvConfig, seeds: list[int], wrapper: Wrapper | None = No
             raise ConfigError(f'env.id="{id}" is {factory!r:.80}; an environment factory must be callable.')
         return _factory_group(config, factory, seeds, wrapper)
     spec = _find_spec(id, module, name)
-    vector_group = atari_group if is_atari(name) else mario_group if is_mario(spec) else None
+    vector_group = atari_group if is_atari(id) and "game" in spec.kwargs else mario_group if is_mario(spec) else None
     if config.vector == "loop" or (config.vector == "auto" and vector_group is None):
         return LoopGroup(wrap(lambda: _make_single(spec, config.kwargs)), seeds, config.on_error)
     _refuse_wrappers(config, wrapper)
@@ -118,11 +118,11 @@ def _find_spec(id: str, module: str, name: str) -> EnvSpec:
         except ModuleNotFoundError as error:
             command = ': pip install "echelon[pybullet]"' if error.name in BULLET else ""
             raise ConfigError(f'env.id="{id}" cannot import "{error.name}"; install its package{command}.') from error
-    if is_atari(name):
+    if is_atari(id):
         import_ale(id)
     elif not module:
         check_mario_id(id)
-    spec = find_game(name) if is_atari(name) else gym.registry.get(name)
+    spec = find_game(name) if is_atari(id) else gym.registry.get(name)
     if spec is None:
         if "BulletEnv" in name and not module:
             raise ConfigError(f'env.id="{id}" is registered by PyBullet: write "pybullet_envs_gymnasium:{id}".')
