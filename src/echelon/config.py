@@ -356,10 +356,14 @@ def _paths(config: Section) -> list[str]:
 def replace(config: AnySection, **changes: Any) -> AnySection:
     """Returns a copy of `config` with dotted fields changed: replace(config, **{"actor.envs": 8, "seed": 1}).
 
-    All changes are applied together, so fields that must fit each other can be changed in one call.
+    All changes are applied together, so fields that must fit each other can be changed in one call. A total number of
+    environments replaces a number per actor.
     """
     sections: dict[str, dict[str, Any]] = {}
-    for path, value in current_fields(changes).items():
+    changes = current_fields(changes)
+    if "actor.total_envs" in changes:
+        changes.setdefault("actor.envs", 0)
+    for path, value in changes.items():
         head, _, rest = path.partition(".")
         section = getattr(config, head, None)
         known = section.__struct_fields__ if isinstance(section, Section) else ()

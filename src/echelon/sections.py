@@ -5,6 +5,7 @@ Sections about a run as a whole are in `run_sections`, those of algorithms in `e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -51,7 +52,8 @@ class ActorConfig(Section, frozen=True):
     num_actors: Annotated[int, doc("number of actors; with --min-actors the most that run at a time", ge=1)] = 2
     envs: Annotated[int, doc("environments per actor, K; 0: an equal part of actor.total_envs", ge=0)] = 0
     total_envs: Annotated[
-        int, doc("environments of all actors together, rounded up to a multiple of them, where actor.envs is 0", ge=1)
+        int,
+        doc("environments of all actors together, where actor.envs is 0: each has an equal part, rounded", ge=1),
     ] = 32
     trajectory: Annotated[int, doc("steps per trajectory, T", "steps", ge=1)] = 20
     slots: Annotated[
@@ -68,9 +70,15 @@ class ActorConfig(Section, frozen=True):
     def envs_per_actor(self) -> int:
         """Number of environments of one actor, K.
 
-        With a fixed total, more actors make steps faster, but change neither the size of a batch nor the lag.
+        With a fixed total, more actors make steps faster, but change neither the size of a batch, beyond rounding, nor
+        the lag.
         """
-        return self.envs or -(-self.total_envs // self.num_actors)
+        return self.envs or max(math.ceil(self.total_envs / self.num_actors - 0.5), 1)
+
+    @property
+    def has_too_many(self) -> bool:
+        """Whether there are more actors than environments to divide among them: batches grow with the actors."""
+        return not self.envs and self.num_actors > self.total_envs
 
 
 class ActingConfig(Section, frozen=True):

@@ -659,10 +659,10 @@ def test_what_is_vectorised_is_not_told_to_be() -> None:
 def test_a_learner_that_waits_for_batches_of_many_actors_is_told_how_to_update_more_often() -> None:
     roles = {"learner": shares(learn=0.4, wait=0.6), "actor-0": shares(env=0.9, wait=0.1)}
     setting: dict[str, Any] = {"num_cores": 8, "num_processes": 2}
-    told = bottleneck(roles, **setting, num_joined=4, lag_bounded=False)
+    told = bottleneck(roles, **setting, num_joined=4, smaller_batch="--envs-per-actor 0", lag_bounded=False)
     assert "each of the 4 actors, so batches grow" in told and "--learner.batch N or --envs-per-actor 0 would" in told
-    bounded = bottleneck(roles, **setting, num_joined=4, lag_bounded=True)
-    assert "--envs-per-actor 0 would" in bounded and "--learner.batch" not in bounded, "it must fit all actors"
+    bounded = bottleneck(roles, **setting, num_joined=4, smaller_batch="--actors 3", lag_bounded=True)
+    assert "--actors 3 would" in bounded and "--learner.batch" not in bounded, "it must fit all actors"
     busy = {**roles, "learner": shares(learn=0.6, wait=0.4)}
     for other in (bottleneck(roles, **setting, num_joined=2), bottleneck(busy, **setting, num_joined=4)):
         assert "batches grow" not in other

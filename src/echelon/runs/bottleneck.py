@@ -41,13 +41,14 @@ def bottleneck(
     has_gpu: bool = True,
     vectorised: bool = False,
     num_joined: int = 0,
+    smaller_batch: str = "",
 ) -> str:
     """Returns one sentence that names the bottleneck and one that names the remedy.
 
     `roles` maps names such as "actor-0", "inference-0" and "learner" to phase shares; `num_processes` run on
     `num_cores`; `replayed`: a limiter paces actors and learner; `on_gpu`: the learner uses a GPU; `has_gpu`: there
     is one to recommend; `vectorised`: the environments are; `num_joined`: actors that join a batch, if it grows with
-    their number, else 0.
+    their number, else 0; `smaller_batch`: the options that make it smaller.
     """
     sentences = _bottleneck(roles, num_cores, num_processes, lag_bounded, replayed, on_gpu, has_gpu, vectorised)
     learners = [shares for name, shares in roles.items() if name.startswith("learner")]
@@ -56,7 +57,7 @@ def bottleneck(
     fewer = "" if lag_bounded else "--learner.batch N or "
     return (
         f"{sentences} A batch has one trajectory of each of the {num_joined} actors, so batches grow with the actors: "
-        f"{fewer}--envs-per-actor 0 would update more often."
+        f"{fewer}{smaller_batch} would update more often."
     )
 
 

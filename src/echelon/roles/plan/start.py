@@ -200,8 +200,13 @@ def title(config: TrainConfig) -> str:
 
 def preparation_text(config: TrainConfig) -> str:
     """Returns the first message of a run, which may end up to one batch after `stop.steps`."""
-    in_batches = config.stop.steps and config.experience == "queue"
-    return f"preparing {title(config)}{f', batches of {num_first_steps(config):,} steps' if in_batches else ''}"
+    actor, text = config.actor, f"preparing {title(config)}"
+    is_larger = config.learner.batch == 0 and actor.has_too_many
+    if config.experience == "queue" and (config.stop.steps or is_larger):
+        text += f", batches of {num_first_steps(config):,} steps"
+    if is_larger and config.experience == "queue":
+        text += f" (with --actors {actor.total_envs}: {actor.trajectory * actor.total_envs:,})"
+    return text
 
 
 def check_stop(config: TrainConfig) -> None:
@@ -246,7 +251,7 @@ def find_bottleneck(config: TrainConfig, shares: dict[str, dict[str, float]], fi
     if not shares:
         return ""
     inline, is_queue, actor = is_one_process(config), config.algorithm.experience == "queue", config.actor
-    grows = is_queue and config.learner.batch == 0 and actor.envs > 0
+    grows = is_queue and config.learner.batch == 0 and (actor.envs > 0 or actor.has_too_many)
     return bottleneck(
         shares,
         num_cores=1 if inline else num_cores(),
@@ -257,6 +262,7 @@ def find_bottleneck(config: TrainConfig, shares: dict[str, dict[str, float]], fi
         has_gpu=has_gpu(),
         vectorised=_is_vectorised(config.env),
         num_joined=actor.num_actors if grows else 0,
+        smaller_batch="--envs-per-actor 0" if actor.envs else f"--actors {actor.total_envs}",
     )
 
 
