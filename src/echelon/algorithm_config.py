@@ -11,6 +11,8 @@ Distribution = Literal["stochastic", "greedy", "deterministic", "squashed"]  # h
 Experience = Literal["queue", "replay"]  # each trajectory used once, in order, or transitions sampled repeatedly
 Slots = Literal["trajectories", "gradients"]  # what actors write
 
+REWARD_BOUND = 10.0  # of the absolute value of a normalized reward
+
 # Hyperparameters of several algorithms.
 ValueWeight = Annotated[float, doc("weight of the value loss", ge=0)]
 EntropyWeight = Annotated[float, doc("weight of the entropy bonus")]
@@ -27,9 +29,11 @@ NoiseCorrelation = Annotated[
         because="noise with correlation 1 never changes",
     ),
 ]
-NormalizeReward = Annotated[bool, doc("divide rewards by the running standard deviation of discounted returns")]
+NormalizeReward = Annotated[
+    bool, doc("divide rewards by the running standard deviation of discounted returns, to at most 10")
+]
 NormalizeReplayedReward = Annotated[
-    bool, doc("divide rewards by their running root mean square; not with prioritized replay")
+    bool, doc("divide rewards by their running root mean square, to at most 10; not with prioritized replay")
 ]
 
 

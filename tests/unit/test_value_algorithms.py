@@ -176,6 +176,15 @@ def test_normalized_rewards_have_a_mean_square_of_one() -> None:
     assert float(next(algorithm.minibatches(batch)).reward.square().mean()) == pytest.approx(1.0, rel=1e-5)
 
 
+def test_the_first_rewards_after_many_of_zero_are_bounded() -> None:
+    algorithm, batch = make(DqnConfig(normalize_reward=True), DISCRETE), batch_of(DISCRETE)
+    for _ in range(500):
+        algorithm.finish(dataclasses.replace(batch, reward=torch.zeros(12)))
+    one = dataclasses.replace(batch, reward=torch.eye(12)[0])
+    algorithm.finish(one)
+    assert next(algorithm.minibatches(one)).reward.tolist() == [10.0, *[0.0] * 11]
+
+
 def test_dqn_has_the_errors_of_its_equation() -> None:
     algorithm, batch = make(DqnConfig(huber=0.0), MASKED), batch_of(MASKED)
     algorithm.model.parameters += 0.1 * torch.randn_like(algorithm.model.parameters)  # away from its target network

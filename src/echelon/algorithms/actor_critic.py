@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from echelon.algorithm_config import REWARD_BOUND
 from echelon.algorithms.model import Model
 from echelon.algorithms.peers import ALONE, Peers, normalize
 from echelon.algorithms.protocol import Loss, ParameterGroup
@@ -137,7 +138,7 @@ class RewardScale:
 
     def __call__(self, reward_TB: torch.Tensor) -> torch.Tensor:
         if self.normalize:
-            reward_TB = (reward_TB / self.deviation).clamp(-10.0, 10.0)
+            reward_TB = (reward_TB / self.deviation).clamp(-REWARD_BOUND, REWARD_BOUND)
         if self.clip > 0:
             reward_TB = reward_TB.clamp(-self.clip, self.clip)
         return reward_TB

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.algorithm_config import REWARD_BOUND
 from echelon.algorithms.model import FlatModule, Model
 from echelon.algorithms.peers import ALONE, Peers, embed, extract
 from echelon.algorithms.protocol import Loss, ParameterGroup
@@ -32,10 +33,13 @@ class RewardMagnitude:
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # number of rewards, sum of their squares
 
     def normalized(self, reward_B: Tensor) -> Tensor:
-        """Returns rewards divided by the root mean square of those before; unchanged while all of them were 0."""
+        """Returns rewards divided by the root mean square of those before; unchanged while all of them were 0.
+
+        They are bounded as those of `RewardScale`: a first reward after thousands of zeros would count a hundredfold.
+        """
         count, squares = self.sums.unbind()
         scale = torch.where(squares > 0, (squares / count.clamp(min=1.0)).sqrt(), 1.0)
-        return (reward_B / scale).to(reward_B.dtype)
+        return (reward_B / scale).clamp(-REWARD_BOUND, REWARD_BOUND).to(reward_B.dtype)
 
     def observe(self, reward_B: Tensor) -> None:
         """Adds the rewards of a batch, those of all learners."""
