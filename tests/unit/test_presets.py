@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -20,11 +21,15 @@ from echelon.config import AlgorithmConfig, ImpalaConfig, PpoConfig, TrainConfig
 from echelon.errors import ConfigError
 from echelon.families import ATARI, FAMILIES, FAMILY_OF, family_of
 from echelon.names import resolve
-from echelon.presets import DEFAULT_ENVS, PRESETS, preset
+from echelon.presets import DEFAULT_ENVS, PRESETS, preset, zoo
 from echelon.presets.ddpg import DdpgConfig
-from echelon.presets.zoo import ZooRow, all_results, all_rows
+from echelon.presets.zoo import all_results, all_rows
 from echelon.roles.plan.layouts import window
 from echelon.roles.plan.start import preparation_text
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import zoo as zoo_benchmark
 
 ENVS = ["CartPole-v1", "ALE/Pong-v5", "SuperMarioBros-1-1", "Pendulum-v1", "module:factory"]
 OTHER_PONGS = ["ale_py:ALE/Pong-v5", "PongNoFrameskip-v4", "PongDeterministic-v0", "Pong-v4", "envpool:Pong-v5"]
@@ -251,25 +256,37 @@ def test_a_preset_has_the_rows_of_the_one_that_it_builds_on() -> None:
     assert preset("qr-dqn", "ALE/Pong-v5").replay.batch == preset("dqn", "ALE/Pong-v5").replay.batch
 
 
-@pytest.mark.parametrize("row", all_rows(), ids=lambda row: f"{row.preset}-{row.targets[0]}")
-def test_every_row_of_the_zoo_names_a_preset_and_changes_it(row: ZooRow) -> None:
-    assert row.preset in PRESETS and row.values
+@pytest.mark.parametrize("index", range(len(all_rows())), ids=lambda index: all_rows()[index].preset)
+def test_every_value_of_the_zoo_changes_a_preset(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = list(all_rows())
+    row = rows[index]
     for target in row.targets:
         assert target in FAMILIES or target in FAMILY_OF or target in ATARI, target
-        env, family = ("x:y", target) if target in FAMILIES else (f"{target}-v0", "")
-        values = {info.path: info.value for info in config_io.fields_of(preset(row.preset, env, family))}
-        assert row.values.keys() <= values.keys()
-        assert any(values[path] == value for path, value in row.values.items()), "later rows replace all of it"
+    places = [("x:y", target) if target in FAMILIES else (f"{target}-v0", "") for target in row.targets]
+    usual = [preset(name, *place) for name in PRESETS for place in places]
+    for path in row.values:
+        rows[index] = dataclasses.replace(
+            row, values={other: row.values[other] for other in row.values if other != path}
+        )
+        monkeypatch.setattr(zoo, "all_rows", lambda: tuple(rows))
+        assert usual != [preset(name, *place) for name in PRESETS for place in places], f"{path} has no effect"
 
 
-def test_results_of_the_zoo_are_complete() -> None:
-    for result in all_results():
-        assert result.preset in PRESETS and result.steps > 0 and family_of(result.env) in FAMILIES
-        assert len(result.seeds) == len(result.returns) > 0
+def test_the_recorded_results_are_those_of_the_benchmark() -> None:
+    tasks = {(task.preset, task.env): task for task in zoo_benchmark.TASKS}
+    results = {(result.preset, result.env): result for result in all_results()}
+    assert tasks.keys() <= results.keys()
+    for place, result in results.items():
+        assert result.preset in PRESETS and len(result.seeds) == len(result.returns) > 0
+        assert place not in tasks or (
+            result.seeds == (10, 11, 12, 13, 14) and result.steps <= 1.01 * tasks[place].steps
+        )
 
 
 def test_the_command_shows_presets_and_their_values(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["presets"]) == 0 and all(f"{name} " in capsys.readouterr().out for name in ["ppo"])
+    assert main(["presets"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{name} " in shown for name in PRESETS)
     assert main(["presets", "ppo"]) == 0
     assert "Pendulum " in capsys.readouterr().out
     assert main(["presets", "ppo", "Pendulum-v1"]) == 0
