@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -191,6 +192,24 @@ def test_the_command_passes_actions_as_gymnasium_samples_them(
     monkeypatch.setattr(toy.CastEnv, "actions", [])
     report(capsys, "toy_envs:CastEnv", "--env-kwargs", '{"value": 1}')
     assert {type(action) for action in toy.CastEnv.actions} == {np.int64}
+
+
+class TableEnv(toy.StillEnv):
+    """Observes a picture of floats without an axis of channels."""
+
+    observation_space = gym.spaces.Box(0, 1, (48, 64), np.float32)
+
+    def reset(self, **keywords: Any) -> tuple[Any, dict[str, Any]]:
+        return np.zeros((48, 64), np.float32), super().reset(**keywords)[1]
+
+    def step(self, action: Any) -> Any:
+        return np.ones((48, 64), np.float32), *super().step(action)[1:]
+
+
+def test_a_large_table_may_be_meant_as_an_image(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, "test_check:TableEnv")
+    [info] = [check for check in found["checks"] if check["check"] == "image"]
+    assert (info["level"], "axis" in info["remedy"]) == ("info", True)
 
 
 def test_a_reward_that_is_not_finite_has_no_scale(capsys: pytest.CaptureFixture[str]) -> None:

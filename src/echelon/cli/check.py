@@ -19,6 +19,7 @@ from echelon.presets.zoo import rows_for
 SIGNS = {"ok": "ok", "info": "info", "warning": "WARNING", "error": "ERROR"}
 CHANGED_REWARDS = ("rewards normalized", "rewards clipped")
 FAR_FROM_ONE = 10.0  # a factor: mean absolute rewards beyond it are pointed out
+LARGE_TABLE = 32  # rows and columns: two dimensions of floats from here on are often an image
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -77,14 +78,14 @@ def _find(config: TrainConfig, env: str, name: str, num_steps: int) -> dict[str,
             found |= _network(config, report.spaces)
         except ConfigError as error:
             report.findings.add("error", "network", str(error))
-        for path, largest in report.largest.items():
-            space_is_float_image = any(
-                leaf.path == path and is_image(leaf.shape, leaf.dtype) and leaf.dtype.kind == "f"
-                for leaf in space_leaves(report.spaces.observation)
-            )
-            if space_is_float_image and largest > FAR_FROM_ONE:
-                text = f"{path} is an image of floats up to {largest:g}, which are not scaled."
+        for leaf in space_leaves(report.spaces.observation):
+            largest = report.largest.get(leaf.path, 0.0) if leaf.dtype.kind == "f" else 0.0
+            if is_image(leaf.shape, leaf.dtype) and largest > FAR_FROM_ONE:
+                text = f"{leaf.path} is an image of floats up to {largest:g}, which are not scaled."
                 report.findings.add("warning", "image", text, "Return uint8 (scaled to 0 to 1), or divide by 255.")
+            elif leaf.dtype.kind == "f" and len(leaf.shape) == 2 and min(leaf.shape) >= LARGE_TABLE:
+                text = f"{leaf.path} has two dimensions of floats: a table, which is flattened."
+                report.findings.add("info", "image", text, "If it is an image, return uint8, or add an axis of size 1.")
     if report.reward_scale and not 1 / FAR_FROM_ONE <= report.reward_scale <= FAR_FROM_ONE:
         normalizing = [preset_name for preset_name, text in found["presets"].items() if text in CHANGED_REWARDS]
         text = f"mean absolute value {report.reward_scale:.3g}, far from 1."
