@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from msgspec import field
 from msgspec.structs import replace as replace_struct
 
+from echelon.algorithm_config import REWARD_BOUND as REWARD_BOUND
 from echelon.algorithm_config import AlgorithmConfig as AlgorithmConfig
 from echelon.errors import ConfigError
 from echelon.fields import AnySection, Section, doc, near_fields, require

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.algorithm_config import REWARD_BOUND
 from echelon.algorithms.model import Model
 from echelon.algorithms.peers import ALONE, Peers, normalize
 from echelon.algorithms.protocol import Loss, ParameterGroup
+from echelon.config import REWARD_BOUND
 from echelon.errors import ConfigError
 from echelon.networks import action_mask
 from echelon.objectives.policy_gradient import VTrace, masked_mean, policy_gradient_loss, value_loss

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.algorithm_config import REWARD_BOUND
 from echelon.algorithms.model import FlatModule, Model
 from echelon.algorithms.peers import ALONE, Peers, embed, extract
 from echelon.algorithms.protocol import Loss, ParameterGroup
 from echelon.algorithms.target import TargetNetwork
 from echelon.algorithms.value_networks import Critic
+from echelon.config import REWARD_BOUND
 from echelon.objectives.distributions import Sample
 from echelon.objectives.values import priorities
 from echelon.schema import TransitionBatch
