@@ -108,11 +108,10 @@ ACTIVATIONS = {"tanh": tanh, "relu": torch.relu}
 class Flat(nn.Module):
     """Flattens an array to one row of floats; uint8 is scaled to 0..1."""
 
-    def __init__(self, shape: tuple[int, ...], scale: float = 1.0, normalize: bool = False) -> None:
+    def __init__(self, shape: tuple[int, ...], scale: float = 1.0, normalizer: Normalizer | None = None) -> None:
         super().__init__()
         self.out_size = math.prod(shape)
-        self.scale = scale
-        self.normalizer = Normalizer(self.out_size) if normalize else None
+        self.scale, self.normalizer = scale, normalizer
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() != 2:
@@ -141,8 +140,8 @@ class Mlp(nn.Module):
         return x
 
 
-def make_encoder(space: gym.Space[Any], normalize: bool) -> Flat | OneHot | Image:
-    """Returns the encoder of one leaf of an observation space; `normalize` applies to non-image leaves of floats."""
+def make_encoder(space: gym.Space[Any], config: NetworkConfig) -> Flat | OneHot | Image:
+    """Returns the encoder of one leaf of an observation space; images and integers are not normalized."""
     match space:
         case gym.spaces.Discrete():
             return OneHot([int(space.n)], [int(space.start)])
@@ -156,7 +155,9 @@ def make_encoder(space: gym.Space[Any], normalize: bool) -> Flat | OneHot | Imag
             shape = tuple(space.shape)
             if is_image(shape, space.dtype):
                 return Image(shape, scale)
-            return Flat(shape, scale, normalize and np.issubdtype(space.dtype, np.floating))
+            normalizes = config.normalize_observation and np.issubdtype(space.dtype, np.floating)
+            normalizer = Normalizer(math.prod(shape), config.observation_scale) if normalizes else None
+            return Flat(shape, scale, normalizer)
         case _:
             raise AssertionError(f"space_leaves accepted {space}, which has no encoder")
 
@@ -188,7 +189,7 @@ class Encoders(nn.ModuleList):
             raise ConfigError(
                 f'the observation space {space} has no entry besides "{MASK}". Add the observation itself.'
             )
-        encoders = [make_encoder(sub, config.normalize_observation) for _, sub in observed]
+        encoders = [make_encoder(sub, config) for _, sub in observed]
         super().__init__(encoders)
         self.paths = [path for path, _ in observed]
         self.out_size = sum(encoder.out_size for encoder in encoders)

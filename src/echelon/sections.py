@@ -188,6 +188,10 @@ class NetworkConfig(Section, frozen=True):
     normalize_observation: Annotated[
         bool, doc("normalize observations by their running mean and standard deviation")
     ] = False
+    observation_scale: Annotated[
+        float,
+        doc("factor of normalized observations; above 1, a network learns functions that change more steeply", gt=0),
+    ] = 1.0
     initial_log_std: Annotated[
         float, doc("initial log standard deviation of continuous actions", "half the action range")
     ] = 0.0
@@ -198,6 +202,11 @@ class NetworkConfig(Section, frozen=True):
             self.name == "auto" or self.core == "none",
             f"network.core={self.core!r} has no effect on a network of your own: give it state_shapes, and set core to "
             "'none'.",
+        )
+        require(
+            self.observation_scale == 1.0 or self.normalize_observation,
+            f"network.observation_scale={self.observation_scale} has no effect, as only normalized observations are "
+            "multiplied by it. Set network.normalize_observation to true, or observation_scale to 1.",
         )
 
 

@@ -253,6 +253,14 @@ def test_normalised_observations_are_clipped_and_statistics_travel() -> None:
     assert torch.equal(near, network.act(torch.full((B, 5), 8.0), (), first).params)
 
 
+def test_normalised_observations_are_multiplied_by_their_scale() -> None:
+    usual, scaled = (build(VECTOR, normalize_observation=True, observation_scale=scale) for scale in (1.0, 4.0))
+    observation = torch.randn(B, 5)
+    assert torch.equal(scaled.encoders(observation), 4.0 * usual.encoders(observation))  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=r"observation_scale=4\.0 has no effect"):
+        NetworkConfig(observation_scale=4.0)
+
+
 def test_a_constant_feature_is_normalised_to_zero() -> None:
     network = build(VECTOR, normalize_observation=True)
     network.update_normalizer(torch.full((3, B, 5), 4.0), torch.ones(3, B, dtype=torch.bool))

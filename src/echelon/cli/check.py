@@ -114,7 +114,7 @@ def _network(config: TrainConfig, spaces: Any) -> dict[str, Any]:
         elif leaf.path == f"observation.{MASK}":
             lines.append(f"{leaf.path}: masks the actions, not part of the input")
         else:
-            lines.append(f"{leaf.path}: {_encoding(part, make_encoder(part, config.network.normalize_observation))}")
+            lines.append(f"{leaf.path}: {_encoding(part, make_encoder(part, config.network))}")
     model = Model(config.network, spaces, config.algorithm)
     distribution = f"{type(model.distribution).__name__} for {spaces.action}"
     if isinstance(spaces.action, gym.spaces.Box):
