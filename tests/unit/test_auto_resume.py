@@ -55,6 +55,16 @@ def test_a_resume_that_raises_the_learning_rate_says_so(
     assert ("learning rate" in line) == is_told and ("was down to 0, continues at 0.003" in line) == is_told
 
 
+def test_a_resume_without_a_length_says_once_what_the_learning_rate_is(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--optimizer.schedule", "linear", "--steps", "100"]) == 0
+    capsys.readouterr()
+    assert main(["resume", str(tmp_path / "run"), "--until-return", "1"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "learning rate" in line]
+    assert "--until-return alone" in line and "stays at" in line
+
+
 @pytest.mark.parametrize("content", [("logs/", "checkpoints/"), ("logs/", "checkpoints/", "config.json", ".lock")])
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
     command: list[str], tmp_path: Path, content: tuple[str, ...]

@@ -49,8 +49,8 @@ def stop_text(stop: StopConfig) -> str:
 
 def raised_rate(config: TrainConfig, before: float, now: float) -> str:
     """Returns a sentence if the learning rate rises as the progress of a run falls from `before` to `now`, else ""."""
-    rate = config.optimizer.learning_rate
-    if config.optimizer.schedule != "linear" or now >= before or config.algorithm.is_users:
+    rate, is_linear = config.optimizer.learning_rate, config.optimizer.schedule == "linear"
+    if not is_linear or now >= before or config.algorithm.is_users or constant_schedules(config):
         return ""
     return (
         f"The learning rate, which was down to {rate * (1.0 - before):.3g}, continues at {rate * (1.0 - now):.3g}: it "
