@@ -187,7 +187,7 @@ def test_a_callback_that_raises_ends_the_run(tmp_path: Path, hook: str) -> None:
         assert summary["evaluation_return_mean"] == end["evaluation_return_mean"] > 0 and summary["checkpoint"]
 
 
-def test_a_run_that_is_stopped_before_its_first_update_has_not_finished(tmp_path: Path) -> None:
+def test_a_run_that_a_callback_stops_before_its_first_update_has_finished(tmp_path: Path) -> None:
     class StopsAtOnce(Callback):
         def on_start(self, training: Training) -> None:
             training.stop("there is no need")
@@ -196,8 +196,12 @@ def test_a_run_that_is_stopped_before_its_first_update_has_not_finished(tmp_path
             saved = json.loads((training.folder / "summary.json").read_text())
             assert saved["status"] == summary["status"], "it is written already"
 
-    summary = train(tmp_path / "run", StopsAtOnce(), preset="dqn", **{"replay.min_size": 1_000})
-    assert summary["status"] == "no_updates" and summary["updates"] == 0 and summary["advice"]
+    output = io.StringIO()
+    never = {"replay.min_size": 100_000, "replay.capacity": 100_000, "stop.steps": 10**9}
+    summary = train(tmp_path / "run", StopsAtOnce(), preset="dqn", output=output, **never)
+    assert (summary["status"], summary["stop_reason"], summary["updates"]) == ("finished", "there is no need", 0)
+    assert "advice" not in summary and "bottleneck" not in output.getvalue(), "there is nothing to measure"
+    assert "since the first updates" not in output.getvalue()
 
 
 def test_commands_take_callbacks_by_name(command: Command, tmp_path: Path) -> None:

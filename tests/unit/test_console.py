@@ -178,6 +178,7 @@ def test_final_summary() -> None:
     summary = {
         "status": "finished",
         "env_steps": 1_000_000,
+        "updates": 50,
         "wall_s": 100.0,
         "env_steps_per_s": 10_000.0,
         "return_mean": 499.5,

@@ -24,7 +24,7 @@ def outcome(config: TrainConfig, figures: Mapping[str, Any], run_dir: str) -> di
     reason, goal = figures["reason"], config.stop.until_return
     if figures.get("goal_reached"):
         return {"status": "solved"}
-    if not figures["updates"] and reason in (*LIMITS, CALLBACK):
+    if not figures["updates"] and reason in LIMITS:
         return {"status": NO_UPDATES, "advice": _no_update(config, figures)}
     status = "finished" if reason in (*LIMITS, CALLBACK) else "stopped"
     if goal is not None:
@@ -35,8 +35,6 @@ def outcome(config: TrainConfig, figures: Mapping[str, Any], run_dir: str) -> di
 
 
 def _no_update(config: TrainConfig, figures: Mapping[str, Any]) -> str:
-    if figures["reason"] == CALLBACK:
-        return "no update was made: a callback ended the run before the first one."
     option = f"--{figures['reason']}"
     if (replay := figures.get("replay")) is not None and replay["inserted"] >= config.replay.min_size:
         return f"no update was made: the run reached its end before the learner could update. Raise {option}."

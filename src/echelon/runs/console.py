@@ -170,7 +170,7 @@ class Console:
 def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> None:
     """Prints the final summary of a run: its result, cost, folder and bottleneck.
 
-    Reads status, goal_reached, env_steps, wall_s, env_steps_per_s, return_mean, evaluation_return,
+    Reads status, goal_reached, env_steps, updates, wall_s, env_steps_per_s, return_mean, evaluation_return,
     evaluation_return_mean, evaluation_return_std, evaluation_episodes, best_return_mean, best_steps, lag_mean, lag_max,
     hosts, checkpoint, curve, run_dir, stop_reason, restarts, logged, bottleneck and advice; values that are missing or
     None are omitted.
@@ -187,7 +187,7 @@ def final_summary(summary: Mapping[str, Any], output: TextIO | None = None) -> N
         "goal": given("{}", "goal_reached", show=lambda reached: "reached" if reached else "missed"),
         "steps": given("{:,}", "env_steps"),
         "time": duration(wall_s) if wall_s is not None else "",
-        "steps/s": given("{:,.0f} since the first updates", "env_steps_per_s"),
+        "steps/s": given("{:,.0f} since the first updates" if summary.get("updates") else "{:,.0f}", "env_steps_per_s"),
         "return": given("{}", "return_mean", show=number_text)
         + ("" if is_evaluated else given(" (evaluation {})", "evaluation_return", show=number_text)),
         "evaluation": NO_EPISODE

@@ -236,16 +236,17 @@ def is_one_process(config: TrainConfig) -> bool:
 def find_bottleneck(config: TrainConfig, shares: dict[str, dict[str, float]], figures: Mapping[str, Any]) -> str:
     """Returns what limits the run and what to change, by the time shares of its roles; "" if it is not known.
 
-    `figures` are those of the summary.
+    `figures` are those of the summary. Shares say nothing about a run without updates, whose learner only waited.
     """
     from echelon.runs.bottleneck import bottleneck, workers_bottleneck
 
+    if not figures["updates"]:
+        return ""
     on_gpu = str(figures["device"]).startswith("cuda")
     if config.has_workers:
         if "learner" not in shares:
             return ""
-        updates = figures["updates"]
-        num_behind = figures["episodes"] - num_episodes(config, 0, updates) if updates else 0  # 0: the replay fills
+        num_behind = figures["episodes"] - num_episodes(config, 0, figures["updates"])
         num_workers = int(figures["workers"].get("workers", 1))
         return workers_bottleneck(shares["learner"], num_behind, num_workers, on_gpu=on_gpu, has_gpu=has_gpu())
     if not shares:
