@@ -81,6 +81,18 @@ def test_shards_that_lost_too_much_for_a_batch_are_filled_again_and_nobody_spins
     assert batch is not None
 
 
+def test_the_learner_does_not_wait_for_the_first_batch_beyond_the_last_step(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, **{"stop.steps": 10})
+    scene.tally.note(0, 9, np.empty((0, 3)))
+    began = time.monotonic()
+    scene.source.wait(Waiting(), 0.05)  # type: ignore[arg-type]
+    assert time.monotonic() - began >= 0.05
+    scene.tally.note(1, 1, np.empty((0, 3)))
+    began = time.monotonic()
+    scene.source.wait(Waiting(), 5.0)  # type: ignore[arg-type]
+    assert time.monotonic() - began < 2.0
+
+
 def test_what_is_appended_after_the_look_at_the_limiter_is_not_written_off(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     scene.write(0, MIN_SIZE - 1)

@@ -156,3 +156,5 @@ def test_a_run_that_ended_before_the_learner_could_update_is_not_short_of_transi
     figures = {"reason": "steps", "updates": 0, "replay": {"inserted": 1_009}}
     found = outcome(echelon.preset("dqn", "CartPole-v1"), figures, "run")
     assert found["status"] == "no_updates" and "reached its end" in found["advice"] and "1,009" not in found["advice"]
+    config = replace(echelon.preset("dqn", "CartPole-v1"), **{"stop.steps": 300})
+    assert "300 of the 1,000 transitions" in outcome(config, figures, "run")["advice"], "actors were faster than it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,11 +37,12 @@ def outcome(config: TrainConfig, figures: Mapping[str, Any], run_dir: str) -> di
 
 def _no_update(config: TrainConfig, figures: Mapping[str, Any]) -> str:
     option = f"--{figures['reason']}"
-    if (replay := figures.get("replay")) is not None and replay["inserted"] >= config.replay.min_size:
-        return f"no update was made: the run reached its end before the learner could update. Raise {option}."
-    if replay is not None:
+    if (replay := figures.get("replay")) is not None:
+        inserted = min(replay["inserted"], config.stop.steps or sys.maxsize)  # actors go on until they are stopped
+        if inserted >= config.replay.min_size:
+            return f"no update was made: the run reached its end before the learner could update. Raise {option}."
         return (
-            f"no update was made: {replay['inserted']:,} of the {config.replay.min_size:,} transitions that the first "
+            f"no update was made: {inserted:,} of the {config.replay.min_size:,} transitions that the first "
             f"update needs were collected. Raise {option}, or lower --replay.min-size."
         )
     return (

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import math
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,9 @@ class ReplaySource(Source):
         self.config, self.device, self.space = config, device, plan.context.spaces.observation
         self.batch_size, self.publish_every = config.batch, config.publish_every
         self.learner = plan.context.index
+        # `wait` returns at this step: before the first update, nothing else bounds the actors. Those of an exact replay
+        # stop by themselves.
+        self.last_step = sys.maxsize if config.exact else plan.config.stop.steps or sys.maxsize
         side, self.tally = plan.learner_side(), plan.tally()
         self.limiter, self.links, self.inserted = side.limiter, side.links, side.limiter.inserted
         self.remote_wait = RemoteWait(side.links, side.limiter.listen(self.learner)) if side.links else None
@@ -170,7 +174,7 @@ class ReplaySource(Source):
         if self.remote_wait is not None:
             self.remote_wait.wait(timeout_s)
         else:
-            self.limiter.wait_for_items(self._may_draw, timeout_s)
+            self.limiter.wait_for_items(lambda: self._may_draw() or self.tally.env_steps >= self.last_step, timeout_s)
         station.waited(start)
 
     def _may_draw(self) -> bool:
