@@ -13,6 +13,7 @@ from echelon.cli.main import main
 from echelon.config_io import set_fields
 from echelon.presets import preset
 from echelon.runs.folder import RunFolder
+from echelon.runs.metrics import read_rows
 
 INLINE = ["--engine", "inline", "--actors", "1", "--envs-per-actor", "2", "--network.hidden", "16"]
 INLINE += ["--evaluation.episodes", "0", "--learner.threads", "1", "--actor.trajectory", "5"]
@@ -45,12 +46,15 @@ def test_one_command_starts_continues_and_ends(
 
 @pytest.mark.parametrize(("schedule", "is_told"), [("linear", True), ("constant", False)])
 def test_a_resume_that_raises_the_learning_rate_says_so(
-    command: list[str], schedule: str, is_told: bool, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, schedule: str, is_told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*command, "--optimizer.schedule", schedule, "--optimizer.learning-rate", "0.004"]
     assert main([*words, "--steps", "100"]) == 0
     assert "learning rate" not in capsys.readouterr().out
+    num_rows = len(read_rows(tmp_path / "run"))
     assert main([*words, "--steps", "1000"]) == 0
+    first = read_rows(tmp_path / "run")[num_rows]["learning_rate"]
+    assert first == pytest.approx(0.004 * (0.9 if is_told else 1.0), rel=0.03), "before the first update, too"
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resuming from")]
     assert ("learning rate" in line) == is_told and ("was down to 0, continues at 0.003" in line) == is_told
 

@@ -137,6 +137,7 @@ class Learner:
             raise misfit(path, f"{type(error).__name__}: {error}") from error
         self.counters.load_state_dict(msgspec.structs.asdict(past.counters))
         self.past_version, self.asked_rate = past.version, past.learning_rate
+        self.trainable.schedule(self.progress(self.counters.env_steps), self.asked_rate)  # for rows before a batch
 
     def _on_change(self, changes: dict[str, float | None]) -> None:
         self.asked_rate = changes["learning_rate"]
