@@ -79,7 +79,8 @@ def resume(
     own = {"env.id": env, "env.wrappers": wrappers, "network.name": network}
     own = {path: value for path, value in own.items() if value is not None}
     config = replace(folder.load_config(trust=trust, given=own), **own)
-    found = newest_intact(folder.checkpoints)
+    with folder.held():  # refuses a run that is still running: it may have no checkpoint yet
+        found = newest_intact(folder.checkpoints)
     if found is None:
         raise ConfigError(f"{run_dir} has no checkpoint to resume from. Start a new run with another --run-dir.")
     saved = Progress.read(load_parts(found[0], NAMES), found[0])

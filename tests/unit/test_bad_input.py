@@ -20,6 +20,7 @@ from echelon.envs.check import QUICK_STEPS
 from echelon.errors import ConfigError
 from echelon.presets import ppo as preset_ppo
 from echelon.runs.checkpoint import save_weights
+from echelon.runs.folder import RunFolder
 from echelon.training import resume
 from telling import Command, assert_told
 from toy_envs import CounterEnv, Step
@@ -449,9 +450,13 @@ def test_a_damaged_checkpoint_is_told(
 
 def test_a_run_without_a_checkpoint_is_told(run: Path, command: Command) -> None:
     shutil.rmtree(run / "checkpoints")
+    with RunFolder(run).held():
+        told = command("resume", "run", "--steps", "200")
+    assert_told(told, 2, "run belongs to a run that is still running")
+    assert not told.out, "nothing has been started"
     assert_told(command("resume", "run", "--steps", "200"), 2, "run has no checkpoint to resume from")
     (run / "weights.safetensors").unlink()
-    assert_told(command("eval", "run"), 2, "run is neither a weights file nor a run folder with a checkpoint")
+    assert_told(command("eval", "run"), 2, "run has no checkpoint yet", "Wait for it")
 
 
 def test_weights_of_another_network_are_told(run: Path, command: Command) -> None:

@@ -32,7 +32,7 @@ import safetensors
 from echelon.disk import MAX_JSON_BYTES, put_file, put_folder, read_json, read_regular, sync
 from echelon.errors import ConfigError
 from echelon.memory_check import total_memory
-from echelon.runs.folder import check_entries
+from echelon.runs.folder import CONFIG, check_entries
 from echelon.runs.packing import Packed, as_bytes, pack, unpack
 from echelon.runs.progress import misfit
 
@@ -251,6 +251,11 @@ def weights_path(path: str, name: str = NEWEST) -> Path:
         return newest[0]
     if final.is_file():
         return final
+    if (where / CONFIG).exists():
+        raise ConfigError(
+            f"{path} has no checkpoint yet: a run that trains writes one every --run.checkpoint-interval-s seconds "
+            "and at its end. Wait for it, or give another run."
+        )
     raise ConfigError(f"{path} is neither a weights file nor a run folder with a checkpoint. Give one of them.")
 
 
