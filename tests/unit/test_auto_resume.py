@@ -81,6 +81,18 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
     assert {entry.name for entry in (tmp_path / "run.incomplete").iterdir()} >= {"logs", "checkpoints"}
 
 
+def test_a_run_that_is_resumed_through_its_parent_folder_keeps_its_paths(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    other.mkdir()
+    assert main([*command, "--steps", "100"]) == 0
+    monkeypatch.chdir(other)
+    assert main(["resume", "../run", "--steps", "200"]) == 0
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["run_dir"] == str(run) and not any("/../" in str(value) for value in summary.values())
+
+
 def test_other_folders_and_runs_that_have_just_started_are_refused(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,7 +81,7 @@ def prepare(
         state_shapes=prepared.state_shapes,
         session=session,
         address=world.host_address,
-        run_dir=run_dir.absolute(),
+        run_dir=run_dir.resolve() if ".." in run_dir.parts else run_dir.absolute(),  # a link stays, as it may move
         started_at=started_at,
         shares_process=config.engine == "inline",
         hostname=config.hosts.hostname if config.is_spread else "127.0.0.1",
