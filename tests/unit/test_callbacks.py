@@ -162,6 +162,16 @@ def test_a_learning_rate_that_is_none_fails_in_the_callback(tmp_path: Path, rate
         train(tmp_path / "run", Sets(rate))
 
 
+@pytest.mark.parametrize("value", [None, "text", [1.0, 2.0]])
+def test_a_logged_value_that_is_no_number_is_named(tmp_path: Path, value: Any) -> None:
+    class Logs(Callback):
+        def on_start(self, training: Training) -> None:
+            training.log({"fine": 1.0, "broken": value})
+
+    with pytest.raises(RunError, match=r"'broken': .*give a number"):
+        train(tmp_path / "run", Logs())
+
+
 class Fails(Callback):
     """Raises in the method `hook`."""
 
@@ -231,6 +241,9 @@ def test_what_is_no_callback_is_refused_before_the_run(tmp_path: Path, monkeypat
     ):
         with pytest.raises(ConfigError, match=remedy):
             train(tmp_path / "run", bad)
+    for alone in (Recorder(), "mine:Names"):
+        with pytest.raises(ConfigError, match=r"callbacks=\[\.\.\.\]"):
+            echelon.train(echelon.preset("ppo", "CartPole-v1"), callbacks=alone)  # type: ignore[arg-type]
     for name in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(ConfigError, match=rf"pip install.*echelon\[{name}\]"):

@@ -72,7 +72,7 @@ class Training:
 
     def log(self, values: Mapping[str, float]) -> None:
         """Writes numbers to metrics.jsonl and TensorBoard; the newest of each name are in the summary."""
-        row = {str(name): value if isinstance(value, int) else float(value) for name, value in values.items()}
+        row = {str(name): _number(name, value) for name, value in values.items()}
         head = {"kind": "callback", "env_steps": self.steps, "wall_s": self.elapsed_s}
         if taken := head.keys() & row.keys():
             raise ValueError(f"log({dict(values)!r:.80}): the name {min(taken)!r} is taken. Choose another.")
@@ -91,6 +91,13 @@ class Training:
             raise ValueError("set(learning_rate=...) has no effect on a user policy, which has its own optimizer.")
         self.changes["learning_rate"] = learning_rate
         self._send()
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return value if isinstance(value, int) else float(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last of a tensor with several elements
+        raise ValueError(f"log({{{name!r}: {value!r:.80}}}): give a number, or leave {name!r} out.") from error
 
 
 class Callback:

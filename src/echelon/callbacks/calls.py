@@ -6,7 +6,7 @@ import collections
 import inspect
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from echelon.callbacks.callback import Callback, Training
@@ -23,6 +23,10 @@ class CallbackList:
 
     def __init__(self, callbacks: Sequence[object] = ()) -> None:
         """A callback is an object, or the name of a class or function that makes one: "module:factory(size=3)"."""
+        if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
+            raise ConfigError(
+                f"callbacks={callbacks!r:.80} is not a list of callbacks. Put it in one: callbacks=[...]."
+            )
         self._callbacks = [_make(one) if isinstance(one, str) else one for one in callbacks]
         self._methods = [_methods_of(one) for one in self._callbacks]  # by the name of the hook
         self._due = collections.deque[tuple[str, Any]]()
