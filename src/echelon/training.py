@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from echelon.config import EnvId, StopConfig, TrainConfig, replace
 from echelon.errors import ConfigError, escaped_lines
+from echelon.names import text_of
 from echelon.roles.plan.start import check_stop, num_episodes
 from echelon.running import Past, RunResult, run
 
@@ -27,6 +28,7 @@ class RunFinished(ConfigError):
 WORKERS, RAY, LEAST = "workers.address", "hosts.ray_address", "hosts.min_actors"
 HOSTS_FIELDS = ("min_actors", "address", "bulk_port", "lease_s", "ray_address")  # of a resumed run
 NO_FIELDS: Mapping[str, str] = MappingProxyType({})
+CHOSEN = {"acting.mode": "auto", "learner.threads": 0}  # values in place of which a run stores what it has chosen
 
 
 def train(config: TrainConfig, *, callbacks: Sequence[object] = (), output: TextIO | None = None) -> RunResult:
@@ -159,12 +161,18 @@ def _on_hosts(config: TrainConfig, engine: str | None, count: int | None, least:
 
 
 def train_or_resume(
-    config: TrainConfig, *, callbacks: Sequence[object] = (), output: TextIO | None = None
+    config: TrainConfig,
+    *,
+    given: Collection[str] = (),
+    callbacks: Sequence[object] = (),
+    output: TextIO | None = None,
 ) -> RunResult | None:
     """Resumes the run in the run folder of `config`, or trains if there is none; returns None for a finished run.
 
-    Of `config`, a resumed run takes the stop conditions and the section hosts. A folder without a checkpoint, as a run
-    leaves it that is killed at its start, is renamed to NAME.incomplete, and the run starts again.
+    Of `config`, a resumed run takes the stop conditions and the section hosts. A run of another preset or environment
+    is refused; other values that the user has `given` (fields and sections) and that differ are reported. A folder
+    without a checkpoint, as a run leaves it that is killed at its start, is renamed to NAME.incomplete, and the run
+    starts again.
     """
     from echelon.runs.checkpoint import latest_checkpoint
     from echelon.runs.folder import CONFIG, LOCK, RunFolder
@@ -178,6 +186,8 @@ def train_or_resume(
         if latest_checkpoint(path / "checkpoints") is not None:
             hosts = {f"hosts.{name}": str(getattr(config.hosts, name)) for name in HOSTS_FIELDS}
             stop, several = config.stop, config.has_hosts
+            if ignored := _ignored(path, config, given):
+                print(escaped_lines(ignored), file=output, flush=True)
             try:
                 return resume(
                     path,
@@ -199,3 +209,31 @@ def train_or_resume(
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
     return train(config, callbacks=callbacks, output=output)
+
+
+def _ignored(path: Path, config: TrainConfig, given: Collection[str]) -> str:
+    """Returns a warning about `given` values of `config` that the run in `path` does not take, or "".
+
+    Raises ConfigError if that run has another preset or environment.
+    """
+    from echelon.config_io import fields_of
+    from echelon.roles.plan.preparation import with_whole_paths
+    from echelon.runs.folder import RunFolder
+
+    both = RunFolder.open(path).parse_config(), with_whole_paths(config)
+    run, command = (f"{one.preset} on {text_of(one.env.id)}" for one in both)
+    if run != command:
+        raise ConfigError(
+            f"{path} is a run of {run}, and the command names {command}. Give another --run-dir, or continue that run "
+            f"with `echelon resume {path}`."
+        )
+    past, asked = ({info.path: info.value for info in fields_of(one)} for one in both)
+    taken = {"stop", "hosts", "run.dir", *(("engine",) if config.has_hosts else ())}
+    kept = [
+        f"{name}={past[name]!r}, not {value!r}"
+        for name, value in asked.items()
+        if (places := {name, name.partition(".")[0]}) & {*given} and not places & taken
+        if value not in (past[name], CHOSEN.get(name))
+    ]
+    more = "a resumed run takes only its limits and hosts from the command. For other values start a new run"
+    return f"warning: {path} keeps {'; '.join(kept)}: {more} (--init-from {path})." if kept else ""

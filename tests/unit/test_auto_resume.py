@@ -10,7 +10,7 @@ import pytest
 
 import echelon.training as training
 from echelon.cli.main import main
-from echelon.config_io import set_fields
+from echelon.config_io import set_fields, to_json
 from echelon.presets import preset
 from echelon.runs.folder import RunFolder
 from echelon.runs.metrics import read_rows
@@ -81,6 +81,38 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
     assert {entry.name for entry in (tmp_path / "run.incomplete").iterdir()} >= {"logs", "checkpoints"}
 
 
+def test_a_run_of_another_preset_or_environment_is_refused_and_other_options_are_named(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    words = [*command, "--acting", "auto"]
+    words[words.index("--learner.threads") + 1] = "0"  # as of acting, the run stores what it has chosen
+    assert main([*words, "--steps", "100"]) == 0
+    config = json.loads((run / "config.json").read_text())
+    for name, env in (("ppo", "CartPole-v1"), ("impala", "Acrobot-v1")):
+        capsys.readouterr()
+        assert main(["train", name, env, "--steps", "300", "--run-dir", str(run), "--auto-resume"]) == 2
+        told = capsys.readouterr()
+        assert "impala on CartPole-v1" in told.err and f"{name} on {env}" in told.err and not told.out
+    assert main([*words, "--steps", "200"]) == 0
+    assert "warning" not in capsys.readouterr().out, "the same command, with another limit"
+    (tmp_path / "mine.toml").write_text("seed = 3\n[actor]\ntrajectory = 5\n")
+    more = ["--config", str(tmp_path / "mine.toml"), "--optimizer.learning-rate", "0.5"]
+    assert main([*words, *more, "--steps", "300"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    rate = config["config"]["optimizer"]["learning_rate"]
+    assert f"optimizer.learning_rate={rate}, not 0.5" in line and "seed=0, not 3" in line and "actor" not in line
+
+
+def test_values_of_the_preset_that_a_release_has_changed_are_not_told(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--steps", "100"]) == 0
+    folder = RunFolder(tmp_path / "run")
+    folder.write_config(to_json(set_fields(folder.parse_config(), {"optimizer.learning_rate": "0.004"})))
+    assert main([*command, "--steps", "200"]) == 0 and "warning" not in capsys.readouterr().out
+
+
 def test_a_run_that_is_resumed_through_its_parent_folder_keeps_its_paths(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +146,7 @@ def test_a_resumed_run_takes_its_end_and_its_hosts_from_the_command(
 ) -> None:
     run, given = tmp_path / "run", dict[str, Any]()
     (run / "checkpoints" / "step_000000000001").mkdir(parents=True)
-    (run / "config.json").write_text("{}")
+    RunFolder(run).write_config(to_json(preset("impala", "CartPole-v1")))
     monkeypatch.setattr(training, "resume", lambda path, **options: given.update(path=path, **options))
     words = ["train", "impala", "CartPole-v1", "--actors", "6", "--minutes", "5", "--run-dir", str(run)]
     assert main([*words, "--hosts", "3", "--hosts.address", "tcp://0.0.0.0:7000", "--auto-resume"]) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -151,6 +151,7 @@ class Parsed(NamedTuple):
 
     config: TrainConfig
     base: TrainConfig  # the preset's values for the environment
+    given: Set[str]  # fields and sections that the command or its file names
     dry_run: bool
 
     def print_toml(self, prog: str) -> None:
@@ -200,6 +201,7 @@ def read_options(
     if stray is not None and not for_workers:
         raise ConfigError(f"--{stray} applies only to a learner with workers: use `echelon learner`.")
     fields = {**short, **texts}
+    given = {*fields, *values}
     network = fields.get("network.name", values.get("network.name", config.network.name))
     stray = next((path for path in texts if path.startswith("network.") and path != "network.name"), None)
     if stray is not None and network != "auto":
@@ -209,9 +211,9 @@ def read_options(
             if path not in values:
                 fields.setdefault(path, value)
     if "env.kwargs" in fields:
-        given = set_fields(config, {"env.kwargs": fields["env.kwargs"]}).env.kwargs
+        added = set_fields(config, {"env.kwargs": fields["env.kwargs"]}).env.kwargs
         before = file.complete.env if file is not None and file.complete is not None else config.env
-        fields["env.kwargs"] = json.dumps({**values.get("env.kwargs", before.kwargs), **given})
+        fields["env.kwargs"] = json.dumps({**values.get("env.kwargs", before.kwargs), **added})
     alone = {"hosts.count": "1", "hosts.min_actors": "0"}
     asked = any(fields.get(path, number) != number for path, number in alone.items())
     filed = any(str(values.get(path, number)) != number for path, number in alone.items())
@@ -224,7 +226,7 @@ def read_options(
         config, values = file.complete, {}
         if config.has_workers and not for_workers:
             raise ConfigError(f"{file.path} is of a learner with workers: use `echelon learner`.")
-    return Parsed(set_fields(config, fields, values), base, known.dry_run)
+    return Parsed(set_fields(config, fields, values), base, given, known.dry_run)
 
 
 def config_file_of(words: Sequence[str]) -> ConfigFile | None:
@@ -352,8 +354,8 @@ def start(parser: argparse.ArgumentParser, arguments: Sequence[str], options: Op
     parser.add_argument(
         AUTO_RESUME,
         action="store_true",
-        help="resume the run in --run-dir if there is one; do nothing if it has reached its end. The exit code is 0 "
-        "only at the end: for a supervisor that otherwise starts the command again",
+        help="resume the run in --run-dir, of the same preset and environment, if there is one; do nothing if it has "
+        "reached its end. The exit code is 0 only at the end: for a supervisor that otherwise starts the command again",
     )
     add_callback(parser)
     words, callbacks = take_callbacks(arguments)
@@ -368,7 +370,7 @@ def start(parser: argparse.ArgumentParser, arguments: Sequence[str], options: Op
 
     if not resumes:
         return train(config, callbacks=callbacks).exit_code
-    result = train_or_resume(config, callbacks=callbacks)
+    result = train_or_resume(config, given=parsed.given, callbacks=callbacks)
     return 0 if result is None else result.exit_code
 
 

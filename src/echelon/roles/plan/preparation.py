@@ -51,7 +51,7 @@ def prepare(
     user_objects: UserObjects | None = None,
 ) -> tuple[Context, Choice]:
     """Checks a run and creates its shared memory. Returns its context and the chosen acting mode."""
-    config = with_nodes(_with_whole_paths(config), engine)
+    config = with_nodes(with_whole_paths(config), engine)
     text = short_name(config.env.id) or "workers"
     if config.engine != "inline":
         config = config_io.map_callables(config, _importable)
@@ -222,7 +222,7 @@ def _importable(path: str, function: Callable[..., Any]) -> str:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _with_whole_paths(config: TrainConfig) -> TrainConfig:
+def with_whole_paths(config: TrainConfig) -> TrainConfig:
     """Returns `config` with absolute paths of files, so that the run can be resumed from any folder."""
     run = config.run
     if run.fallback_dir:
