@@ -266,7 +266,11 @@ def _load_model(run_dir: str | Path, config: TrainConfig, source: Path, env_kwar
     from echelon.runs.policy_spec import PolicySpec
     from echelon.schema import same_layout
 
-    spaces, trained = probe_spaces(config.env), RunFolder.open(Path(run_dir)).read_spaces()
+    try:
+        spaces = probe_spaces(config.env)
+    except ConfigError as error:
+        raise ConfigError(f"{error} Give another environment, or its file, with --env (env=).") from error
+    trained = RunFolder.open(Path(run_dir)).read_spaces()
     if trained is not None:  # an older release did not record them
         differing = [
             f"{verb} {other}, not {own}"

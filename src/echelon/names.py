@@ -94,7 +94,7 @@ def resolve(name: str) -> Any:
             f'"{name}" cannot be imported. Pass the function itself, or move it to a module: "my_module:make".'
         )
     path, args, kwargs = parse_call(name)
-    target = _find(path)
+    target = _find(path, name)
     if not args and not kwargs:
         return target
     if not callable(target):
@@ -108,8 +108,9 @@ def resolve(name: str) -> Any:
     return functools.wraps(target, updated=())(call)
 
 
-def _find(name: str) -> Any:
-    place, _, qualname = name.rpartition(":")
+def _find(path: str, name: str) -> Any:
+    """Returns the object at `path`, which is `name` without its arguments."""
+    place, _, qualname = path.rpartition(":")
     if not place or not qualname:
         raise ConfigError(f'"{name}" does not name a callable: write "module:name" or "path/to/file.py:name".')
     target: object = _load_file(Path(place), name) if place.endswith(".py") else _import(place, name)
@@ -236,7 +237,8 @@ def _import(module: str, name: str) -> ModuleType:
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
-            remedy = f'install its package, or name a file: "path/to/{module.split(".")[-1]}.py:..."'
+            file = f"path/to/{module.split('.')[-1]}.py{name.removeprefix(module)}"
+            remedy = f'add its folder to PYTHONPATH, install its package, or name a file: "{file}"'
         else:
             remedy = f'it needs the module "{error.name}", which is not installed'
         raise ConfigError(f'"{name}" was not found: cannot import {module}; {remedy}.') from error

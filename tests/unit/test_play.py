@@ -248,6 +248,8 @@ def test_long_episodes_are_cut(painted: Path, tmp_path: Path, capsys: pytest.Cap
         (["--env", "MountainCar-v0"], "(--env, or env=)"),
         (["--env", "toy_envs:CounterEnv", "--env-kwargs", '{"length": 3}'], "with {'length': 3}, which observes"),
         (["--env", "toy_envs:CounterEnv", "--env-kwargs", '{"length": 3}'], "(--env and --env-kwargs, or env="),
+        (["--env", "gone.mask:Masked(size=4)"], '"gone.mask:Masked(size=4)" was not found'),
+        (["--env", "gone.mask:Masked(size=4)"], '"path/to/mask.py:Masked(size=4)". Give another environment, or its f'),
         (["--env", "toy_envs:StillEnv"], "cannot be rendered"),
         (["--env", "toy_envs:UnpaintableEnv"], "no paint"),
         (["--window"], "no display"),
