@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from echelon.config import AlgorithmConfig, TrainConfig
-from echelon.fields import ConfigField, Section, fields
+from echelon.fields import ConfigField, Section, fields, option_text
 
 HEAD = """# Configuration
 
@@ -46,15 +46,11 @@ def _row(field: ConfigField, default: Any) -> str:
 
 def _text(value: Any) -> str:
     match value:
-        case None:
-            return "none"
-        case bool():
-            return str(value).lower()
-        case tuple():
-            return ",".join(map(str, value))
-        case str():
-            return f"`{value}`" if value else ""
-    return f"{value:_}" if isinstance(value, int) and value >= 10_000 else str(value)
+        case str() if value:
+            return f"`{value}`"
+        case int() if value >= 10_000:
+            return f"{value:_}"
+    return option_text(value)
 
 
 if __name__ == "__main__":

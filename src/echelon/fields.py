@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import math
 import operator
 import types
@@ -224,6 +225,18 @@ def type_text(hint: Any) -> str:
         return "JSON object"
     names: dict[Any, str] = {types.NoneType: "none", bool: "true|false", float: "finite number"}
     return names.get(hint) or str(hint.__name__)
+
+
+def option_text(value: Any) -> str:
+    """Returns a value as the option of its field takes it: none, true, 64,64, {"size": 3}."""
+    match value:
+        case None:
+            return "none"
+        case list() | tuple():
+            return ",".join(map(option_text, value)) or "()"
+        case bool() | dict():
+            return json.dumps(value)
+    return str(value) or '""'
 
 
 def no_choice(path: str, value: Any, choices: list[str]) -> ConfigError:

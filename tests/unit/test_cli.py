@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -168,6 +171,26 @@ def test_options_are_read_wherever_they_stand_and_however_they_are_written() -> 
 def test_values_of_every_kind_are_read(arguments: list[str], path: str, value: Any) -> None:
     config = options("ppo", "CartPole-v1", *arguments)
     assert config == replace(preset("ppo", "CartPole-v1"), **{path: value})
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (["train", "dqn", "CartPole-v1", "--help"], re.compile(r"  --([\w.-]+) .*?  \(default (.+?)\) ")),
+    (["presets", "dqn", "CartPole-v1"], re.compile(r"[ *] --(\S+) +(.+)")),
+], ids=["train", "presets"])  # fmt: skip
+def test_the_values_that_a_command_shows_can_be_typed(
+    words: list[str], line: re.Pattern[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):
+        main(words)
+    shown = dict(found.groups() for text in capsys.readouterr().out.splitlines() if (found := line.match(text)))
+    typed = [
+        word
+        for name, value in shown.items()
+        if "." in name and name.partition(".")[0] not in ("workers", "hosts")  # not for a training on one host
+        for word in (f"--{name}", *shlex.split(value))
+    ]
+    assert {"none", "true"} <= {*typed}
+    assert options("dqn", "CartPole-v1", *typed) == preset("dqn", "CartPole-v1")
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ options:
 
 every field:
   --seed int  (default 0)
-  --network.hidden comma-separated int  (default (64, 64))
-  --workers.address str  (default ) where they come to
+  --network.hidden comma-separated int  (default 64,64)
+  --workers.address str  (default "") where they come to
 """
 
 
@@ -39,8 +39,8 @@ def test_options_are_told_by_value_and_default() -> None:
         "train --on-env-error": "stop|restart",
         "train --seed": "S | int = 0",
         "train --output-dir": "DIR",
-        "train --network.hidden": "comma-separated int = (64, 64)",
-        "train --workers.address": "str =",
+        "train --network.hidden": "comma-separated int = 64,64",
+        "train --workers.address": 'str = ""',
     }
 
 

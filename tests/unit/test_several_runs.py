@@ -309,14 +309,15 @@ def test_ctrl_c_stops_all_trainings_gracefully(here: Path, shm_dir: Path) -> Non
 def test_compare_shows_results_and_only_the_values_that_differ(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed, last in enumerate((10.0, 20.0, 60.0, 30.0, 40.0)):
         write_run(here / f"wide/seed-{seed}", [1.0, last], seed=seed, **{"network.hidden": (64,)})
-    write_run(here / "narrow", [1.0, 2.0, 5.0], seed=8, **{"network.hidden": (8,), "stop.steps": 200})
+    narrow = {"network.hidden": (8,), "stop.steps": 200, "learner.max_lag": None}
+    write_run(here / "narrow", [1.0, 2.0, 5.0], seed=8, **narrow)
     assert main(["compare", "wide", "narrow"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["run", "status", "return", "evaluation", "steps", "steps/s", "time"]
     assert "wide (5 seeds)" in lines[1] and "30.0 (20.0 to 40.0)" in lines[1] and "60.0 (40.0 to 80.0)" in lines[1]
     assert lines[2].split() == ["narrow", "finished", "5.0", "10.0", "300", "50", "6", "s"]
     fields = [line.split() for line in lines[lines.index("") + 4 : -2]]
-    assert fields == [["field", "[1]", "[2]"], ["network.hidden", "64", "8"]]
+    assert fields == [["field", "[1]", "[2]"], ["learner.max_lag", "0", "none"], ["network.hidden", "64", "8"]]
     assert (here / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 

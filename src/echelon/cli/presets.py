@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 
 from echelon.cli.main import Parser
 from echelon.config_io import fields_of
 from echelon.families import FAMILIES, family_of, name_of
+from echelon.fields import option_text
 from echelon.presets import PRESETS, check_preset, preset
 from echelon.presets.zoo import ZooResult, all_results, all_rows
 
@@ -89,7 +89,7 @@ def _values(name: str, env: str, family: str) -> list[str]:
         is_used = not info.path.startswith("replay.") or config.experience == "replay"
         if (info.path.startswith(SHOWN) or info.path in changed) and is_used:
             mark = "*" if info.path in changed else " "
-            lines.append(f"{mark} --{info.path.replace('_', '-'):<38} {_text(info.value)}")
+            lines.append(f"{mark} --{info.path.replace('_', '-'):<38} {option_text(info.value)}")
     results = [r for r in all_results() if r.preset == name and name_of(r.env) == name_of(env)]
     return [*lines, "", *(["mean return of greedy episodes, per seed:", *map(_line, results)] if results else NOTHING)]
 
@@ -99,7 +99,7 @@ def _changed(name: str, env: str, family: str) -> dict[str, str]:
     mine, plain = (fields_of(preset(name, id, kind)) for id, kind in ((env, family), ("x:y", "")))
     base = {info.path: info.value for info in plain}
     return {
-        info.path: _text(info.value)
+        info.path: option_text(info.value)
         for info in mine
         if info.path not in ("env.id", "preset") and base.get(info.path, info) != info.value
     }
@@ -116,9 +116,3 @@ def _name_and_median(result: ZooResult) -> str:
 
 def _median(values: Iterable[float]) -> float:
     return round(statistics.median(values), 3)
-
-
-def _text(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return json.dumps(value) if isinstance(value, dict | bool) or value is None else f"{value}"

@@ -17,6 +17,7 @@ from echelon.config_files import ConfigFile, read_config_file, to_toml
 from echelon.config_io import FieldInfo, fields_of, set_fields
 from echelon.errors import ConfigError
 from echelon.families import FAMILY_OF, OWN, family_of, name_of
+from echelon.fields import option_text
 from echelon.names import short_name, text_of
 from echelon.presets import DEFAULT_ENVS, PRESETS, check_preset, preset
 
@@ -132,7 +133,7 @@ def _fields_help(name: str, infos: Sequence[FieldInfo]) -> str:
     lines = [f"all fields, with the values of the {name} (some values depend on ENV):"]
     for info in infos:
         option = info.path.replace("_", "-")
-        lines.append(f"  --{option} {info.field.type}  (default {info.value}) {info.field.text}")
+        lines.append(f"  --{option} {info.field.type}  (default {option_text(info.value)}) {info.field.text}")
     return "\n".join(lines)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from echelon.disk import put_file
 from echelon.errors import ConfigError
+from echelon.fields import option_text
 from echelon.names import short_name
 from echelon.runs.metrics import read_rows
 from echelon.runs.records import DAMAGED, RunRecord, is_run, read_run, runs_in
@@ -161,12 +162,7 @@ def difference_table(entries: Sequence[ComparisonEntry]) -> list[str]:
 
 
 def _value_text(flat: Mapping[str, Any], path: str) -> str:
-    if path not in flat:
-        return MISSING
-    value = flat[path]
-    if isinstance(value, list):
-        return ",".join(map(str, value)) or "()"
-    return value or '""' if isinstance(value, str) else json.dumps(value)
+    return option_text(flat[path]) if path in flat else MISSING
 
 
 def read_curves(entries: Sequence[ComparisonEntry], progress: Callable[[int, int | None], None]) -> list[list[Curve]]:
