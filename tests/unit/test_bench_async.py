@@ -207,6 +207,16 @@ def _check_that_damage_is_told(path: Path, report: dict[str, Any]) -> None:
             draw_report(path)
 
 
+def test_the_help_lists_the_values_that_apply(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "async", "--help"])
+    shown = capsys.readouterr().out
+    assert main(["bench", "async", "CartPole-v1", "--dry-run"]) == 0
+    assert "trajectory = 512 " in capsys.readouterr().out
+    for text in ("actor.trajectory int  (default 512)", "actor.slots int  (default 2)", "(default 32,32,32)"):
+        assert f" {text}" in shown.replace("--", " ")
+
+
 WRONG = [
     ("", "the environment is missing: `echelon bench async ENV`"),
     ("CartPole-v1 --envs-per-actor 4,4", "envs_per_actor=4,4 must be different numbers of at least 1"),

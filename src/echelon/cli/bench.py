@@ -150,7 +150,7 @@ def run_async(arguments: Sequence[str]) -> int:
     prog, default = "echelon bench async", AsyncSetting()
     options = {name: SHORT[name] for name in ASYNC_OPTIONS}
     own = Parser(prog=prog, add_help=False, allow_abbrev=False)
-    parser = make_train_parser(prog, ASYNC_TEXT, ("ppo", *arguments), options, ("ppo",))
+    parser = make_train_parser(prog, ASYNC_TEXT, ("ppo", *arguments), options, ("ppo",), values=DEFAULTS)
     for each in (own, parser):  # `own` parses them first; `parser` shows them in its help
         add = each.add_argument
         add("--envs-per-actor", default=default.envs, type=_numbers, metavar="K,K", help="list of K (32,48,96)")

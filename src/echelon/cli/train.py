@@ -75,10 +75,12 @@ def make_parser(
     options: Options = SHORT,
     presets: Collection[str] = tuple(PRESETS),
     defaults: Mapping[str, str] = MappingProxyType({}),
+    values: Mapping[str, str] = MappingProxyType({}),
 ) -> argparse.ArgumentParser:
     """Returns a parser with the positional arguments and `options` of a training; its help shows a given preset.
 
-    `defaults` are shown for options whose default differs from that of their field.
+    `defaults` are shown for options whose default differs from that of their field; `values` are fields that the
+    command sets in place of the preset.
     """
     words = positional(arguments)
     place = next((place for place, word in enumerate(words) if word in presets), None)
@@ -86,11 +88,11 @@ def make_parser(
     given = [] if place is None else words[place + 1 :][:1]
     env = next(iter(given), DEFAULT_ENVS.get(shown, "CartPole-v1"))
     wants_help = given and {"-h", "--help"} & {*arguments}
-    infos = fields_of(preset(shown, env, _observed(env, {}, None) if wants_help else ""))
+    infos = fields_of(set_fields(preset(shown, env, _observed(env, {}, None) if wants_help else ""), values))
     parser = Parser(
         prog=prog,
         description=description,
-        epilog=_fields_help(f"{shown} preset for {env}", infos)
+        epilog=_fields_help(f"{shown} preset for {env}{' and of this command' if values else ''}", infos)
         if place is not None or len(presets) == 1
         else f"`{prog} PRESET [ENV] --help` also lists every field, --section.field, with its value for the preset.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
