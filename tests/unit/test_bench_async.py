@@ -220,7 +220,8 @@ def test_the_help_lists_the_values_that_apply(capsys: pytest.CaptureFixture[str]
 WRONG = [
     ("", "the environment is missing: `echelon bench async ENV`"),
     ("CartPole-v1 --envs-per-actor 4,4", "envs_per_actor=4,4 must be different numbers of at least 1"),
-    ("CartPole-v1 --envs-per-actor four", "argument --envs-per-actor: invalid"),
+    ("CartPole-v1 --envs-per-actor four", "--envs-per-actor: 'four' is not a list of whole numbers: write 32,48,96"),
+    ("CartPole-v1 --steps 1000", "the benchmark sets the stop conditions itself"),
     ("CartPole-v1 --actors 1", "num_actors=1 must be at least 2"),
     ("CartPole-v1 --seconds 0", "seconds=0 must be above 0"),
     ("CartPole-v1 --stop.steps 100", "the benchmark sets the stop conditions itself"),

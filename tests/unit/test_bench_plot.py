@@ -263,7 +263,8 @@ def test_a_missing_report_and_an_impossible_folder(
     tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "plot", str(tmp_path / "none.json")]) == 2
-    assert "none.json cannot be read: No such file" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "none.json cannot be read: No such file" in shown and "`echelon bench async` with --output" in shown
     path = write(tmp_path / "r.json", [result_of(10), result_of(20)])
     assert main(["bench", "plot", str(path), "--output-dir", str(path)]) == 2
     assert "Choose another folder with --output-dir" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from echelon.errors import ConfigError
 SYNC, ASYNC = "sync", "async"
 SECONDS, SCORE_SECONDS = 20.0, 600.0
 MIN_ITERATIONS = 4  # that are measured
+SETS_STOP = "the benchmark sets the stop conditions itself: use --seconds S and --time-to-score R."
 DEFAULTS: Mapping[str, str] = {  # the published study of asynchronous PPO on Humanoid
     "actor.trajectory": "512",
     "actor.slots": "2",  # an actor fills one while the other waits for the learner: the lag stays small

@@ -25,7 +25,7 @@ from echelon.bench.async_bound import (
     median_cost,
 )
 from echelon.bench.async_runs import Progress, Ran, num_iterations, run_training, window
-from echelon.bench.async_setting import ASYNC, SYNC, AsyncSetting
+from echelon.bench.async_setting import ASYNC, SETS_STOP, SYNC, AsyncSetting
 from echelon.bench.harness import Spread, columns, in_turns, machine
 from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError
@@ -61,7 +61,7 @@ def _check(config: TrainConfig) -> None:
         )
     stop = config.stop
     if stop.steps or stop.minutes or stop.episodes or stop.until_return is not None:
-        raise ConfigError("the benchmark sets the stop conditions itself: use --seconds S and --time-to-score R.")
+        raise ConfigError(SETS_STOP)
     if config.run.dir:
         raise ConfigError(f"run.dir={config.run.dir}: the benchmark makes several runs. Remove it.")
 

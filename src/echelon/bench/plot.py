@@ -106,8 +106,8 @@ def load_report(path: Path) -> dict[str, Any]:
         report = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except OSError as error:
         raise ConfigError(
-            f"report {path} cannot be read: {error.strerror}. `echelon bench rpc --world_size 10,20` and "
-            "`echelon bench replay --output FILE` write reports."
+            f"report {path} cannot be read: {error.strerror}. `echelon bench rpc --world_size 10,20`, and `echelon "
+            "bench replay` and `echelon bench async` with --output FILE, write reports."
         ) from error
     except ValueError as error:  # not UTF-8, or not JSON
         raise ConfigError(f"report {path} is not JSON: {error}. Give the file that a benchmark wrote.") from error

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from echelon.bench.async_setting import DEFAULTS, MIN_ITERATIONS, AsyncSetting
+from echelon.bench.async_setting import DEFAULTS, MIN_ITERATIONS, SETS_STOP, AsyncSetting
 from echelon.bench.harness import Benchmark, Runs, Sweep, write_report
 from echelon.cli.main import Parser
 from echelon.cli.output import check_writable, progress_bar
@@ -163,8 +163,15 @@ def run_async(arguments: Sequence[str]) -> int:
         add("--rounds", default=default.rounds, type=int, metavar="R", help="rounds; the table has medians (1)")
         text = "train until the mean return of 100 episodes is R, and report time and steps"
         add("--time-to-score", dest="score", type=float, metavar="R", help=text)
-        add("--output", default="", metavar="FILE", help="write the report here, as JSON, and pictures beside it")
+        add(
+            "--output",
+            default="",
+            metavar="FILE",
+            help="write the report here, as JSON, with pictures and an HTML page beside it",
+        )
     known, rest = own.parse_known_args(list(arguments))
+    if {word.partition("=")[0] for word in rest} & {"--steps", "--minutes", "--episodes", "--until-return"}:
+        raise ConfigError(SETS_STOP)
     values = vars(known)
     path = Path(output) if (output := values.pop("output")) else None
     if path is not None:
@@ -212,7 +219,10 @@ def _raised_signals() -> Iterator[None]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers: write 32,48,96") from None
 
 
 def run_plot(arguments: Sequence[str]) -> int:
