@@ -242,7 +242,10 @@ def test_the_command_warns_of_what_training_can_handle(
 def test_the_command_prints_lines_and_refuses_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "CartPole-v1", "--steps", "30"]) == 0
     out = capsys.readouterr().out
-    assert "no errors" in out and "tuned for CartPole" in out
+    assert "no errors" in out and "tuned for CartPole" in out and "mario" not in out
+    assert main(["check", "Pendulum-v1", "--steps", "30", "--preset", "dqn"]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit: this algorithm supports Discrete" in out and "settings:" not in out
     assert main(["check", "toy_envs:CounterEnv", "--steps", "30", "--preset", "sac"]) in (0, 1)
     assert "no values are tuned" in capsys.readouterr().out
     assert main(["check", "CartPole-v1", "--steps", "30", "--network.name", "test_bad_input:misfit_network"]) == 1

@@ -13,7 +13,7 @@ from echelon.cli.main import Parser, parse_env_kwargs
 from echelon.config import TrainConfig, replace
 from echelon.errors import ConfigError
 from echelon.families import FAMILY_OF, OWN, family_of, name_of
-from echelon.presets import PRESETS, preset
+from echelon.presets import DEFAULT_ENVS, PRESETS, preset
 from echelon.presets.zoo import rows_for
 
 SIGNS = {"ok": "ok", "info": "info", "warning": "WARNING", "error": "ERROR"}
@@ -144,6 +144,8 @@ def _presets(env: str, family: str, spaces: Any) -> dict[str, str]:
 
     found = {}
     for name in PRESETS:
+        if name_of(DEFAULT_ENVS.get(name, env)) != name_of(env):  # made for another environment
+            continue
         algorithm: Any = preset(name, env, family).algorithm
         try:
             make_distribution(spaces.action, algorithm.distribution)
@@ -164,10 +166,10 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines += ["", f"network of {found['preset']}, {found['parameters']:,} parameters"]
         lines += [f"  {line}" for line in found["network"]]
         lines.append(f"  actions: {found['distribution']}")
-    if "family" in found:
         tuned = f"with the values tuned {' and '.join(found['zoo'])}"
         none = f"as it is: no values are tuned for this environment or its family, {found['family']}"
         lines.append(f"settings: the preset {found['preset']} {tuned if found['zoo'] else none}")
+    if found["presets"]:
         unfit = [name for name, text in found["presets"].items() if text.startswith("does not")]
         fit = [name for name in found["presets"] if name not in unfit]
         without = f" (not {', '.join(unfit)})" if unfit else ""
