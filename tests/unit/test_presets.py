@@ -292,7 +292,25 @@ def test_the_command_shows_presets_and_their_values(capsys: pytest.CaptureFixtur
     assert main(["presets", "ppo", "Pendulum-v1"]) == 0
     shown = capsys.readouterr().out
     assert "* --algorithm.discount" in shown and "  --algorithm.clip " in shown and "replay" not in shown
-    assert main(["presets", "pppo"]) == 2 and "Did you mean ppo?" in capsys.readouterr().err
+    assert main(["presets", "dqn", "CartPole-v1"]) == 0
+    assert ": 1 value differs from" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["popo"], "Did you mean ppo?"),
+    (["CartPole-v1"], "PRESET comes before ENV: `echelon presets ppo CartPole-v1`"),
+    (["ppo", "--family", "toy-text"], "--family toy-text has no effect without ENV"),
+])  # fmt: skip
+def test_words_that_show_nothing_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["presets", *words]) == 2 and message in capsys.readouterr().err
+
+
+def test_a_preset_that_does_not_support_the_actions_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, env, fits in (("dqn", "Pendulum-v1", False), ("td3", "CartPole-v1", False), ("td3", "Pendulum-v1", True)):
+        assert main(["presets", name, env]) == 0
+        assert (f"{name} does not support the actions of {env}" not in capsys.readouterr().out) == fits
 
 
 @pytest.mark.parametrize(("env", "remedy"), [
@@ -313,6 +331,7 @@ def test_values_for_a_mistyped_environment_are_refused(
     ["PongNoFrameskip-v4"],
     ["envpool:Pong-v5"],
     ["LunarLander-v3"],
+    ["Humanoid-v5"],
     ["SuperMarioBros-1-1"],
     ["pybullet_envs_gymnasium:HumanoidBulletEnv-v0"],
     ["not_installed:Maze-v0"],
@@ -322,7 +341,7 @@ def test_values_for_a_mistyped_environment_are_refused(
 def test_values_are_shown_without_the_package_of_an_environment(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("ale_py", "Box2D", "nes_py", "envpool", "pybullet_envs_gymnasium"):
+    for module in ("ale_py", "Box2D", "mujoco", "nes_py", "envpool", "pybullet_envs_gymnasium"):
         monkeypatch.setitem(sys.modules, module, None)
     assert main(["presets", "ppo", *words]) == 0
     assert f"ppo on {words[0]}" in capsys.readouterr().out

@@ -6,10 +6,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from echelon.cli.main import Parser
+from echelon.cli.train import check_order
 from echelon.config_io import fields_of
-from echelon.families import FAMILIES, family_of, name_of
+from echelon.errors import ConfigError
+from echelon.families import FAMILIES, FAMILY_OF, family_of, name_of
 from echelon.fields import option_text
-from echelon.presets import PRESETS, check_preset, preset
+from echelon.presets import PRESETS, preset
 from echelon.presets.zoo import ZooResult, all_results, all_rows
 
 UNKNOWN = "an environment that nobody has seen"
@@ -35,12 +37,13 @@ def run(arguments: Sequence[str]) -> int:
     if known.preset is None:
         lines = _overview()
     else:
-        check_preset(known.preset)
-        if known.env is not None and not known.family:
-            from echelon.envs.make import check_id
-
-            check_id(known.env)
-        lines = _environments(known.preset) if known.env is None else _values(known.preset, known.env, known.family)
+        check_order(parser, known)
+        if known.env is not None:
+            lines = [*_misfit(known.preset, known.env, known.family), *_values(known.preset, known.env, known.family)]
+        elif known.family:
+            raise ConfigError(f"--family {known.family} has no effect without ENV. Remove it, or add ENV.")
+        else:
+            lines = _environments(known.preset)
     print("\n".join(lines))
     return 0
 
@@ -76,12 +79,34 @@ def _environments(name: str) -> list[str]:
     return [*lines, "", f"`echelon presets {name} ENV` shows all values for an environment."]
 
 
+def _misfit(name: str, env: str, family: str) -> list[str]:
+    """Returns a line if the preset does not support the actions of an environment that comes with gymnasium.
+
+    Raises ConfigError for an id that gymnasium would have, but has not. Other environments are not looked at.
+    """
+    if family:
+        return []
+    from echelon.envs.make import check_id, probe_spaces
+    from echelon.schema import SUPPORTED
+
+    check_id(env)
+    config = preset(name, env)
+    try:
+        action = probe_spaces(config.env).action if name_of(env) in FAMILY_OF and ":" not in env else None
+    except ConfigError:  # its package is not installed
+        action = None
+    if action is None or isinstance(action, SUPPORTED[config.algorithm.distribution]):
+        return []
+    return [f"{name} does not support the actions of {env}, {action}: `echelon check {env}` lists presets that do", ""]
+
+
 def _values(name: str, env: str, family: str) -> list[str]:
     config = preset(name, env, family)
     changed = _changed(name, env, family)
     family = family or family_of(env)
     lines = [
-        f"{name} on {env}, family {family}: {len(changed)} values differ from those for {UNKNOWN} (marked *)"
+        f"{name} on {env}, family {family}: {len(changed)} value{' differs' if len(changed) == 1 else 's differ'} from "
+        f"those for {UNKNOWN} (marked *)"
         if changed
         else f"{name} on {env}, family {family}: the values for {UNKNOWN}"
     ]

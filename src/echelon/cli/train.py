@@ -292,13 +292,18 @@ def _observed(env: str, given: Mapping[str, str], file: ConfigFile | None) -> st
     return observed_family(env, made.kwargs, [str(name) for name in made.wrappers])
 
 
-def _env_of(parser: argparse.ArgumentParser, known: argparse.Namespace) -> str:
+def check_order(parser: argparse.ArgumentParser, known: argparse.Namespace) -> None:
+    """Raises ConfigError unless the first argument is a preset."""
     if known.preset not in PRESETS and (known.env in PRESETS or (known.env is None and FOREIGN.search(known.preset))):
         raise ConfigError(
             f"there is no preset {known.preset!r}. PRESET comes before ENV: `{parser.prog} {known.env or 'ppo'} "
             f"{known.preset}`."
         )
     check_preset(known.preset)
+
+
+def _env_of(parser: argparse.ArgumentParser, known: argparse.Namespace) -> str:
+    check_order(parser, known)
     env: str = known.env or DEFAULT_ENVS.get(known.preset, "")
     if not env:
         command = f"{parser.prog} {known.preset}" if _has_presets(parser) else parser.prog

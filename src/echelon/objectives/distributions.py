@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from echelon.errors import ConfigError
-from echelon.schema import action_leaf
+from echelon.schema import SUPPORTED, action_leaf
 
 Array = np.ndarray[Any, Any]
 FORBIDDEN = -1e9  # a logit whose probability is exactly 0 in float32; finite, so that 0 * log 0 is 0
@@ -83,25 +83,25 @@ def make_distribution(action_space: gym.Space[Any], kind: Kind = "stochastic") -
     discrete actions are sampled as in "stochastic").
     """
     action_leaf(action_space)  # raises on action spaces that no policy supports
+    if not isinstance(action_space, SUPPORTED[kind]):
+        fits = {"greedy": "Discrete", "deterministic": "bounded Box", "squashed": "bounded Box and Discrete"}[kind]
+        raise ConfigError(
+            f"the action space {action_space} does not fit: this algorithm supports {fits} action spaces. Use another "
+            "preset (impala and ppo support all of them), or wrap the environment to convert its actions."
+        )
     match action_space:
-        case gym.spaces.Discrete() if kind == "greedy":
-            return Greedy(int(action_space.n), int(action_space.start))
-        case gym.spaces.Discrete() if kind in ("stochastic", "squashed"):
-            return Categorical(int(action_space.n), int(action_space.start))
-        case gym.spaces.MultiDiscrete() if kind == "stochastic":
+        case gym.spaces.Discrete():
+            return (Greedy if kind == "greedy" else Categorical)(int(action_space.n), int(action_space.start))
+        case gym.spaces.MultiDiscrete():
             return MultiCategorical([int(n) for n in action_space.nvec], action_space.start)
-        case gym.spaces.Box() if kind == "stochastic":
-            return DiagonalGaussian(action_space)
         case gym.spaces.Box() if kind == "deterministic":
             return Deterministic(action_space)
         case gym.spaces.Box() if kind == "squashed":
             return SquashedGaussian(action_space)
+        case gym.spaces.Box():
+            return DiagonalGaussian(action_space)
         case _:
-            fits = {"greedy": "Discrete", "deterministic": "bounded Box", "squashed": "bounded Box and Discrete"}[kind]
-            raise ConfigError(
-                f"the action space {action_space} does not fit: this algorithm supports {fits} action spaces. Use "
-                "another preset (impala and ppo support all of them), or wrap the environment to convert its actions."
-            )
+            raise AssertionError(action_space)
 
 
 def forbid(scores: Tensor, mask: Tensor | None) -> Tensor:

@@ -39,7 +39,7 @@ def check_preset(name: str) -> None:
     if not isinstance(name, str):
         raise ConfigError(f'{name!r:.200} is not the name of a preset: write preset("ppo", make_env).')
     if name not in PRESETS:
-        close = difflib.get_close_matches(name, PRESETS, n=1)
+        close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)  # they are short
         hint = f" Did you mean {close[0]}?" if close else ""
         raise ConfigError(f"there is no preset {name!r}. Presets: {', '.join(PRESETS)}.{hint}")
 
