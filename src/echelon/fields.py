@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -293,6 +294,12 @@ def near_fields(path: str, known: Iterable[str]) -> str:
 def require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+def require_device(name: str, path: str) -> None:
+    """Raises ConfigError unless `name`, the value of the field `path`, has the form of a device."""
+    known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is not None
+    require(known, f"{path}={name} is not a device: use auto, cpu, cuda or cuda:N.")
 
 
 def require_address(address: str, path: str) -> None:

@@ -250,11 +250,17 @@ def _import(module: str, name: str) -> ModuleType:
         ) from error
 
 
+def check_file(name: str) -> None:
+    """Raises ConfigError if `name` is in a file that does not exist."""
+    place = path_of(name).rpartition(":")[0]
+    if place.endswith(".py") and not (path := Path(place).expanduser().resolve()).is_file():
+        raise ConfigError(f'"{name}" was not found: there is no file {path}.')
+
+
 def _load_file(path: Path, name: str) -> ModuleType:
     """Returns the module of a source file; it is executed once, under a module name derived from its path."""
+    check_file(name)
     path = path.expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f'"{name}" was not found: there is no file {path}.')
     main = sys.modules.get("__main__")
     if main is not None and getattr(main, "__file__", None) and Path(str(main.__file__)).resolve() == path:
         return main  # this process is that script

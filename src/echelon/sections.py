@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import field
 
-from echelon.fields import Section, doc, require, require_address
+from echelon.fields import Section, doc, require, require_address, require_device
 
 EnvId = str | Callable[..., Any]  # the name of an environment or of a factory, or the factory itself
 
@@ -121,6 +121,7 @@ class ActingConfig(Section, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_device(self.device, "acting.device")
         require_address(self.address, "acting.address")
         require(
             self.servers == 1 or self.address.endswith(":0"),
@@ -167,6 +168,10 @@ class LearnerConfig(Section, frozen=True):
         "float32"
     )
     compile: Annotated[bool, doc("compile the loss with torch.compile")] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_device(self.device, "learner.device")
 
 
 class NetworkConfig(Section, frozen=True):

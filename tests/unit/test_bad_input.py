@@ -163,7 +163,10 @@ VALUES: dict[str, tuple[str, list[str]]] = {
     "core": ("--network.core-size 0", ["network.core_size=0"]),
     "epochs": ("--algorithm.epochs 0", ["algorithm.epochs=0", "at least 1"]),
     "minibatches": ("--algorithm.minibatches 0", ["algorithm.minibatches=0", "at least 1"]),
-    "too many minibatches": ("--algorithm.minibatches 17", ["algorithm.minibatches=17", "16 sequences", "Lower it"]),
+    "too many minibatches": (
+        "--algorithm.minibatches 17",
+        ["algorithm.minibatches=17", "16 steps", "Lower it"],
+    ),
     "discount": ("--algorithm.discount 1.5", ["algorithm.discount=1.5", "between 0 and 1"]),
     "other rule": ("--algorithm.rho-clip 1", ["algorithm.rho_clip"]),
     "checkpoints": ("--run.keep-checkpoints 0", ["run.keep_checkpoints=0", "at least 1"]),
@@ -208,7 +211,7 @@ def test_a_value_that_cannot_work_is_told_with_the_remedy(name: str, command: Co
     else:
         told = command(*arguments, "--steps", "100", text)
     assert_told(told, 2, *fragments)
-    assert list(Path.cwd().iterdir()) == [], "no run folder"
+    assert list(Path.cwd().iterdir()) == [] and " -> " not in told.out, "no run folder, nor the name of one"
 
 
 @pytest.mark.parametrize("content", ["1 / 0", "import no_such_module", "def"])
@@ -272,8 +275,11 @@ def test_spaces_that_do_not_fit_are_told(env: str, fragments: list[str], command
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_a_typo_in_the_environment_is_told_before_a_missing_end(command: Command) -> None:
+def test_other_mistakes_are_told_before_a_missing_end(command: Command) -> None:
     assert_told(command("train", "ppo", "CartPol-v1"), 2, "CartPol-v1", "CartPole-v1")
+    assert_told(command("train", "ppo", "no_such.py:make"), 2, "there is no file", "no_such.py")
+    for words in ("--device gpu", "--init-from no_such_run", "--network.name no_such.py:make"):
+        assert_told(command("train", "ppo", "CartPole-v1", *words.split()), 2, words.split()[1])
     assert_told(command("train", "ppo", "CartPole-v1"), 2, "never end", "--steps", "stop.steps")
 
 

@@ -54,7 +54,6 @@ def test_actors_that_compute_initial_priorities_act_locally(make_stage: Callable
     [
         ({"acting.groups": 3}, "acting.groups=3 does not divide"),
         ({"acting.servers": 9}, "acting.servers=9 exceeds"),
-        ({"acting.device": "gpu"}, "device=gpu is not a device"),
     ],
 )
 def test_impossible_settings_of_central_acting_are_refused_whatever_would_be_chosen(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 
 import torch
 
@@ -11,6 +10,7 @@ from echelon.algorithms.model import Model
 from echelon.config import TrainConfig
 from echelon.control_groups import num_cores
 from echelon.errors import ConfigError
+from echelon.fields import require_device
 
 MIN_GPU_PARAMETERS = 200_000  # a network of at least this size is worth a GPU, or all cores
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from glibc's malloc.h
@@ -39,14 +39,13 @@ def pick_device(name: str, num_parameters: int, option: str = "--device", *, lea
     `auto` chooses a GPU for networks of at least `least` parameters: smaller networks are faster on the CPU, where
     their data is.
     """
+    require_device(name, "device")
     if name == "auto":
         return "cuda" if num_parameters >= least and has_gpu() else "cpu"
     if name.startswith("cuda") and not has_gpu():
         raise ConfigError(
             f"device={name}, but torch {torch.__version__} finds no GPU that it can use. Use {option} cpu or auto."
         )
-    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
-        raise ConfigError(f"device={name} is not a device: use auto, cpu, cuda or cuda:N.")
     _, _, index = name.partition(":")
     if index and int(index) >= torch.cuda.device_count():
         raise ConfigError(f"device={name}, but this host has {torch.cuda.device_count()} GPUs, counted from cuda:0.")

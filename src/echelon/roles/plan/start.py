@@ -15,7 +15,7 @@ from echelon.engines.local import LocalEngine
 from echelon.engines.process import IDLE
 from echelon.errors import ConfigError
 from echelon.families import is_atari, is_mario
-from echelon.names import short_name
+from echelon.names import check_file, short_name
 
 if TYPE_CHECKING:
     from echelon.hosts.engine import HostsEngine
@@ -214,9 +214,15 @@ def check_stop(config: TrainConfig) -> None:
     stop = config.stop
     if not (stop.steps or stop.minutes or stop.episodes or stop.until_return is not None):
         from echelon.envs.make import check_id
+        from echelon.runs.checkpoint import weights_path
 
+        for name in (config.env.id, config.network.name):  # mistakes there are reported first
+            if isinstance(name, str):
+                check_file(name)
         if isinstance(config.env.id, str):
-            check_id(config.env.id)  # a typo there is reported first
+            check_id(config.env.id)
+        if config.run.init_from:
+            weights_path(config.run.init_from)
         raise ConfigError(
             "the run would never end: give --steps N, --minutes M, --episodes E or --until-return R (in Python "
             "stop.steps=N)."
