@@ -51,7 +51,13 @@ def minibatch_samples(config: TrainConfig) -> int:
     if config.algorithm.slots == "gradients":
         return 1  # the actors process the samples
     actor, count = config.actor, int(getattr(config.algorithm, "minibatches", 1))
-    return config.batch_trajectories * actor.trajectory * actor.envs_per_actor // count
+    num_steps = config.batch_trajectories * actor.trajectory * actor.envs_per_actor
+    if count > num_steps:
+        raise ConfigError(
+            f"algorithm.minibatches={count} exceeds the {num_steps} steps of a batch. Lower it, or raise "
+            "--envs-per-actor."
+        )
+    return num_steps // count
 
 
 def num_groups(config: TrainConfig) -> int:
