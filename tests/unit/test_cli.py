@@ -250,6 +250,10 @@ def test_eval_and_play_add_to_the_arguments_of_the_environment(
     alone = evaluated(*words)
     assert (alone["length_mean"] > 5, alone["return_mean"]) == (True, -1), "any other --env drops the run's"
     assert echelon.evaluate("run", env_kwargs={"max_episode_steps": 2})["length_mean"] == 2
+    assert main(["eval", "run", "--episodes", "2", *words]) == 0
+    assert f" actions in {words[1]} with {words[3]}: return" in capsys.readouterr().out
+    assert main(["eval", "run", "--episodes", "2", *words[2:]]) == 0
+    assert f" actions in the environment of the run with {words[3]}: return" in capsys.readouterr().out
     words = ["--env-kwargs", '{"max_episode_steps": 2}', "--output", "two.gif", "--json"]
     assert main(["play", "run", *words]) == 0
     assert json.loads(capsys.readouterr().out)["length_mean"] == 2

@@ -28,8 +28,10 @@ def run(arguments: Sequence[str]) -> int:
     else:
         shown = {name: number_text(score[f"return_{name}"]) for name in ("mean", "std", "min", "max")}
         steps = "" if score["env_steps"] is None else f" ({score['env_steps']:,} steps)"
+        changed = f" with {known.env_kwargs}" if known.env_kwargs != "{}" else ""
+        place = f" in {known.env or 'the environment of the run'}{changed}" if known.env or changed else ""
         print(
-            f"{score['checkpoint']}{steps}, {'sampled' if known.sample else 'greedy'} actions: "
+            f"{score['checkpoint']}{steps}, {'sampled' if known.sample else 'greedy'} actions{place}: "
             f"return {shown['mean']} ± {shown['std']} (min {shown['min']}, max {shown['max']}) over "
             f"{score['episodes']} episodes, {score['length_mean']:,.1f} steps on average"
         )
