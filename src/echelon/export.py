@@ -54,10 +54,12 @@ class Exported:
     difference: float  # the largest one between file and policy
 
 
-def check_format(format: str) -> None:
-    """Raises ConfigError if this installation cannot export to `format`."""
+def check_format(format: str, path: Path) -> None:
+    """Raises ConfigError if this installation cannot export to `format`, or if `path` ends as another format does."""
     if format not in SUFFIXES:
         raise ConfigError(f"format={format!r} is unknown: use one of {', '.join(SUFFIXES)}.")
+    if path.suffix in SUFFIXES.values() and path.suffix != SUFFIXES[format]:
+        raise ConfigError(f"{path} does not fit --format {format}: its files end with {SUFFIXES[format]}.")
     missing = [name for name in ONNX_PACKAGES if find_spec(name) is None] if format == "onnx" else []
     if missing:
         raise ConfigError(f'--format onnx needs {" and ".join(missing)}: pip install "echelon[onnx]".')
@@ -65,7 +67,7 @@ def check_format(format: str) -> None:
 
 def export_policy(policy: TrainedPolicy, path: Path, format: str) -> Exported:
     """Writes `policy` to `path`; raises ExportError, and leaves no file, if it differs from the policy."""
-    check_format(format)
+    check_format(format, path)
     if policy.model.device.type != "cpu":
         raise ConfigError(f'the policy is on {policy.model.device}: load it with device="cpu" to export it.')
     write: Callable[[PolicyGraph, Path], Run] = {

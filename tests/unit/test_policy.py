@@ -333,6 +333,10 @@ def test_wrong_options_of_export(
         (["--format", "safetensors", "--checkpoint", "best"], "has no checkpoint 'best'"),
         (["--format", "safetensors", "-o", str(tmp_path / "absent" / "a")], "cannot be written"),
     ):
+        (
+            ["--format", "safetensors", "-o", "p.pt2"],
+            "p.pt2 does not fit --format safetensors: .* end with .safetensors",
+        ),
         assert main(["export", str(runs["ppo"]), *words]) == 2
         assert re.search(expected, capsys.readouterr().err), words
     assert main(["export", str(runs["ppo"]), "--format", "safetensors"]) == 0

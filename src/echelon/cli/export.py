@@ -21,9 +21,9 @@ def run(arguments: Sequence[str]) -> int:
     formats = {suffix: name for name, suffix in SUFFIXES.items()}
     if (format := known.format or formats.get(Path(known.output).suffix)) is None:
         raise ConfigError(f"--format is missing: give one of {', '.join(FORMATS)}, or -o FILE with a suffix of them.")
-    check_format(format)
     place = Path(known.run)
     output = Path(known.output or (place if place.is_dir() else place.parent) / f"policy{SUFFIXES[format]}")
+    check_format(format, output)
     policy = load(place, known.checkpoint, trust=known.trust)
     check_writable(output, "--output")
     done = export_policy(policy, output, format)
