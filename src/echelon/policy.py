@@ -272,7 +272,7 @@ def _tensor(value: Any, path: str, kind: str) -> Tensor:
     try:
         tensor = value if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is {value!r:.60}, not an array of numbers: {error}.") from error
+        raise ConfigError(f"{path} is {value!r:.60}, not an array of numbers: {str(error).rstrip('.')}.") from error
     if tensor.dtype.is_floating_point and kind != "f":
         raise ConfigError(f"{path} holds {tensor.dtype}; its space holds whole numbers. Do not scale observations.")
     return tensor
@@ -332,7 +332,7 @@ def read_metadata(path: Path) -> dict[str, str]:
         with open(open_regular(path, os.O_RDONLY), "rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if size > MAX_JSON_BYTES:
-                raise ValueError(f"its header has {size:,} bytes")
+                raise ValueError("it is not a safetensors file")
             metadata = json.loads(file.read(size)).get("__metadata__", {})
         return {str(name): str(value) for name, value in metadata.items()}
     except (OSError, RecursionError, *UNDECODABLE) as error:

@@ -138,7 +138,7 @@ def test_a_mask_is_part_of_the_observation_or_given(runs: PolicyRuns) -> None:
     [
         ("ppo", np.zeros(3), {}, r"observation has the shape \(3,\); expected \(4,\)"),
         ("ppo", np.zeros((2, 2, 4)), {}, r"has the shape \(2, 2, 4\)"),
-        ("ppo", "left", {}, "not an array of numbers"),
+        ("ppo", "left", {}, r"not an array of numbers: .*[^.]\.$"),
         ("ppo", (np.zeros(4), {}), {}, "give its first item"),
         ("ppo", np.zeros(4), {"mask": [1, 1, 1]}, r"mask has the shape \(3,\); expected \(2,\)"),
         ("td3", np.zeros(3), {"mask": [1]}, "continuous actions"),
@@ -231,7 +231,9 @@ def test_damaged_metadata_is_reported(runs: PolicyRuns, tmp_path: Path, text: st
     with pytest.raises(ConfigError, match="metadata"):
         echelon.load(tmp_path / "x.safetensors")
     (tmp_path / "y.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be read: it is not a safetensors file\. .*\.onnx and \.pt2 files are"
+    ):
         echelon.load(tmp_path / "y.safetensors")
 
 

@@ -337,7 +337,10 @@ def _damaged(path: Path, file: Path, what: str) -> ConfigError:
 
 
 def unreadable_weights(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"the weights file {path} cannot be read: {error}. Give an intact .safetensors file.")
+    return ConfigError(
+        f"the weights file {path} cannot be read: {error}. Give an intact .safetensors "
+        "file, as `echelon export --format safetensors` writes it; .onnx and .pt2 files are for other programs."
+    )
 
 
 def _checkpoints(folder: Path) -> list[Path]:
