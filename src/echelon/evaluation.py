@@ -50,7 +50,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Plays episodes with the weights of a run, in its environment or in `env`; returns statistics.
 
-    The weights are those of `checkpoint`: newest, best, step_N or weights.safetensors. Actions are `greedy`, or sampled
+    The weights are those of `checkpoint`: newest, best, step_N or weights.safetensors; RUN/checkpoints/NAME in place of
+    the run names both. Actions are `greedy`, or sampled
     and explored as at the end of training, with independent noise. With `steps`, longer episodes are cut.
     `env` is a name or a callable, `network` the factory of the run's network: a run that was trained with a lambda or
     another callable that cannot be imported needs them.
@@ -61,9 +62,10 @@ def evaluate(
     """
     from echelon.envs.make import env_seeds
     from echelon.roles.evaluator import EVALUATION_SEED, Match
-    from echelon.runs.checkpoint import weights_path
+    from echelon.runs.checkpoint import run_of, weights_path
 
     _check_counts(episodes, steps)
+    run_dir, checkpoint = run_of(run_dir, checkpoint)
     config = _load_config(run_dir, env, env_kwargs, network, trust)
     source = weights_path(str(run_dir), checkpoint)
     with _one_thread():
@@ -97,10 +99,11 @@ def play(
     """
     from echelon.envs.make import env_seeds, with_rendering
     from echelon.roles.evaluator import EVALUATION_SEED, EvaluationScore, Match
-    from echelon.runs.checkpoint import weights_path
+    from echelon.runs.checkpoint import run_of, weights_path
 
     video = video or VideoConfig()
     _check_counts(episodes, steps)
+    run_dir, checkpoint = run_of(run_dir, checkpoint)
     config = _load_config(run_dir, env, env_kwargs, network, trust)
     source = weights_path(str(run_dir), checkpoint)
     changes = [short_name(env)] if env is not None else []

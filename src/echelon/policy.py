@@ -23,7 +23,15 @@ from echelon.algorithms.model import Model, Policy
 from echelon.disk import MAX_JSON_BYTES, open_regular
 from echelon.errors import ConfigError
 from echelon.layers import State
-from echelon.runs.checkpoint import NEWEST, STATE, UNDECODABLE, read_weights, steps_of, unreadable_weights, weights_path
+from echelon.runs.checkpoint import (
+    NEWEST,
+    UNDECODABLE,
+    read_weights,
+    run_of,
+    steps_of,
+    unreadable_weights,
+    weights_path,
+)
 from echelon.runs.folder import CONFIG, RunFolder, not_a_run
 from echelon.runs.policy_spec import KEY, PolicySpec
 from echelon.schema import MASK, Spaces, Tree, flatten, space_choices, space_leaves, unflatten
@@ -37,7 +45,7 @@ def load(
     `checkpoint` is "newest", or the name of a checkpoint of the run. `seed` is that of sampled actions. Only with
     `trust` is a network imported that somebody else's configuration names, as by `evaluate`.
     """
-    source, spec = _find(Path(path), checkpoint, trust)
+    source, spec = _find(*run_of(path, checkpoint), trust)
     return TrainedPolicy(spec, read_weights(source), source, device=device, seed=seed)
 
 
@@ -286,16 +294,12 @@ def _find(path: Path, checkpoint: str, trust: bool) -> tuple[Path, PolicySpec]:
     if is_run:
         folder = RunFolder.open(path)
         return weights_path(str(path), checkpoint), _spec_of_run(folder, trust)
-    if os.path.isfile(path):
-        source = path.resolve()
-        if (text := read_metadata(source).get(KEY)) is not None:
-            return source, PolicySpec.from_metadata(text, source, trust=trust)
-        run = source.parent
-    elif os.path.isfile(path / STATE):
-        source = path.resolve()
-        run = source.parent.parent
-    else:
+    if not os.path.isfile(path):
         raise not_a_run(path)
+    source = path.resolve()
+    if (text := read_metadata(source).get(KEY)) is not None:
+        return source, PolicySpec.from_metadata(text, source, trust=trust)
+    run = source.parent
     if os.path.lexists(run / CONFIG):
         return source, _spec_of_run(RunFolder.open(run), trust)
     raise ConfigError(

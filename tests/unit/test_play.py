@@ -165,6 +165,13 @@ def test_older_weights_are_played_by_name(
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert Path(played(capsys, run, "--checkpoint", names[0])["files"][0]).name == f"{names[0]}-1.mp4"
     assert Path(played(capsys, run, "--checkpoint", "weights.safetensors")["files"][0]).name == "weights-1.mp4"
+    path = run / "checkpoints" / names[0]
+    for words in ([path], [run, "--checkpoint", path]):
+        [file] = played(capsys, *words, "--steps", "2", "--output", tmp_path / "path.gif")["files"]
+        assert Path(file).is_file()
+        assert main(["eval", *map(str, words), "--episodes", "1"]) == 0
+        assert capsys.readouterr().out.startswith(f"{names[0]} (")
+    assert "is not a run folder" in refused(capsys, path, "--checkpoint", "best")
     line = refused(capsys, run, "--checkpoint", "../checkpoints/step_9")
     assert "step_9" in line and all(name in line for name in [*names, "weights.safetensors"])
 

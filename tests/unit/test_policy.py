@@ -333,14 +333,17 @@ def test_wrong_options_of_export(
         (["--format", "pickle"], "invalid choice: 'pickle'"),
         ([], "--format is missing"),
         (["--format", "safetensors", "--checkpoint", "best"], "has no checkpoint 'best'"),
-        (["--format", "safetensors", "-o", str(tmp_path / "absent" / "a")], "cannot be written"),
-    ):
         (
             ["--format", "safetensors", "-o", "p.pt2"],
             "p.pt2 does not fit --format safetensors: .* end with .safetensors",
         ),
+        (["--format", "safetensors", "-o", str(tmp_path / "absent" / "a")], "cannot be written"),
+    ):
         assert main(["export", str(runs["ppo"]), *words]) == 2
         assert re.search(expected, capsys.readouterr().err), words
     assert main(["export", str(runs["ppo"]), "--format", "safetensors"]) == 0
     assert str(runs["ppo"] / "policy.safetensors") in capsys.readouterr().out
     assert echelon.load(runs["ppo"] / "policy.safetensors").act(np.zeros(4)).action in (0, 1)
+    checkpoint = next((runs["ppo"] / "checkpoints").iterdir())
+    assert main(["export", str(checkpoint), "--format", "safetensors"]) == 0
+    assert f"{runs['ppo'] / 'policy.safetensors'}: {checkpoint.name} as" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from echelon.cli.main import Parser, add_trust, parse_env_kwargs
 
 def add_options(parser: Parser, episodes: int) -> None:
     """Adds the run and the options; `episodes` is the default of --episodes."""
-    parser.add_argument("run", metavar="RUN", help="the run folder")
+    parser.add_argument("run", metavar="RUN", help="the run folder, or RUN/checkpoints/NAME")
     parser.add_argument(
         "--checkpoint", default="newest", metavar="NAME", help="newest (default), best, or another of RUN/checkpoints"
     )

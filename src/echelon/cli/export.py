@@ -17,14 +17,15 @@ def run(arguments: Sequence[str]) -> int:
     known = make_parser().parse_args(list(arguments))
     from echelon.export import SUFFIXES, check_format, export_policy
     from echelon.policy import load
+    from echelon.runs.checkpoint import run_of
 
     formats = {suffix: name for name, suffix in SUFFIXES.items()}
     if (format := known.format or formats.get(Path(known.output).suffix)) is None:
         raise ConfigError(f"--format is missing: give one of {', '.join(FORMATS)}, or -o FILE with a suffix of them.")
-    place = Path(known.run)
+    place, checkpoint = run_of(known.run, known.checkpoint)
     output = Path(known.output or (place if place.is_dir() else place.parent) / f"policy{SUFFIXES[format]}")
     check_format(format, output)
-    policy = load(place, known.checkpoint, trust=known.trust)
+    policy = load(place, checkpoint, trust=known.trust)
     check_writable(output, "--output")
     done = export_policy(policy, output, format)
     if known.json:
@@ -44,7 +45,7 @@ def make_parser() -> Parser:
         description="Write a run's policy to a file: a graph from the raw observation (and the recurrent state) to the "
         "greedy action, or the weights with what loads them. The file is compared with the policy first.",
     )
-    parser.add_argument("run", metavar="RUN", help="the run folder, or a weights file")
+    parser.add_argument("run", metavar="RUN", help="the run folder, RUN/checkpoints/NAME, or a weights file")
     parser.add_argument(
         "--format",
         choices=FORMATS,

@@ -229,6 +229,14 @@ def find_weights(path: str) -> dict[str, torch.Tensor]:
     return read_weights(weights_path(path))
 
 
+def run_of(path: str | Path, name: str = NEWEST) -> tuple[Path, str]:
+    """Returns the run folder, and the name of its checkpoint: either of them may be given as RUN/checkpoints/NAME."""
+    path, place = Path(path), Path(name)
+    if name == NEWEST and path.parent.name == "checkpoints" and os.path.isfile(path / STATE):
+        return path.parent.parent, path.name
+    return path, place.name if place.parent.resolve() == (path / "checkpoints").resolve() else name
+
+
 def weights_path(path: str, name: str = NEWEST) -> Path:
     """Returns the checkpoint `name` of the run folder `path`; `path` itself if it is a weights file or a checkpoint."""
     where = Path(path)
