@@ -177,7 +177,8 @@ class Supervisor:
         failure = gone.failure
         if failure is None and (gone.signal in CRASHES or not gone.signal):
             text = _tail(self._log(gone.name), 0)
-            failure = Failure(gone.cause, "the end of its log follows", text, expected=False)
+            where = "the end of its log follows" if text else "its log is empty"
+            failure = Failure(gone.cause, where, text, expected=False)
         if failure is not None:
             if place := self.engine.place(gone.name):
                 failure = replace(failure, message=f"{gone.name} on host {place}: {failure.message}")
