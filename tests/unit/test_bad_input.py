@@ -100,6 +100,17 @@ class RaisingEnv(CounterEnv):
         return super().step(action)
 
 
+class OldEnv(CounterEnv):
+    """Returns what gym did, after more steps than the check before the run takes."""
+
+    def __init__(self) -> None:
+        super().__init__(length=1000)
+
+    def step(self, action: Any) -> Any:
+        step = super().step(action)
+        return step if self.t <= QUICK_STEPS else (*step[:3], step[4])
+
+
 def make_unmakable() -> gym.Env[Any, Any]:
     raise ValueError("no wheels in stock")
 
@@ -338,6 +349,12 @@ def test_an_environment_that_raises_ends_the_run_with_its_traceback(command: Com
         small = [*SMALL, "--engine", engine, "--steps", "1000", "--run-dir", engine]
         told = command("train", "ppo", f"{HERE}:RaisingEnv", *small)
         assert_told(told, 1, "actor 0: environment 0 (seed", "ValueError: the wheel came off", 'env.on_error="restart"')
+
+
+def test_a_step_of_four_values_is_told_as_by_the_check(command: Command) -> None:
+    told = command("train", "ppo", f"{HERE}:OldEnv", *SMALL, "--steps", "1000", "--env.on-error", "restart")
+    assert_told(told, 1, "environment 0 (seed", "at its step ", ": step returned 4 values (", "Split the old `done`")
+    assert "Traceback" not in told.err
 
 
 def test_an_environment_that_cannot_be_made_is_told(command: Command) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 Level = Literal["ok", "info", "warning", "error"]
+STEP_REMEDY = "step must return (observation, reward, terminated, truncated, info)."
+OLD_STEP_REMEDY = f"{STEP_REMEDY} Split the old `done`: terminated if the episode is over, truncated if it was cut."
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +54,23 @@ def definition(function: Any) -> str:
         return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
     except (TypeError, OSError):
         return ""
+
+
+def step_problem(found: Any) -> tuple[str, str] | None:
+    """Returns what is wrong with the form of what `step` returned, and the remedy; None if it is right."""
+    is_sequence = isinstance(found, tuple | list)
+    if is_sequence and len(found) == 5:
+        return None
+    remedy = OLD_STEP_REMEDY if is_sequence and len(found) == 4 else STEP_REMEDY
+    return f"step returned {shown(found)}.", remedy
+
+
+def shown(value: Any) -> str:
+    """Returns what a value is, for a message."""
+    if isinstance(value, tuple | list):
+        return f"{len(value)} values ({', '.join(type(one).__name__ for one in value)})"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with the keys {sorted(map(str, value))}"
+    if isinstance(value, np.ndarray) and value.ndim:
+        return f"an array of shape {value.shape}"
+    return f"{value!r:.80} ({type(value).__name__})"

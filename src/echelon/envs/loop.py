@@ -10,6 +10,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from echelon.envs.findings import step_problem
 from echelon.envs.vector import (
     Array,
     EnvFailed,
@@ -105,6 +106,7 @@ class LoopGroup:
         terminated: list[Any] = []
         truncated: list[Any] = []
         info = self.info
+        found: Any = (None,) * 5  # what a step has returned
         actions = self._actions(action)
         for i, step in enumerate(self._steps):
             act = actions[i]
@@ -114,8 +116,11 @@ class LoopGroup:
                     observation, info = self._envs[i].reset()
                     reward, terminal, cut = 0.0, False, False
                 else:
-                    observation, reward, terminal, cut, info = step(act)
+                    found = step(act)
+                    observation, reward, terminal, cut, info = found
             except Exception as error:
+                if problem := step_problem(found):
+                    raise EnvError(f"{self._place(i)}: {' '.join(problem)}") from error
                 if in_step := not ended[i]:
                     ended[i] = True
                     self._idle[i] += 1

@@ -16,7 +16,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from echelon.envs.findings import Findings, definition
+from echelon.envs.findings import STEP_REMEDY, Findings, definition, shown, step_problem
 from echelon.envs.loop import LoopGroup
 from echelon.envs.vector import Array, VectorGroup, first_number
 from echelon.errors import user_line
@@ -25,8 +25,6 @@ from echelon.schema import MASK, Spaces, Tree, flatten, missing_part, space_choi
 
 RECORDED = 60  # arrays of the first steps that are kept, to compare them with those of an equal environment
 RESET_REMEDY = "reset must return (observation, info); info is a dict and may be empty."
-STEP_REMEDY = "step must return (observation, reward, terminated, truncated, info)."
-OLD_STEP_REMEDY = f"{STEP_REMEDY} Split the old `done`: terminated if the episode is over, truncated if it was cut."
 
 
 class RandomActions:
@@ -109,7 +107,7 @@ class Trial:
             self._raised("reset", error)
             return False
         if not isinstance(found, tuple | list) or len(found) != 2:
-            self._add("error", "reset signature", f"reset returned {_shown(found)}.", RESET_REMEDY)
+            self._add("error", "reset signature", f"reset returned {shown(found)}.", RESET_REMEDY)
             return False
         self._ended = np.zeros(self.lead, np.bool_)
         if not self._observe(found[0]):
@@ -128,10 +126,8 @@ class Trial:
             return False
         self.step_s += time.perf_counter() - begun
         self.num_steps += 1
-        if not isinstance(found, tuple | list) or len(found) != 5:
-            is_old = isinstance(found, tuple | list) and len(found) == 4
-            remedy = OLD_STEP_REMEDY if is_old else STEP_REMEDY
-            self._add("error", "step signature", f"step returned {_shown(found)}.", remedy)
+        if problem := step_problem(found):
+            self._add("error", "step signature", *problem)
             return False
         observation, reward, terminated, truncated, info = found
         flags = [self._flags("terminated", terminated), self._flags("truncated", truncated)]
@@ -265,7 +261,7 @@ class Trial:
         array = np.asarray(reward) if np.shape(reward) == self.lead else None
         if array is None or array.dtype.kind not in "biuf":
             wanted = f"{self.lead[0]} numbers" if self.lead else "one number"
-            text = f"the reward of {self._where} is {_shown(reward)}, not {wanted}."
+            text = f"the reward of {self._where} is {shown(reward)}, not {wanted}."
             self._add("error", "reward", text, "Return a float.", key="kind")
             return False
         with np.errstate(over="ignore"):
@@ -285,18 +281,18 @@ class Trial:
         array = np.asarray(value) if is_flag else None
         if array is None or (array.dtype.kind not in "biuf" and value is not None):
             wanted = f"{self.lead[0]} bools" if self.lead else "a bool"
-            text = f"{name} of {self._where} is {_shown(value)}, not {wanted}."
+            text = f"{name} of {self._where} is {shown(value)}, not {wanted}."
             self._add("error", "end of episode", text, "Return True or False.", key=name)
             return None
         if array.dtype.kind != "b":
-            text = f"{name} is {_shown(value)}; it counts as {bool(array.astype(np.bool_).any())}."
+            text = f"{name} is {shown(value)}; it counts as {bool(array.astype(np.bool_).any())}."
             self._add("warning", "end of episode", text, "Return True or False.", key=name)
         return array.astype(np.bool_)
 
     def _info(self, name: str, info: Any) -> None:
         if not isinstance(info, Mapping):
             remedy = RESET_REMEDY if name == "reset" else STEP_REMEDY
-            self._add("warning", f"{name} signature", f"the info of {name} is {_shown(info)}.", remedy, key="info")
+            self._add("warning", f"{name} signature", f"the info of {name} is {shown(info)}.", remedy, key="info")
 
     def _raised(self, name: str, error: Exception) -> None:
         method = getattr(self.env.unwrapped, name)
@@ -327,13 +323,3 @@ def _wrong_parameters(name: str, method: Any) -> str:
         return ""
     missing = [word for word in ("seed", "options") if word not in parameters]
     return f"reset does not accept {' and '.join(f'{word}=' for word in missing)}" if missing else ""
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return f"{len(value)} values ({', '.join(type(one).__name__ for one in value)})"
-    if isinstance(value, Mapping):
-        return f"a {type(value).__name__} with the keys {sorted(map(str, value))}"
-    if isinstance(value, np.ndarray) and value.ndim:
-        return f"an array of shape {value.shape}"
-    return f"{value!r:.80} ({type(value).__name__})"
