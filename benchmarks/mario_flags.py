@@ -24,8 +24,9 @@ from echelon.envs.make import env_seeds, probe_spaces
 from echelon.envs.mario import NAME, MarioPool
 from echelon.errors import ConfigError
 from echelon.roles.evaluator import EVALUATION_SEED, Match
-from echelon.runs.checkpoint import NEWEST, read_weights, weights_path
+from echelon.runs.checkpoint import NEWEST
 from echelon.runs.folder import RunFolder
+from echelon.runs.weights import read_weights, weights_path
 
 PROGRESS_S = 10.0
 

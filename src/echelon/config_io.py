@@ -81,7 +81,8 @@ def set_fields(config: TrainConfig, texts: Mapping[str, str], values: Mapping[st
 
     All fields change together, so fields that must fit each other can be given in any order.
     """
-    values = {path: value for path, value in values.items() if path not in texts}
+    replaced = {*texts, *(["actor.envs"] if "actor.total_envs" in texts else [])}
+    values = {path: value for path, value in values.items() if path not in replaced}
     known = {info.path: info.field.hint for info in fields_of(config)}
     texts = current_fields({"stop.epochs" if path == "epochs" else path: text for path, text in texts.items()})
     for path, text in texts.items():

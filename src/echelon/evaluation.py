@@ -51,8 +51,8 @@ def evaluate(
     """Plays episodes with the weights of a run, in its environment or in `env`; returns statistics.
 
     The weights are those of `checkpoint`: newest, best, step_N or weights.safetensors; RUN/checkpoints/NAME in place of
-    the run names both. Actions are `greedy`, or sampled
-    and explored as at the end of training, with independent noise. With `steps`, longer episodes are cut.
+    the run names both. Actions are `greedy`, or sampled and explored as at the end of training, with independent noise.
+    With `steps`, longer episodes are cut.
     `env` is a name or a callable, `network` the factory of the run's network: a run that was trained with a lambda or
     another callable that cannot be imported needs them.
     `env_kwargs` are keyword arguments of the environment: they are added to the run's, or replace them. An `env` of
@@ -62,7 +62,7 @@ def evaluate(
     """
     from echelon.envs.make import env_seeds
     from echelon.roles.evaluator import EVALUATION_SEED, Match
-    from echelon.runs.checkpoint import run_of, weights_path
+    from echelon.runs.weights import run_of, weights_path
 
     _check_counts(episodes, steps)
     run_dir, checkpoint = run_of(run_dir, checkpoint)
@@ -99,7 +99,7 @@ def play(
     """
     from echelon.envs.make import env_seeds, with_rendering
     from echelon.roles.evaluator import EVALUATION_SEED, EvaluationScore, Match
-    from echelon.runs.checkpoint import run_of, weights_path
+    from echelon.runs.weights import run_of, weights_path
 
     video = video or VideoConfig()
     _check_counts(episodes, steps)
@@ -264,15 +264,12 @@ def _load_model(run_dir: str | Path, config: TrainConfig, source: Path, env_kwar
     """
     from echelon.envs.make import probe_spaces
     from echelon.policy import TrainedPolicy
-    from echelon.runs.checkpoint import read_weights
     from echelon.runs.folder import RunFolder
     from echelon.runs.policy_spec import PolicySpec
+    from echelon.runs.weights import read_weights
     from echelon.schema import same_layout
 
-    try:
-        spaces = probe_spaces(config.env)
-    except ConfigError as error:
-        raise ConfigError(f"{error} Give another environment, or its file, with --env (env=).") from error
+    spaces = probe_spaces(config.env)
     trained = RunFolder.open(Path(run_dir)).read_spaces()
     if trained is not None:  # an older release did not record them
         differing = [
@@ -295,7 +292,7 @@ def _load_model(run_dir: str | Path, config: TrainConfig, source: Path, env_kwar
 
 def _place(source: Path) -> dict[str, Any]:
     """Returns the name of the checkpoint that was played, and its environment steps if they are known."""
-    from echelon.runs.checkpoint import steps_of
+    from echelon.runs.weights import steps_of
 
     return {"checkpoint": source.name, "env_steps": steps_of(source)}
 

@@ -25,7 +25,7 @@ def initialize(layer: nn.Linear, gain: float) -> nn.Linear:
 
 
 class Normalizer(nn.Module):
-    """Normalizes features by their running mean and standard deviation, clipped to +-10, times `scale`.
+    """Normalizes features by their running mean and standard deviation, clipped to +-10.
 
     The statistics are buffers (`count` in float64), updated in place: they are published with the weights and can be in
     shared memory. Before the first update the layer only clips.
@@ -34,9 +34,8 @@ class Normalizer(nn.Module):
     CLIP = 10.0
     SMALLEST_STD = 1e-4
 
-    def __init__(self, size: int, scale: float = 1.0) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.scale = scale
         self.count: Tensor
         self.mean: Tensor
         self.std: Tensor
@@ -46,8 +45,7 @@ class Normalizer(nn.Module):
         self.register_buffer("std", torch.ones(size))
 
     def forward(self, x_NF: Tensor) -> Tensor:
-        x_NF = ((x_NF - self.mean) / self.std).clamp(-self.CLIP, self.CLIP)
-        return x_NF if self.scale == 1.0 else x_NF * self.scale
+        return ((x_NF - self.mean) / self.std).clamp(-self.CLIP, self.CLIP)
 
     def update(self, x_NF: Tensor, valid_N: Tensor) -> None:
         """Updates the statistics with the valid rows."""

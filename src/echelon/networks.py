@@ -106,21 +106,22 @@ ACTIVATIONS = {"tanh": tanh, "relu": torch.relu}
 
 
 class Flat(nn.Module):
-    """Flattens an array to one row of floats; uint8 is scaled to 0..1."""
+    """Flattens an array to one row of floats, normalizes them if asked, and multiplies them by `scale`."""
 
-    def __init__(self, shape: tuple[int, ...], scale: float = 1.0, normalizer: Normalizer | None = None) -> None:
+    def __init__(self, shape: tuple[int, ...], scale: float, normalize: bool = False) -> None:
         super().__init__()
         self.out_size = math.prod(shape)
-        self.scale, self.normalizer = scale, normalizer
+        self.scale = scale
+        self.normalizer = Normalizer(self.out_size) if normalize else None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() != 2:
             x = x.reshape(x.shape[0], -1)  # not len(x), which fixes the size of a batch in an exported graph
         if x.dtype != torch.float32:
             x = x.float()
-        if self.scale != 1.0:
-            x = x * self.scale
-        return x if self.normalizer is None else self.normalizer(x)
+        if self.normalizer is not None:
+            x = self.normalizer(x)
+        return x if self.scale == 1.0 else x * self.scale
 
 
 class Mlp(nn.Module):
@@ -148,16 +149,15 @@ def make_encoder(space: gym.Space[Any], config: NetworkConfig) -> Flat | OneHot 
         case gym.spaces.MultiDiscrete():
             return OneHot([int(n) for n in space.nvec.flat], [int(n) for n in space.start.flat])
         case gym.spaces.MultiBinary():
-            return Flat(tuple(space.shape))
+            return Flat(tuple(space.shape), config.observation_scale)
         case gym.spaces.Box():
             is_bytes = space.dtype == np.uint8
             scale = 1.0 / 255.0 if is_bytes else 1.0
             shape = tuple(space.shape)
             if is_image(shape, space.dtype):
                 return Image(shape, scale)
-            normalizes = config.normalize_observation and np.issubdtype(space.dtype, np.floating)
-            normalizer = Normalizer(math.prod(shape), config.observation_scale) if normalizes else None
-            return Flat(shape, scale, normalizer)
+            is_float = bool(np.issubdtype(space.dtype, np.floating))
+            return Flat(shape, scale * config.observation_scale, config.normalize_observation and is_float)
         case _:
             raise AssertionError(f"space_leaves accepted {space}, which has no encoder")
 

@@ -23,17 +23,10 @@ from echelon.algorithms.model import Model, Policy
 from echelon.disk import MAX_JSON_BYTES, open_regular
 from echelon.errors import ConfigError
 from echelon.layers import State
-from echelon.runs.checkpoint import (
-    NEWEST,
-    UNDECODABLE,
-    read_weights,
-    run_of,
-    steps_of,
-    unreadable_weights,
-    weights_path,
-)
+from echelon.runs.checkpoint import NEWEST, UNDECODABLE, unreadable_weights
 from echelon.runs.folder import CONFIG, RunFolder, not_a_run
 from echelon.runs.policy_spec import KEY, PolicySpec
+from echelon.runs.weights import read_weights, run_of, steps_of, weights_path
 from echelon.schema import MASK, Spaces, Tree, flatten, space_choices, space_leaves, unflatten
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Tree = Any  # an array or tensor, or a dict / tuple of trees
 MASK = "action_mask"  # the key of a Dict observation that marks the allowed actions
-SUPPORTED: dict[str, tuple[type[gym.Space[Any]], ...]] = {  # action spaces, by kind of distribution
+SUPPORTED_ACTIONS: dict[str, tuple[type[gym.Space[Any]], ...]] = {  # action spaces, by kind of distribution
     "stochastic": (gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.Box),
     "greedy": (gym.spaces.Discrete,),
     "deterministic": (gym.spaces.Box,),

@@ -70,13 +70,13 @@ class ActorConfig(Section, frozen=True):
     def envs_per_actor(self) -> int:
         """Number of environments of one actor, K.
 
-        With a fixed total, more actors make steps faster, but change neither the size of a batch, beyond rounding, nor
-        the lag.
+        With a fixed total, more actors make steps faster, but change neither the size of a batch nor the lag, beyond
+        rounding, unless there are more of them than environments.
         """
         return self.envs or max(math.ceil(self.total_envs / self.num_actors - 0.5), 1)
 
     @property
-    def has_too_many(self) -> bool:
+    def exceed_envs(self) -> bool:
         """Whether there are more actors than environments to divide among them: batches grow with the actors."""
         return not self.envs and self.num_actors > self.total_envs
 
@@ -195,7 +195,9 @@ class NetworkConfig(Section, frozen=True):
     ] = False
     observation_scale: Annotated[
         float,
-        doc("factor of normalized observations; above 1, a network learns functions that change more steeply", gt=0),
+        doc(
+            "factor of observations, except images; above 1, a network learns functions that change more steeply", gt=0
+        ),
     ] = 1.0
     initial_log_std: Annotated[
         float, doc("initial log standard deviation of continuous actions", "half the action range")
@@ -207,11 +209,6 @@ class NetworkConfig(Section, frozen=True):
             self.name == "auto" or self.core == "none",
             f"network.core={self.core!r} has no effect on a network of your own: give it state_shapes, and set core to "
             "'none'.",
-        )
-        require(
-            self.observation_scale == 1.0 or self.normalize_observation,
-            f"network.observation_scale={self.observation_scale} has no effect, as only normalized observations are "
-            "multiplied by it. Set network.normalize_observation to true, or observation_scale to 1.",
         )
 
 

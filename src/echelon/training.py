@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from echelon.config import EnvId, StopConfig, TrainConfig, replace
 from echelon.errors import ConfigError, escaped_lines
+from echelon.fields import option_text
 from echelon.names import text_of
 from echelon.roles.plan.start import check_stop, num_episodes
 from echelon.running import Past, RunResult, run
@@ -28,7 +29,7 @@ class RunFinished(ConfigError):
 WORKERS, RAY, LEAST = "workers.address", "hosts.ray_address", "hosts.min_actors"
 HOSTS_FIELDS = ("min_actors", "address", "bulk_port", "lease_s", "ray_address")  # of a resumed run
 NO_FIELDS: Mapping[str, str] = MappingProxyType({})
-CHOSEN = {"acting.mode": "auto", "learner.threads": 0}  # values in place of which a run stores what it has chosen
+CHOSEN = {"acting.mode": "auto", "learner.threads": 0}  # values that a run replaces by its own choice
 
 
 def train(config: TrainConfig, *, callbacks: Sequence[object] = (), output: TextIO | None = None) -> RunResult:
@@ -230,10 +231,10 @@ def _ignored(path: Path, config: TrainConfig, given: Collection[str]) -> str:
     past, asked = ({info.path: info.value for info in fields_of(one)} for one in both)
     taken = {"stop", "hosts", "run.dir", *(("engine",) if config.has_hosts else ())}
     kept = [
-        f"{name}={past[name]!r}, not {value!r}"
+        f"{name}={option_text(past[name])}, not {option_text(value)}"
         for name, value in asked.items()
         if (places := {name, name.partition(".")[0]}) & {*given} and not places & taken
-        if value not in (past[name], CHOSEN.get(name))
+        if value not in (past[name], CHOSEN.get(name, past[name]))
     ]
     more = "a resumed run takes only its limits and hosts from the command. For other values start a new run"
     return f"warning: {path} keeps {'; '.join(kept)}: {more} (--init-from {path})." if kept else ""

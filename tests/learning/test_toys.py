@@ -18,7 +18,7 @@ from echelon.config import TrainConfig, replace
 from echelon.envs.make import probe_spaces
 from echelon.envs.recall import Recall
 from echelon.presets import preset
-from echelon.runs.checkpoint import find_weights
+from echelon.runs.weights import find_weights
 
 Step = tuple[Any, float, bool, bool, dict[str, Any]]
 RULES = ["impala", "ppo", "a3c"]

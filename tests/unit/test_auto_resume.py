@@ -97,11 +97,12 @@ def test_a_run_of_another_preset_or_environment_is_refused_and_other_options_are
     assert main([*words, "--steps", "200"]) == 0
     assert "warning" not in capsys.readouterr().out, "the same command, with another limit"
     (tmp_path / "mine.toml").write_text("seed = 3\n[actor]\ntrajectory = 5\n")
-    more = ["--config", str(tmp_path / "mine.toml"), "--optimizer.learning-rate", "0.5"]
+    more = ["--config", str(tmp_path / "mine.toml"), "--optimizer.learning-rate", "0.5", "--learner.max-lag", "3"]
     assert main([*words, *more, "--steps", "300"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     rate = config["config"]["optimizer"]["learning_rate"]
     assert f"optimizer.learning_rate={rate}, not 0.5" in line and "seed=0, not 3" in line and "actor" not in line
+    assert "learner.max_lag=none, not 3" in line
 
 
 def test_values_of_the_preset_that_a_release_has_changed_are_not_told(

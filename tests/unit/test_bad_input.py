@@ -479,7 +479,7 @@ def test_a_run_without_a_checkpoint_is_told(run: Path, command: Command) -> None
     assert not told.out, "nothing has been started"
     assert_told(command("resume", "run", "--steps", "200"), 2, "run has no checkpoint to resume from")
     (run / "weights.safetensors").unlink()
-    assert_told(command("eval", "run"), 2, "run has no checkpoint yet", "Wait for it")
+    assert_told(command("eval", "run"), 2, "run has no checkpoint: ", "Wait for it if the run still trains")
 
 
 def test_weights_of_another_network_are_told(run: Path, command: Command) -> None:

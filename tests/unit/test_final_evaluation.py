@@ -20,9 +20,10 @@ from echelon.errors import ConfigError, EnvError
 from echelon.roles.evaluator import Evaluator, Match
 from echelon.roles.gauge import Gauge
 from echelon.runs.best import Best, read_best, save_best
-from echelon.runs.checkpoint import load_weights, read_weights, weights_path
+from echelon.runs.checkpoint import load_weights
 from echelon.runs.metrics import read_rows
 from echelon.runs.report import number_text
+from echelon.runs.weights import read_weights, weights_path
 from stage import Stage
 
 TINY = {"actor.num_actors": 1, "actor.envs": 2, "actor.trajectory": 8, "network.hidden": (8,), "learner.threads": 1}

@@ -12,7 +12,7 @@ import pytest
 from echelon.config import EnvConfig
 from echelon.envs.make import make_group
 from echelon.envs.vector import StepRows
-from echelon.runs.checkpoint import find_weights
+from echelon.runs.weights import find_weights
 from running import train_shortly
 
 HUMANOIDS = [

@@ -257,8 +257,6 @@ def test_normalised_observations_are_multiplied_by_their_scale() -> None:
     usual, scaled = (build(VECTOR, normalize_observation=True, observation_scale=scale) for scale in (1.0, 4.0))
     observation = torch.randn(B, 5)
     assert torch.equal(scaled.encoders(observation), 4.0 * usual.encoders(observation))  # type: ignore[operator]
-    with pytest.raises(ConfigError, match=r"observation_scale=4\.0 has no effect"):
-        NetworkConfig(observation_scale=4.0)
 
 
 def test_a_constant_feature_is_normalised_to_zero() -> None:

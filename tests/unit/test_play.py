@@ -256,7 +256,7 @@ def test_long_episodes_are_cut(painted: Path, tmp_path: Path, capsys: pytest.Cap
         (["--env", "toy_envs:CounterEnv", "--env-kwargs", '{"length": 3}'], "with {'length': 3}, which observes"),
         (["--env", "toy_envs:CounterEnv", "--env-kwargs", '{"length": 3}'], "(--env and --env-kwargs, or env="),
         (["--env", "gone.mask:Masked(size=4)"], '"gone.mask:Masked(size=4)" was not found'),
-        (["--env", "gone.mask:Masked(size=4)"], '"path/to/mask.py:Masked(size=4)". Give another environment, or its f'),
+        (["--env", "gone.mask:Masked(size=4)"], 'or name a file: "path/to/mask.py:Masked(size=4)"'),
         (["--env", "toy_envs:StillEnv"], "cannot be rendered"),
         (["--env", "toy_envs:UnpaintableEnv"], "no paint"),
         (["--window"], "no display"),

@@ -23,7 +23,8 @@ from echelon.errors import ConfigError, ExportError
 from echelon.objectives.distributions import ActionScale
 from echelon.policy import TrainedPolicy
 from echelon.roles.evaluator import EVALUATION_SEED
-from echelon.runs.checkpoint import read_weights, save_weights
+from echelon.runs.checkpoint import save_weights
+from echelon.runs.weights import read_weights
 from policy_runs import RUNS, Averaging, PolicyRuns
 from toy_envs import MaskedEnv
 
@@ -178,7 +179,9 @@ def test_a_policy_shows_what_it_is(runs: PolicyRuns) -> None:
             assert part in repr(policy)
 
 
-def test_checkpoints_are_chosen_by_name(runs: PolicyRuns, tmp_path: Path) -> None:
+def test_checkpoints_are_chosen_by_name_or_path(
+    runs: PolicyRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(runs["ppo"], run)
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
@@ -190,7 +193,15 @@ def test_checkpoints_are_chosen_by_name(runs: PolicyRuns, tmp_path: Path) -> Non
     weights = {name: echelon.load(run, name).model.weights()["policy_head.weight"] for name in ("best", *names)}
     assert torch.equal(weights["best"], weights[names[0]]) and not torch.equal(weights["best"], weights[names[-1]])
     assert torch.equal(echelon.load(run).model.weights()["policy_head.weight"], weights[names[-1]])
-    assert echelon.load(run / "checkpoints" / "best").source.name == "best"
+    best = run / "checkpoints" / "best"
+    assert echelon.load(best).source.name == "best"
+    copy, link = run / "saved" / "mine", tmp_path / "champion"
+    shutil.copytree(best, copy)
+    link.symlink_to(best)
+    monkeypatch.chdir(best.parent)
+    for path in (copy, link, "best"):
+        assert echelon.load(path).source.is_dir() and echelon.evaluate(path, episodes=1)["episodes"] == 1
+    assert echelon.load(run, str(best)).source == best
     with pytest.raises(ConfigError, match="looked for in a run folder"):
         echelon.load(run / "weights.safetensors", "best")
     with pytest.raises(ConfigError, match="there is no run folder"):

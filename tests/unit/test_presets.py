@@ -107,7 +107,7 @@ def test_more_actors_do_not_make_larger_batches(name: str, env: str, num_actors:
     many = replace(config, **{"actor.num_actors": num_actors})
     size = many.batch_trajectories * many.actor.envs_per_actor
     total = alone.batch_trajectories * alone.actor.envs_per_actor
-    assert 2 / 3 <= size / total <= 4 / 3 or (many.actor.has_too_many and size == num_actors)
+    assert 2 / 3 <= size / total <= 4 / 3 or (many.actor.exceed_envs and size == num_actors)
     assert window(many) == window(config)  # nor more lag
 
 
@@ -353,6 +353,8 @@ def test_a_total_of_environments_replaces_a_number_per_actor() -> None:
     config = replace(dqn, **{"actor.total_envs": 4, "actor.num_actors": 2})
     assert config.actor.envs_per_actor == 2
     assert config_io.set_fields(dqn, {"actor.total_envs": "4", "actor.envs": "3"}).actor.envs_per_actor == 3
+    of_a_file = {"actor.envs": 8, "actor.total_envs": 32}
+    assert config_io.set_fields(dqn, {"actor.total_envs": "4"}, of_a_file).actor.envs_per_actor == 4
 
 
 def test_a_start_shows_that_batches_grow_with_more_actors_than_environments() -> None:

@@ -24,7 +24,7 @@ from echelon.config import replace as replace_fields
 from echelon.roles.plan.layouts import minibatch_samples
 from echelon.roles.plan.parts import Plan
 from echelon.roles.plan.placement import learner_device, learner_threads
-from echelon.runs.checkpoint import find_weights
+from echelon.runs.weights import find_weights
 
 NUM_CHUNKS, CHUNK_S = 3, 0.5
 CHUNK_STEPS = 64  # rows of a rollout that are measured at a time; the cost of a row does not depend on their number

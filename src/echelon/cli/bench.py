@@ -13,9 +13,10 @@ from typing import Any
 
 from echelon.bench.async_setting import DEFAULTS, MIN_ITERATIONS, SETS_STOP, AsyncSetting
 from echelon.bench.harness import Benchmark, Runs, Sweep, write_report
+from echelon.cli.file_options import config_file_of
 from echelon.cli.main import Parser
 from echelon.cli.output import check_writable, progress_bar
-from echelon.cli.train import SHORT, config_file_of, read_options
+from echelon.cli.train import SHORT, read_options
 from echelon.cli.train import make_parser as make_train_parser
 from echelon.errors import ConfigError
 

@@ -17,7 +17,7 @@ def run(arguments: Sequence[str]) -> int:
     known = make_parser().parse_args(list(arguments))
     from echelon.export import SUFFIXES, check_format, export_policy
     from echelon.policy import load
-    from echelon.runs.checkpoint import run_of
+    from echelon.runs.weights import run_of
 
     formats = {suffix: name for name, suffix in SUFFIXES.items()}
     if (format := known.format or formats.get(Path(known.output).suffix)) is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from echelon.cli.train import SHORT, WORKERS_ADDRESS, config_file_of, make_parser, start
+from echelon.cli.file_options import config_file_of
+from echelon.cli.train import SHORT, WORKERS_ADDRESS, make_parser, start
 from echelon.errors import ConfigError
 from echelon.presets import REPLAY_PRESETS
 

@@ -39,7 +39,8 @@ def run(arguments: Sequence[str]) -> int:
     else:
         check_order(parser, known)
         if known.env is not None:
-            lines = [*_misfit(known.preset, known.env, known.family), *_values(known.preset, known.env, known.family)]
+            place = known.preset, known.env, known.family
+            lines = [*_unsupported_actions(*place), *_values(*place)]
         elif known.family:
             raise ConfigError(f"--family {known.family} has no effect without ENV. Remove it, or add ENV.")
         else:
@@ -79,7 +80,7 @@ def _environments(name: str) -> list[str]:
     return [*lines, "", f"`echelon presets {name} ENV` shows all values for an environment."]
 
 
-def _misfit(name: str, env: str, family: str) -> list[str]:
+def _unsupported_actions(name: str, env: str, family: str) -> list[str]:
     """Returns a line if the preset does not support the actions of an environment that comes with gymnasium.
 
     Raises ConfigError for an id that gymnasium would have, but has not. Other environments are not looked at.
@@ -87,7 +88,7 @@ def _misfit(name: str, env: str, family: str) -> list[str]:
     if family:
         return []
     from echelon.envs.make import check_id, probe_spaces
-    from echelon.schema import SUPPORTED
+    from echelon.schema import SUPPORTED_ACTIONS
 
     check_id(env)
     config = preset(name, env)
@@ -95,7 +96,7 @@ def _misfit(name: str, env: str, family: str) -> list[str]:
         action = probe_spaces(config.env).action if name_of(env) in FAMILY_OF and ":" not in env else None
     except ConfigError:  # its package is not installed
         action = None
-    if action is None or isinstance(action, SUPPORTED[config.algorithm.distribution]):
+    if action is None or isinstance(action, SUPPORTED_ACTIONS[config.algorithm.distribution]):
         return []
     return [f"{name} does not support the actions of {env}, {action}: `echelon check {env}` lists presets that do", ""]
 

@@ -7,13 +7,14 @@ import json
 import re
 from collections.abc import Collection, Container, Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from echelon.cli.callback_options import add_callback, check_callbacks, take_callbacks
+from echelon.cli.file_options import FILE_OPTIONS, refuse_strays, take_file
 from echelon.cli.main import Parser
 from echelon.cli.seed_options import add_options, take_options
-from echelon.config import TrainConfig
-from echelon.config_files import ConfigFile, read_config_file, to_toml
+from echelon.config import RENAMED, TrainConfig
+from echelon.config_files import ConfigFile, to_toml
 from echelon.config_io import FieldInfo, fields_of, set_fields
 from echelon.errors import ConfigError
 from echelon.families import FAMILY_OF, OWN, family_of, name_of
@@ -49,18 +50,6 @@ FOREIGN = re.compile(r"-v\d|[:/.]")  # in the name of an environment, and never 
 WORKERS_ADDRESS = ("workers.address", "HOST:PORT")  # --address of `echelon learner`
 AUTO_RESUME = "--auto-resume"
 FLAGS = ("-h", "--help", "--dry-run", "--trust", "--single-process", AUTO_RESUME)  # options without a value
-FILE_OPTIONS: dict[str, dict[str, Any]] = {
-    "config": {
-        "metavar": "FILE",
-        "default": "",
-        "help": "TOML or JSON file with values in place of the preset's, or a run's config.json; options override it",
-    },
-    "dry-run": {"action": "store_true", "help": "print the configuration as TOML, and start nothing"},
-    "trust": {
-        "action": "store_true",
-        "help": "with --config RUN/config.json: import and run the code that it names, although somebody else wrote it",
-    },
-}
 MEANINGS = {"max-actors": "with --min-actors: most actors that run at a time"}  # where a field has two options
 RANKS = {  # options that set the number of actors
     "world-size": "one learner and N-1 actors, in place of --actors",
@@ -170,7 +159,7 @@ def read_options(
     """Returns what `arguments` ask for; see `parse_config`."""
     rest, texts = _take_fields(arguments, {*options, *RANKS, *FILE_OPTIONS})
     known = parser.parse_intermixed_args(rest)  # ENV, which may be missing, need not follow PRESET
-    file = _take_file(parser, known)
+    file = take_file(parser, known)
     short = {path: value for name, (path, _) in options.items() if (value := vars(known)[name.replace("-", "_")])}
     if "actors" in options:
         if known.actors and known.max_actors:
@@ -200,11 +189,11 @@ def read_options(
     stray = next((path for path in texts if path.startswith("workers.")), None)
     for_workers = options.get("address") == WORKERS_ADDRESS
     if file is not None and file.complete is None:
-        _refuse_strays(file, base, values, for_workers)
+        refuse_strays(file, base, values, for_workers)
     if stray is not None and not for_workers:
         raise ConfigError(f"--{stray} applies only to a learner with workers: use `echelon learner`.")
     fields = {**short, **texts}
-    given = {*fields, *values}
+    given = {*(RENAMED[path].path if path in RENAMED else path for path in fields), *values}
     network = fields.get("network.name", values.get("network.name", config.network.name))
     stray = next((path for path in texts if path.startswith("network.") and path != "network.name"), None)
     if stray is not None and network != "auto":
@@ -230,51 +219,6 @@ def read_options(
         if config.has_workers and not for_workers:
             raise ConfigError(f"{file.path} is of a learner with workers: use `echelon learner`.")
     return Parsed(set_fields(config, fields, values), base, given, known.dry_run)
-
-
-def config_file_of(words: Sequence[str]) -> ConfigFile | None:
-    """Returns the file of --config among the words of a command."""
-    parser = Parser(add_help=False, allow_abbrev=False)
-    for name in ("config", "trust"):
-        parser.add_argument(f"--{name}", **FILE_OPTIONS[name])
-    known, _ = parser.parse_known_args(list(words))
-    return read_config_file(known.config, trust=known.trust) if known.config else None
-
-
-def _take_file(parser: argparse.ArgumentParser, known: argparse.Namespace) -> ConfigFile | None:
-    """Returns the file of --config and sets PRESET and ENV from it; raises ConfigError if the command has others."""
-    if not known.config:
-        if known.preset is None:
-            parser.error("the following arguments are required: PRESET")
-        return None
-    file = read_config_file(known.config, trust=known.trust)
-    if file.preset and known.env is None and known.preset not in (None, *PRESETS):
-        known.preset, known.env = None, known.preset  # the only argument is ENV
-    for name, found in (("preset", file.preset), ("env", file.env)):
-        given = getattr(known, name)
-        if given and found and given != found:
-            field = "env.id" if name == "env" else name
-            raise ConfigError(f"--config {file.path} has {field}={found!r}, the command {given!r}. Remove one of them.")
-        setattr(known, name, given or found or None)
-    if known.preset is None:
-        parser.error(f'{file.path} names no preset: add `preset = "ppo"` to it, or PRESET to the command')
-    return file
-
-
-def _refuse_strays(file: ConfigFile, base: TrainConfig, values: Mapping[str, Any], for_workers: bool) -> None:
-    """Raises ConfigError for a value of the file that differs from the preset's and has no effect."""
-    preset_values = {info.path: info.value for info in fields_of(base)}
-    for path, value in values.items():
-        section = path.partition(".")[0]
-        why = ""
-        if section == "replay" and base.experience != "replay":
-            why = f"{base.preset} uses each trajectory once and has no replay"
-        elif section == "workers" and not for_workers:
-            why = "it applies only to a learner with workers (`echelon learner`)"
-        elif section == "actor" and for_workers:
-            why = "a learner has no actors; workers send the experience"
-        if why and value != preset_values[path]:
-            raise ConfigError(f"{file.path}: {path}={value!r} has no effect: {why}. Remove it.")
 
 
 def _observed(env: str, given: Mapping[str, str], file: ConfigFile | None) -> str:

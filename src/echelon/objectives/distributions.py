@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from echelon.errors import ConfigError
-from echelon.schema import SUPPORTED, action_leaf
+from echelon.schema import SUPPORTED_ACTIONS, action_leaf
 
 Array = np.ndarray[Any, Any]
 FORBIDDEN = -1e9  # a logit whose probability is exactly 0 in float32; finite, so that 0 * log 0 is 0
@@ -83,7 +83,7 @@ def make_distribution(action_space: gym.Space[Any], kind: Kind = "stochastic") -
     discrete actions are sampled as in "stochastic").
     """
     action_leaf(action_space)  # raises on action spaces that no policy supports
-    if not isinstance(action_space, SUPPORTED[kind]):
+    if not isinstance(action_space, SUPPORTED_ACTIONS[kind]):
         fits = {"greedy": "Discrete", "deterministic": "bounded Box", "squashed": "bounded Box and Discrete"}[kind]
         raise ConfigError(
             f"the action space {action_space} does not fit: this algorithm supports {fits} action spaces. Use another "

@@ -28,7 +28,7 @@ from echelon.errors import ConfigError, EnvError
 from echelon.roles.context import Context, Station
 from echelon.roles.plan.parts import Plan
 from echelon.runs.best import Best, is_better, read_best, save_best
-from echelon.runs.checkpoint import read_weights
+from echelon.runs.weights import read_weights
 from echelon.schema import space_leaves, unflatten
 
 SAVE_S = 60.0  # how long saving the best weights counts as progress

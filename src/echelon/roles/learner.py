@@ -29,9 +29,10 @@ from echelon.roles.plan.start import num_episodes
 from echelon.roles.source import Counters, Offer, SharedSource
 from echelon.roles.stopping import progress, stop_reason
 from echelon.roles.update import AnyBatch
-from echelon.runs.checkpoint import UNDECODABLE, find_weights, load_checkpoint, newest_intact
+from echelon.runs.checkpoint import UNDECODABLE, load_checkpoint, newest_intact
 from echelon.runs.packing import decode, encode
 from echelon.runs.progress import Progress, misfit
+from echelon.runs.weights import find_weights
 
 AT_COUNTS = ("steps", "episodes")  # the stop conditions at which actors stop, too, if the replay is exact
 WARM_UP_S = 2.0  # after the first batch; excluded from the steady-state rate

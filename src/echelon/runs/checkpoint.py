@@ -32,9 +32,7 @@ import safetensors
 from echelon.disk import MAX_JSON_BYTES, put_file, put_folder, read_json, read_regular, sync
 from echelon.errors import ConfigError
 from echelon.memory_check import total_memory
-from echelon.runs.folder import CONFIG, check_entries
 from echelon.runs.packing import Packed, as_bytes, pack, unpack
-from echelon.runs.progress import misfit
 
 if TYPE_CHECKING:
     import torch
@@ -118,8 +116,8 @@ class _Content:
 
 def _put(folder: Path, content: _Content, step: int, keep: int) -> None:
     _put_as(folder, f"step_{step:012d}", content, step)
-    past = [path for path in _checkpoints(folder) if _step(path) <= step]
-    for path in set(_checkpoints(folder)) - set(past[-keep:]):
+    past = [path for path in all_checkpoints(folder) if _step(path) <= step]
+    for path in set(all_checkpoints(folder)) - set(past[-keep:]):
         aside = _temporary(folder, f"old-{path.name}")
         with contextlib.suppress(OSError):
             path.rename(aside)  # first, so that a reader never sees a part of it
@@ -171,7 +169,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     if any(folder.glob(".tmp-*")):
         with _locked(folder, wait=False) as is_mine:
             _clear(folder, is_written=not is_mine)
-    found = _checkpoints(folder)
+    found = all_checkpoints(folder)
     return found[-1] if found else None
 
 
@@ -183,7 +181,7 @@ def newest_intact(folder: Path) -> tuple[Path, str] | None:
     if latest_checkpoint(folder) is None:
         return None
     troubles: list[str] = []
-    for path in reversed(_checkpoints(folder)):
+    for path in reversed(all_checkpoints(folder)):
         try:
             _verified(path)
         except ConfigError as error:
@@ -222,67 +220,6 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
         return tensors
     except (OSError, safetensors.SafetensorError, *UNDECODABLE) as error:
         raise unreadable_weights(path, error) from error
-
-
-def find_weights(path: str) -> dict[str, torch.Tensor]:
-    """Returns the weights of a file, a checkpoint or a run folder: its newest checkpoint's, else its final weights."""
-    return read_weights(weights_path(path))
-
-
-def run_of(path: str | Path, name: str = NEWEST) -> tuple[Path, str]:
-    """Returns the run folder, and the name of its checkpoint: either of them may be given as RUN/checkpoints/NAME."""
-    path, place = Path(path), Path(name)
-    if name == NEWEST and path.parent.name == "checkpoints" and os.path.isfile(path / STATE):
-        return path.parent.parent, path.name
-    return path, place.name if place.parent.resolve() == (path / "checkpoints").resolve() else name
-
-
-def weights_path(path: str, name: str = NEWEST) -> Path:
-    """Returns the checkpoint `name` of the run folder `path`; `path` itself if it is a weights file or a checkpoint."""
-    where = Path(path)
-    if os.path.isfile(where):
-        return where.resolve()
-    if os.path.isfile(where / STATE):
-        return where
-    check_entries(where)
-    folder, final = where / "checkpoints", where / FINAL
-    if name != NEWEST:
-        latest_checkpoint(folder)  # restores a checkpoint whose replacement was not completed
-        others = [entry for entry in (folder / BEST, final) if entry.exists()]
-        found = {entry.name: entry for entry in [*_checkpoints(folder), *others]}
-        if name not in found:
-            has = ", ".join([*found, *([NEWEST] if found else [])]) or "none"
-            why = ", as no evaluation of the run has completed" if name == BEST else ""
-            raise ConfigError(f"{path} has no checkpoint {name!r}{why}. It has {has}.")
-        return found[name]
-    if (newest := newest_intact(folder)) is not None:
-        return newest[0]
-    if final.is_file():
-        return final
-    if (where / CONFIG).exists():
-        raise ConfigError(
-            f"{path} has no checkpoint yet: a run that trains writes one every --run.checkpoint-interval-s seconds "
-            "and at its end. Wait for it, or give another run."
-        )
-    raise ConfigError(f"{path} is neither a weights file nor a run folder with a checkpoint. Give one of them.")
-
-
-def steps_of(path: Path) -> int | None:
-    """Returns the environment steps at which a checkpoint was saved; None for a weights file."""
-    try:
-        return int(read_json(path / STATE)["step"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-
-
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Returns the weights of a checkpoint or of a weights file."""
-    if not path.is_dir():
-        return load_weights(path)
-    tree = load_checkpoint(path)
-    if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
-        raise misfit(path, "it has no weights")
-    return dict(tree["model"])
 
 
 def _tensor_files() -> Any:
@@ -337,7 +274,7 @@ def _read_tensors(path: Path) -> bytes:
 
 
 def _damaged(path: Path, file: Path, what: str) -> ConfigError:
-    earlier = [other for other in _checkpoints(path.parent) if _step(other) < _step(path)]
+    earlier = [other for other in all_checkpoints(path.parent) if _step(other) < _step(path)]
     remedy = (
         f"Use the previous checkpoint {earlier[-1]}." if earlier else "There is no earlier checkpoint: start a new run."
     )
@@ -351,7 +288,8 @@ def unreadable_weights(path: Path, error: Exception) -> ConfigError:
     )
 
 
-def _checkpoints(folder: Path) -> list[Path]:
+def all_checkpoints(folder: Path) -> list[Path]:
+    """Returns the checkpoints of a folder by their steps, those that are damaged included; not the best weights."""
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if _STEP.fullmatch(path.name)), key=_step)

@@ -33,7 +33,7 @@ from echelon.roles.plan.findings import PREPARED, USER_LAYOUT, Prepared
 from echelon.roles.plan.layouts import minibatch_samples, num_gradients
 from echelon.roles.plan.placement import learner_device, learner_threads, server_device
 from echelon.roles.user_policy import StateLayout
-from echelon.runs.checkpoint import find_weights
+from echelon.runs.weights import find_weights
 from echelon.schema import Spaces, TrajectorySchema
 from echelon.world.node import Node
 

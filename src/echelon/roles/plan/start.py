@@ -201,11 +201,11 @@ def title(config: TrainConfig) -> str:
 def preparation_text(config: TrainConfig) -> str:
     """Returns the first message of a run, which may end up to one batch after `stop.steps`."""
     actor, text = config.actor, f"preparing {title(config)}"
-    is_larger = config.learner.batch == 0 and actor.has_too_many
+    is_larger = config.learner.batch == 0 and actor.exceed_envs
     if config.experience == "queue" and (config.stop.steps or is_larger):
         text += f", batches of {num_first_steps(config):,} steps"
-    if is_larger and config.experience == "queue":
-        text += f" (with --actors {actor.total_envs}: {actor.trajectory * actor.total_envs:,})"
+        if is_larger:
+            text += f" (with --actors {actor.total_envs}: {actor.trajectory * actor.total_envs:,})"
     return text
 
 
@@ -214,7 +214,7 @@ def check_stop(config: TrainConfig) -> None:
     stop = config.stop
     if not (stop.steps or stop.minutes or stop.episodes or stop.until_return is not None):
         from echelon.envs.make import check_id
-        from echelon.runs.checkpoint import weights_path
+        from echelon.runs.weights import weights_path
 
         for name in (config.env.id, config.network.name):  # mistakes there are reported first
             if isinstance(name, str):
@@ -258,7 +258,7 @@ def find_bottleneck(config: TrainConfig, shares: dict[str, dict[str, float]], fi
     if not shares:
         return ""
     inline, is_queue, actor = is_one_process(config), config.algorithm.experience == "queue", config.actor
-    grows = is_queue and config.learner.batch == 0 and (actor.envs > 0 or actor.has_too_many)
+    grows = is_queue and config.learner.batch == 0 and (actor.envs > 0 or actor.exceed_envs)
     return bottleneck(
         shares,
         num_cores=1 if inline else num_cores(),
