@@ -59,7 +59,7 @@ def start_nothing() -> None:
     signal.signal = lambda number, handler: None  # type: ignore[assignment]  # the worker's: this process keeps its own
     echelon.asynchronous.worker.AsyncWorker.work = lambda self, episodes=0: self.connection.close()  # type: ignore
     warnings.simplefilter("ignore", FutureWarning)  # old names of options
-    os.chdir(tempfile.mkdtemp(prefix="echelon-fuzz-"))
+    os.chdir(tempfile.mkdtemp())
 
 
 def mutate(line: list[str], options: list[str], chance: random.Random) -> list[str]:

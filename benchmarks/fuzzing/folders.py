@@ -7,7 +7,6 @@ success, or with exit code 2 and one message; no code that a folder names may ru
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
 import hashlib
 import io
@@ -214,9 +213,7 @@ def run_command(words: list[str], what: object) -> str:
 
 def make(options: argparse.Namespace) -> Trial:
     torch.set_num_threads(1)
-    root = Path(tempfile.mkdtemp(prefix="echelon-fuzz-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
-    scene = Scene(root)
+    scene = Scene(Path(tempfile.mkdtemp()))
     actions: dict[str, Callable[[str], str]] = {
         "eval": lambda what: run_command(["eval", str(scene.run), "--episodes", "1"], what),
         "resume": lambda what: run_command(["resume", str(scene.run), "--steps", str(STEPS + 20)], what),

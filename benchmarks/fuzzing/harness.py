@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import random
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -64,6 +65,8 @@ def run(kind: str, make: Callable[[], Trial], options: argparse.Namespace) -> in
     print(f"{kind}: {len(blocks) * options.block_size:,} trials, seed {options.seed}, {num_processes} processes")
     fork = multiprocessing.get_context("fork")
     readers: dict[Connection, tuple[Any, int]] = {}
+    folder = tempfile.TemporaryDirectory(prefix="echelon-fuzz-")
+    tempfile.tempdir = folder.name  # of the processes below, which are killed and clean up nothing
     for place in range(num_processes):
         reader, writer = fork.Pipe(duplex=False)
         process = fork.Process(target=_work, args=(make, blocks[place::num_processes], options, writer), daemon=True)
@@ -75,6 +78,8 @@ def run(kind: str, make: Callable[[], Trial], options: argparse.Namespace) -> in
     finally:
         for process, _ in readers.values():
             process.kill()
+            process.join()
+        folder.cleanup()
 
 
 def _gather(kind: str, readers: dict[Connection, tuple[Any, int]], step: int, options: argparse.Namespace) -> int:
